@@ -1,0 +1,3 @@
+"""simplan: plan, predict and prove distributed training."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,173 @@
+"""The calibration format: what this machine's kernels and links were measured to take.
+
+The executor writes it (``simplan calibrate``), the cost model reads it. It holds single layers, matrix products,
+collectives and sends; never a stage, a schedule or a step of a plan.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+from pydantic import Field
+
+from simplan.spec.base import Count, NonNegative, Positive, Spec
+from simplan.spec.model import ModelSpec
+
+__all__ = [
+    "Calibration",
+    "CalibrationRequest",
+    "CommunicationTiming",
+    "LayerTiming",
+    "MatmulTiming",
+    "Sample",
+    "ShapeRequest",
+]
+
+TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+
+
+class Sample(Spec):
+    """Repeated timings of one thing.
+
+    Attributes:
+        median_s: Median over all repeats of all ranks.
+        low_s: 10th percentile.
+        high_s: 90th percentile.
+        num_repeats: How many timings there were.
+    """
+
+    median_s: NonNegative
+    low_s: NonNegative
+    high_s: NonNegative
+    num_repeats: Count
+
+    @property
+    def relative_std(self) -> float:
+        """A robust relative standard deviation: (p90 - p10) / 2.56 / median."""
+        return (self.high_s - self.low_s) / 2.56 / self.median_s if self.median_s > 0 else 0.0
+
+
+class LayerTiming(Spec):
+    """One layer alone, the other ranks as busy.
+
+    Attributes:
+        key: ``LayerSpec.key``.
+        microbatch_size: Sequences.
+        dtype: Precision of the run.
+        num_ranks: Ranks that ran the same thing at the same time.
+        forward_s: Forward, keeping what backward needs; for the head, loss included.
+        backward_s: Backward, accumulating into existing gradients.
+        optimizer_s: The optimizer's step over this layer's parameters, gradients zeroed.
+        scale_s: Dividing this layer's gradients by a number.
+        optimizer: Which optimizer.
+    """
+
+    key: str
+    microbatch_size: Count
+    dtype: TimedDtype
+    num_ranks: Count
+    optimizer: Literal["adam", "adamw", "sgd"]
+    forward_s: Sample
+    backward_s: Sample
+    optimizer_s: Sample
+    scale_s: Sample
+
+
+class MatmulTiming(Spec):
+    """A matrix product (m x k) by (k x n)."""
+
+    m: Count
+    n: Count
+    k: Count
+    dtype: TimedDtype
+    num_ranks: Count
+    seconds: Sample
+
+
+class CommunicationTiming(Spec):
+    """A collective or a message.
+
+    Attributes:
+        kind: ``send`` is one way, from the call of send to the receiver's having the bytes.
+        num_ranks: Ranks in the group (2 for a send).
+        world_size: Ranks on the machine, all taking part in groups like this one at the same time.
+        num_bytes: Bytes of the buffer.
+    """
+
+    kind: Literal["all_reduce", "send"]
+    num_ranks: Count
+    world_size: Count
+    num_bytes: Count
+    seconds: Sample
+
+
+_Timing = TypeVar("_Timing", LayerTiming, MatmulTiming, CommunicationTiming)
+
+
+class ShapeRequest(Spec):
+    """A model whose layers are to be timed at one microbatch size."""
+
+    model: ModelSpec
+    microbatch_size: Count
+    dtype: TimedDtype = "fp32"
+    optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
+
+
+class CalibrationRequest(Spec):
+    """What to measure.
+
+    Attributes:
+        shapes: Layers to time.
+        num_ranks: Processes that run at the same time.
+        budget_s: Time to spend on the measurements, start-up excluded.
+        communication: Time collectives and sends too.
+        matmuls: Time a grid of matrix products too.
+    """
+
+    schema_version: Literal[1] = 1
+    shapes: tuple[ShapeRequest, ...]
+    num_ranks: Count
+    budget_s: Positive = 60.0
+    communication: bool = True
+    matmuls: bool = True
+
+
+class Calibration(Spec):
+    """What was measured on one machine.
+
+    Attributes:
+        created: ISO date and time, UTC.
+        environment: Machine, versions, threads, backend.
+        device_kind: ``cpu`` or ``gpu``.
+        num_cores: Cores that the ranks of the machine share.
+        memory_bytes: Memory of the machine (CPU) or of one device (GPU).
+        layers, matmuls, communication: The timings.
+    """
+
+    schema_version: Literal[1] = 1
+    created: str
+    environment: dict[str, str | int | float | None] = Field(default_factory=dict)
+    device_kind: Literal["cpu", "gpu"]
+    num_cores: Count
+    memory_bytes: Count
+    layers: tuple[LayerTiming, ...] = ()
+    matmuls: tuple[MatmulTiming, ...] = ()
+    communication: tuple[CommunicationTiming, ...] = ()
+
+    def merged(self, newer: Calibration) -> Calibration:
+        """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts."""
+
+        def merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset[str]) -> tuple[_Timing, ...]:
+            def identity(timing: _Timing) -> str:
+                return str({k: v for k, v in timing.__dict__.items() if k not in values})
+
+            return tuple({identity(timing): timing for timing in (*old, *new)}.values())
+
+        layer_values = frozenset({"forward_s", "backward_s", "optimizer_s", "scale_s"})
+        return newer.model_copy(
+            update={
+                "layers": merge(self.layers, newer.layers, layer_values),
+                "matmuls": merge(self.matmuls, newer.matmuls, frozenset({"seconds"})),
+                "communication": merge(self.communication, newer.communication, frozenset({"seconds"})),
+            }
+        )

@@ -1,0 +1,135 @@
+"""The errors simplan raises, and nothing else.
+
+::
+
+    SimplanError                     exit code
+    ├── SpecError (ValueError)         2   a file, field, plan or option is wrong
+    │   └── NotModelledError           2   an option that simplan does not model yet, refused by name
+    ├── ProgramError (ValueError)      2   an action table is incomplete, out of order or deadlocks
+    ├── NoFeasiblePlanError            3   a search found nothing that fits
+    └── RunError (RuntimeError)        4   ranks failed, hung or could not start
+
+What a user can cause is a ``SimplanError`` and reads as a sentence; what only a bug can cause is an ``assert``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "NoFeasiblePlanError",
+    "NotModelledError",
+    "Problem",
+    "ProgramError",
+    "RunError",
+    "SimplanError",
+    "SpecError",
+    "did_you_mean",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One violated rule, as the user can act on it.
+
+    Attributes:
+        field: The field as the user wrote it, dotted (``plan.pp``); empty when the whole file is meant.
+        value: What was given, already rendered; None when nothing was.
+        rule: What must hold, as a clause (``must divide num_hidden_layers = 12``).
+        fix: The nearest thing that would work (``use 2, 3 or 4``); may be empty.
+        line: 1-based line in the file; None when there is no file.
+        column: 1-based column; None when unknown.
+    """
+
+    field: str
+    rule: str
+    value: str | None = None
+    fix: str = ""
+    line: int | None = None
+    column: int | None = None
+
+    def sentence(self) -> str:
+        """``plan.pp = 5: must divide ...; use 4 or 6``."""
+        subject = self.field
+        if self.value is not None:
+            subject = f"{subject} = {self.value}" if subject else self.value
+        text = f"{subject}: {self.rule}" if subject else self.rule
+        return f"{text}; {self.fix}" if self.fix else text
+
+    def at(self, line: int | None, column: int | None = None) -> Problem:
+        """The same problem with its place in a file."""
+        return replace(self, line=line, column=column)
+
+
+class SimplanError(Exception):
+    """Base of every error a user can cause. ``exit_code`` is what the command line returns."""
+
+    exit_code = 2
+
+
+class SpecError(SimplanError, ValueError):
+    """What was asked is wrong; carries every violated rule at once.
+
+    Args:
+        problems: All problems found (at least one).
+        file: The file they are in, when there is one.
+    """
+
+    def __init__(self, problems: Problem | Iterable[Problem], *, file: str | None = None) -> None:
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.file = file
+        assert self.problems, "an error needs at least one problem"
+        super().__init__(self.text())
+
+    def text(self) -> str:
+        """One line per problem, each led by ``file:line:column:`` where known."""
+        lines = []
+        for problem in self.problems:
+            place = self.file or ""
+            if problem.line is not None:
+                place += f":{problem.line}"
+                if problem.column is not None:
+                    place += f":{problem.column}"
+            lines.append(f"{place}: {problem.sentence()}" if place else problem.sentence())
+        return "\n".join(lines)
+
+    def in_file(self, file: str) -> SpecError:
+        """The same error, naming the file it came from."""
+        return type(self)(self.problems, file=file)
+
+
+class NotModelledError(SpecError):
+    """An option that is known but not modelled yet: refused by name, never ignored."""
+
+
+class ProgramError(SimplanError, ValueError):
+    """An action table that is incomplete, out of order or would deadlock."""
+
+
+class NoFeasiblePlanError(SimplanError):
+    """No plan in the space fits."""
+
+    exit_code = 3
+
+
+class RunError(SimplanError, RuntimeError):
+    """Ranks failed, hung or could not be started."""
+
+    exit_code = 4
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The fix for a misspelt word: the nearest known ones, or all when few, or an empty string.
+
+    >>> did_you_mean("h100-sxm-80g", ["h100-sxm-80gb", "a100-sxm-80gb"])
+    'did you mean h100-sxm-80gb?'
+    """
+    names = sorted(set(known))
+    close = difflib.get_close_matches(str(word), names, n=3, cutoff=0.7)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    if names and len(names) <= 24:
+        return f"known: {', '.join(names)}"
+    return ""

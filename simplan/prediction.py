@@ -1,0 +1,218 @@
+"""What simplan says about one plan: time, memory, and how sure it is. Plain data; ``predict`` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from simplan.program.action import Table, format_table
+from simplan.program.timeline import Split, Timeline
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB
+
+__all__ = ["MemoryCategory", "Prediction", "RankMemory", "Term"]
+
+PREDICTION_SCHEMA_VERSION = 1
+
+
+class MemoryCategory(StrEnum):
+    """What memory holds."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer_states"
+    ACTIVATIONS = "activations"
+    BUFFERS = "communication_buffers"
+    LOGITS = "logits"
+    WORKSPACE = "workspace"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank at its worst instant.
+
+    Attributes:
+        rank: Global rank.
+        by_category: Bytes by category when the sum of all is largest; context is not part of ``allocated_bytes``.
+        allocated_bytes: By tensors.
+        reserved_bytes: By the caching allocator: allocated, rounded and fragmented.
+        device_bytes: On the device: reserved plus context.
+        peak_action: The action during which the peak occurs, text form; empty for the time between steps.
+        activations_in_flight: Most microbatches whose activations were alive at once, by stage.
+    """
+
+    rank: int
+    by_category: dict[MemoryCategory, int]
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    peak_action: str
+    activations_in_flight: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One thing that was priced, and where its price comes from.
+
+    Attributes:
+        name: E.g. ``block forward``, ``all_reduce over 2 ranks``.
+        seconds: Time of one occurrence.
+        count: Occurrences on the worst rank's critical resources (all ranks' sum divided by ranks).
+        provenance: ``datasheet``, ``published``, ``calibrated`` or ``extrapolated``.
+        relative_std: How sure: relative standard deviation of ``seconds``.
+        formula: The formula with numbers filled in.
+    """
+
+    name: str
+    seconds: float
+    count: float
+    provenance: str
+    relative_std: float
+    formula: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The answer to one scenario with a plan.
+
+    Attributes:
+        step_time_s: Time of one optimizer step (Level 2).
+        step_time_interval_s: Interval that should hold the truth in 9 of 10 cases, from the provenance of the costs.
+        level1_step_time_s: The same from whole actions, without the overlap inside them.
+        bubble_fraction: Share of the step in which compute streams idle, mean over ranks.
+        capacity_bytes: Memory of one device; None when the catalogue does not know.
+        fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
+        memory: Per rank.
+        splits: Per rank, in the order of ``memory``.
+        tokens_per_s_per_device: Throughput.
+        mfu: Model FLOPs utilization, causal attention counted half; None when the peak is unknown.
+        mfu_full_attention: The same with full attention counted (PaLM, most papers).
+        hfu: As ``mfu``, recomputed FLOPs counted.
+        terms: What was priced and how.
+        timeline: Spans of the step.
+        assumptions: What the reader must know, in words.
+    """
+
+    name: str
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    plan: ParallelPlan
+    software: SoftwareSpec
+    assignment: StageAssignment
+    table: Table
+    num_microbatches: int
+    step_time_s: float
+    step_time_interval_s: tuple[float, float]
+    level1_step_time_s: float
+    bubble_fraction: float
+    capacity_bytes: int | None
+    fits: bool | None
+    memory: tuple[RankMemory, ...]
+    splits: tuple[Split, ...]
+    tokens_per_s_per_device: float
+    mfu: float | None
+    mfu_full_attention: float | None
+    hfu: float | None
+    terms: tuple[Term, ...]
+    timeline: Timeline
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def worst_rank(self) -> int:
+        """The rank that needs most device memory, the lowest where several need the same."""
+        return max(self.memory, key=lambda m: (m.device_bytes, -m.rank)).rank
+
+    @property
+    def worst_memory(self) -> RankMemory:
+        """Memory of the worst rank."""
+        return next(m for m in self.memory if m.rank == self.worst_rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as the JSON document the command line prints and files hold."""
+        worst = self.worst_memory
+        return {
+            "schema_version": PREDICTION_SCHEMA_VERSION,
+            "kind": "prediction",
+            "name": self.name,
+            "inputs": {
+                "model": self.model.model_dump(mode="json"),
+                "cluster": self.cluster.model_dump(mode="json"),
+                "training": self.training.model_dump(mode="json"),
+                "plan": self.plan.model_dump(mode="json"),
+                "software": self.software.id,
+            },
+            "stage_boundaries": list(self.assignment.boundaries),
+            "num_microbatches": self.num_microbatches,
+            "table": format_table(self.table),
+            "step_time_s": self.step_time_s,
+            "step_time_interval_s": list(self.step_time_interval_s),
+            "level1_step_time_s": self.level1_step_time_s,
+            "bubble_fraction": self.bubble_fraction,
+            "fits": self.fits,
+            "capacity_gib": None if self.capacity_bytes is None else self.capacity_bytes / GIB,
+            "peak_memory_gib": {
+                "allocated": worst.allocated_bytes / GIB,
+                "reserved": worst.reserved_bytes / GIB,
+                "device": worst.device_bytes / GIB,
+            },
+            "worst_rank": self.worst_rank,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "mfu": self.mfu,
+            "mfu_full_attention": self.mfu_full_attention,
+            "hfu": self.hfu,
+            "ranks": [
+                {
+                    "rank": memory.rank,
+                    "split": {
+                        "compute": split.compute_s,
+                        "recompute": split.recompute_s,
+                        "exposed_communication": split.exposed_communication_s,
+                        "wait": split.wait_s,
+                        "host": split.host_s,
+                        "optimizer": split.optimizer_s,
+                    },
+                    "memory_gib": {str(key): value / GIB for key, value in memory.by_category.items()},
+                    "peak_memory_gib": {
+                        "allocated": memory.allocated_bytes / GIB,
+                        "reserved": memory.reserved_bytes / GIB,
+                        "device": memory.device_bytes / GIB,
+                    },
+                    "peak_action": memory.peak_action,
+                    "activations_in_flight": {str(k): v for k, v in memory.activations_in_flight.items()},
+                }
+                for memory, split in zip(self.memory, self.splits, strict=True)
+            ],
+            "terms": [
+                {
+                    "name": term.name,
+                    "seconds": term.seconds,
+                    "count": term.count,
+                    "provenance": term.provenance,
+                    "relative_std": term.relative_std,
+                    "formula": term.formula,
+                }
+                for term in self.terms
+            ],
+            "timeline": [
+                {
+                    "rank": span.rank,
+                    "stream": span.stream,
+                    "name": span.name,
+                    "action": span.action,
+                    "kind": str(span.kind),
+                    "start_s": span.start_s,
+                    "end_s": span.end_s,
+                    "num_bytes": span.num_bytes,
+                    "peer": span.peer,
+                }
+                for span in self.timeline.spans
+            ],
+            "assumptions": list(self.assumptions),
+        }

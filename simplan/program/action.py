@@ -1,0 +1,107 @@
+"""Level 1 actions and the tables they form, in torch's text form.
+
+An action is what one rank does to one stage, usually for one microbatch: ``0F1`` is the forward of microbatch 1 on
+stage 0, ``2SEND_F3`` sends its output on, ``1REDUCE_GRAD`` reduces the gradients of stage 1. A table is one tuple of
+actions per pipeline rank, in the order in which the rank's host issues them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from simplan.errors import ProgramError
+
+__all__ = ["Action", "ActionKind", "Table", "format_table", "parse_table"]
+
+
+class ActionKind(StrEnum):
+    """Kinds of actions; the letters are torch's, OPTIM is ours."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    OPTIM = "OPTIM"
+
+    @property
+    def is_compute(self) -> bool:
+        """Forward or (part of a) backward."""
+        return self in _COMPUTE
+
+    @property
+    def per_microbatch(self) -> bool:
+        """Whether an action of this kind names a microbatch."""
+        return self not in _PER_STAGE
+
+
+_COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
+_PER_STAGE = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM})
+_TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|OPTIM|[FBIW])(\d{1,9})?")
+
+
+class Action(NamedTuple):
+    """One entry of a table.
+
+    Attributes:
+        stage: Stage index.
+        kind: What is done.
+        microbatch: Microbatch index; None for UNSHARD, RESHARD, REDUCE_GRAD and OPTIM.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads torch's text form; the whole text must match.
+
+        Raises:
+            ProgramError: The text is not an action.
+
+        >>> Action.parse("2SEND_F3")
+        Action(stage=2, kind=<ActionKind.SEND_F: 'SEND_F'>, microbatch=3)
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ProgramError(
+                f"action {text!r}: must be <stage><kind>[<microbatch>] with kind one of "
+                f"{', '.join(kind.value for kind in ActionKind)}, e.g. 0F1 or 1REDUCE_GRAD"
+            )
+        stage, kind, microbatch = match.groups()
+        action = cls(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))
+        if action.kind.per_microbatch != (microbatch is not None):
+            needs = "needs a microbatch index" if action.kind.per_microbatch else "takes no microbatch index"
+            raise ProgramError(f"action {text!r}: {action.kind.value} {needs}")
+        return action
+
+
+Table = tuple[tuple[Action, ...], ...]
+"""One tuple of actions per pipeline rank."""
+
+
+def format_table(table: Table) -> list[list[str]]:
+    """The table as lists of strings, as it is written to files."""
+    return [[str(action) for action in row] for row in table]
+
+
+def parse_table(rows: Sequence[Sequence[str]]) -> Table:
+    """The inverse of ``format_table``; empty cells are skipped.
+
+    Raises:
+        ProgramError: A cell is not an action.
+    """
+    return tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)

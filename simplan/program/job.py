@@ -1,0 +1,65 @@
+"""What is handed to the executor: one plan, fully decided, with the Level 1 table that was simulated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simplan.program.action import Table, parse_table
+from simplan.spec.base import Count, Positive, Spec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["JOB_SCHEMA_VERSION", "Job"]
+
+JOB_SCHEMA_VERSION = 1
+
+
+class Job(Spec):
+    """A job file: everything the ranks need, decided beforehand.
+
+    Attributes:
+        name: Name of the scenario.
+        model, training, plan, software: What was asked, resolved.
+        boundaries: The stage assignment (see ``StageAssignment``).
+        table: The complete Level 1 table, text form, one row per pipeline rank.
+        num_steps: Steady steps to measure.
+        num_warmup_steps: Steps run before them and not counted.
+        seed: Of weights and synthetic tokens.
+        dtype: ``fp64`` replaces the training precision, for checking against one process.
+        device: ``auto`` takes CUDA devices when there are enough, else the CPU.
+        timeout_s: A rank that makes no progress for so long ends the run.
+        profile_memory: Run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
+    """
+
+    schema_version: Literal[1] = 1
+    name: str
+    model: ModelSpec
+    training: TrainingSpec
+    plan: ParallelPlan
+    software: SoftwareSpec
+    boundaries: tuple[int, ...]
+    table: tuple[tuple[str, ...], ...]
+    num_steps: Count = 10
+    num_warmup_steps: Annotated[int, Field(ge=0)] = 2
+    seed: int = 0
+    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: Positive = 120.0
+    profile_memory: bool = True
+
+    @property
+    def assignment(self) -> StageAssignment:
+        """Which layers each stage holds."""
+        return StageAssignment(self.boundaries)
+
+    def parsed_table(self) -> Table:
+        """The table as actions.
+
+        Raises:
+            ProgramError: A cell is not an action.
+        """
+        return parse_table(self.table)

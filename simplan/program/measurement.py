@@ -1,0 +1,119 @@
+"""What running a job recorded. The executor writes it, ``compare`` reads it."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Literal
+
+from pydantic import Field
+
+from simplan.program.job import Job
+from simplan.program.timeline import SpanKind
+from simplan.spec.base import Spec
+
+__all__ = ["MeasuredCollective", "MeasuredSpan", "Measurement", "PeakMemory", "RankMeasurement"]
+
+
+class PeakMemory(Spec):
+    """Peak memory in three columns, bytes; None where the device or the run does not tell.
+
+    Attributes:
+        allocated_bytes: By tensors (CUDA allocator statistics; on the CPU, the profiler's allocation trace).
+        reserved_bytes: By the caching allocator; None on the CPU, which has none.
+        device_bytes: On the device by the driver's account; on the CPU, the peak resident set of the process.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    device_bytes: int | None = None
+
+
+class MeasuredSpan(Spec):
+    """An action as it ran: waits for messages are outside of the span.
+
+    Attributes:
+        action: Text form, e.g. ``0F1``; OPTIM and REDUCE_GRAD included.
+        kind: What its time counts as in the split of the step.
+        start_s: Seconds from the common start of the step (clock aligned over ranks).
+        end_s: End on the same clock.
+    """
+
+    action: str
+    kind: SpanKind
+    start_s: float
+    end_s: float
+
+
+class MeasuredCollective(Spec):
+    """A collective or message as it was issued, in issue order.
+
+    Attributes:
+        kind: ``all_reduce``, ``send`` or ``recv``.
+        action: The action during which it was issued (``0SEND_F1``; for a DDP bucket the backward it overlaps).
+        ranks: Global ranks of the group, or (source, destination).
+        num_bytes: Bytes of the buffer.
+        start_s: When it was issued.
+        end_s: When its completion was seen; None when that was not observed.
+    """
+
+    kind: Literal["all_reduce", "send", "recv"]
+    action: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+    start_s: float
+    end_s: float | None = None
+
+
+class RankMeasurement(Spec):
+    """One rank.
+
+    Attributes:
+        rank: Global rank.
+        peak_memory: Over the whole run.
+        actions: Of the representative step (the one whose step time is the median), in issue order.
+        collectives: Of the same step, in issue order.
+        step_times_s: This rank's own time of each steady step.
+    """
+
+    rank: int
+    peak_memory: PeakMemory
+    actions: tuple[MeasuredSpan, ...]
+    collectives: tuple[MeasuredCollective, ...]
+    step_times_s: tuple[float, ...] = ()
+
+
+class Measurement(Spec):
+    """A measured run.
+
+    Attributes:
+        job: What was run.
+        complete: False when the run ended early; ``failure`` says why and the steps before it are kept.
+        step_times_s: Steady steps: last rank's end minus first rank's start.
+        warmup_step_times_s: The steps before, not counted.
+        losses: Mean loss of every step, warm-up included.
+        ranks: One entry per rank.
+        environment: Machine, versions, threads, backend.
+    """
+
+    schema_version: Literal[1] = 1
+    job: Job
+    complete: bool = True
+    failure: str | None = None
+    step_times_s: tuple[float, ...]
+    warmup_step_times_s: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    ranks: tuple[RankMeasurement, ...] = ()
+    environment: dict[str, str | int | float | None] = Field(default_factory=dict)
+
+    @property
+    def step_time_s(self) -> float:
+        """Median of the steady steps."""
+        return statistics.median(self.step_times_s)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the 10th and 90th percentile, relative to the median."""
+        ordered = sorted(self.step_times_s)
+        low = ordered[int(0.1 * (len(ordered) - 1))]
+        high = ordered[-1 - int(0.1 * (len(ordered) - 1))]
+        return (high - low) / 2 / self.step_time_s

@@ -1,0 +1,88 @@
+"""What a plan runs on: devices, links and the cluster they form."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from simplan.spec.base import Count, NonNegative, Positive, Spec
+
+__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "LinkSpec"]
+
+Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
+
+
+class DeviceSpec(Spec):
+    """One accelerator (or, on a CPU, one rank's share of the machine).
+
+    Attributes:
+        id: Catalogue name, e.g. ``h100-sxm-80gb``.
+        kind: ``cpu`` devices have no kernels in flight: host and compute are one, and ranks share the cores.
+        memory_bytes: Capacity as the driver reports it; None when the sources do not say.
+        memory_bandwidth_bytes_per_s: Datasheet bandwidth of the device memory.
+        peak_flop_per_s: Dense peak (no sparsity) by dtype.
+        matmul_flop_per_s: Best measured matmul rate by dtype, where somebody published or calibrated one.
+        intra_link: Name of the link that joins devices of one node; None for PCIe-less or unknown.
+        sources: Field name -> where its value comes from.
+        warning: What the sources disagree about.
+    """
+
+    id: str
+    kind: Literal["gpu", "tpu", "cpu", "other"] = "gpu"
+    memory_bytes: Count | None = None
+    memory_bandwidth_bytes_per_s: Positive | None = None
+    peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    intra_link: str | None = None
+    sources: dict[str, str] = Field(default_factory=dict)
+    warning: str | None = None
+
+
+class LinkSpec(Spec):
+    """One tier of the network.
+
+    Attributes:
+        id: Catalogue name, e.g. ``nvlink4``.
+        bytes_per_s: Bandwidth in one direction, per device.
+        latency_s: Time of an empty message.
+        sources: Field name -> where its value comes from.
+    """
+
+    id: str
+    bytes_per_s: Positive
+    latency_s: NonNegative
+    sources: dict[str, str] = Field(default_factory=dict)
+
+
+class ClusterSpec(Spec):
+    """A number of equal nodes.
+
+    Attributes:
+        id: Catalogue name, or ``inline``.
+        device: The device all nodes are filled with.
+        devices_per_node: Devices in one ``intra_link`` domain; need not divide ``num_devices``.
+        num_devices: All devices of the job.
+        intra_link: Joins devices of one node; None for a node of one device.
+        inter_link: Joins nodes, as bandwidth per device; None for a single node.
+        cores_per_node: CPU cores the ranks of one node share, when the device is a CPU; else None.
+        source: Where the composition comes from.
+    """
+
+    id: str
+    device: DeviceSpec
+    devices_per_node: Count
+    num_devices: Count
+    intra_link: LinkSpec | None = None
+    inter_link: LinkSpec | None = None
+    cores_per_node: Count | None = None
+    source: str = ""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes needed for ``num_devices``, the last one perhaps not full."""
+        return -(-self.num_devices // self.devices_per_node)
+
+    def node_of(self, rank: int) -> int:
+        """Ranks fill nodes in order."""
+        return rank // self.devices_per_node

@@ -1,0 +1,103 @@
+"""Units: constants to compute with and the one place that turns quantities into text.
+
+Inside, everything is bytes, seconds, FLOPs and bytes per second; a name says its unit (``_s``, ``_bytes``,
+``_bytes_per_s``, ``_flop_per_s``). On screen: GiB and MiB for memory, GB/s for links, ms for times, TFLOP/s for rates.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DTYPE_BYTES",
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_bytes",
+    "format_count",
+    "format_flop_per_s",
+    "format_percent",
+    "format_rate",
+    "format_time",
+]
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+"""Bytes of one element as it lies in memory (tf32 is a compute mode of fp32)."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Memory in binary units.
+
+    >>> format_bytes(1.5 * GIB), format_bytes(300 * MIB), format_bytes(12)
+    ('1.50 GiB', '300.0 MiB', '12 B')
+    """
+    if abs(num_bytes) >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    if abs(num_bytes) >= MIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    if abs(num_bytes) >= KIB:
+        return f"{num_bytes / KIB:.1f} KiB"
+    return f"{num_bytes:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """A duration with three or four significant digits.
+
+    >>> format_time(0.0123), format_time(2.5), format_time(4.2e-5), format_time(0.0)
+    ('12.3 ms', '2.500 s', '42.0 us', '0 s')
+    """
+    magnitude = abs(seconds)
+    if magnitude == 0.0:
+        return "0 s"
+    if magnitude >= 1.0:
+        return f"{seconds:.3f} s"
+    if magnitude >= 1e-1:
+        return f"{seconds * 1e3:.0f} ms"
+    if magnitude >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A link or memory rate in decimal units, as vendors print them.
+
+    >>> format_rate(450e9), format_rate(2.5e6)
+    ('450 GB/s', '2.5 MB/s')
+    """
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def format_flop_per_s(flop_per_s: float) -> str:
+    """A compute rate.
+
+    >>> format_flop_per_s(989e12), format_flop_per_s(91.2e9)
+    ('989 TFLOP/s', '91.2 GFLOP/s')
+    """
+    if flop_per_s >= 1e12:
+        return f"{flop_per_s / 1e12:.4g} TFLOP/s"
+    return f"{flop_per_s / 1e9:.3g} GFLOP/s"
+
+
+def format_count(number: float) -> str:
+    """A large count, shortened.
+
+    >>> format_count(7_615_616), format_count(124_439_808), format_count(512)
+    ('7.62 M', '124 M', '512')
+    """
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(number) >= factor:
+            return f"{number / factor:.3g} {suffix}"
+    return f"{number:,.0f}"
+
+
+def format_percent(fraction: float, digits: int = 1) -> str:
+    """A fraction as percent.
+
+    >>> format_percent(0.4567)
+    '45.7 %'
+    """
+    return f"{100 * fraction:.{digits}f} %"
