@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from simplan.program.action import Table, format_table
+from simplan.program.program import MemoryCategory
 from simplan.program.timeline import Split, Timeline
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -15,22 +15,11 @@ from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
 
-__all__ = ["MemoryCategory", "Prediction", "RankMemory", "Term"]
+__all__ = ["Prediction", "RankMemory", "Term"]
 
 PREDICTION_SCHEMA_VERSION = 1
 
 
-class MemoryCategory(StrEnum):
-    """What memory holds."""
-
-    PARAMETERS = "parameters"
-    GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer_states"
-    ACTIVATIONS = "activations"
-    BUFFERS = "communication_buffers"
-    LOGITS = "logits"
-    WORKSPACE = "workspace"
-    CONTEXT = "context"
 
 
 @dataclass(frozen=True, slots=True)

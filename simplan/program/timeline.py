@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Span", "SpanKind", "Split", "Timeline", "split_of_rank"]
+__all__ = ["COMPUTING", "Span", "SpanKind", "Split", "Timeline", "split_of_rank"]
 
 
 class SpanKind(StrEnum):
@@ -17,6 +17,10 @@ class SpanKind(StrEnum):
     COMMUNICATION = "communication"
     OPTIMIZER = "optimizer"
     HOST = "host"
+
+
+COMPUTING = frozenset({SpanKind.COMPUTE, SpanKind.RECOMPUTE})
+"""Kinds that count as work when idle time is measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, Spec
 
@@ -14,9 +14,7 @@ __all__ = ["ParallelPlan", "RankMapping", "Recompute", "ScheduleName", "StageAss
 ScheduleName = Literal[
     "none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-2p-optsync", "zb-v"
 ]
-Recompute = Literal[
-    "none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"
-]
+Recompute = Literal["none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"]
 
 
 class ParallelPlan(Spec):
@@ -30,7 +28,7 @@ class ParallelPlan(Spec):
 
     dp_replicate: Count = 1
     dp_shard: Count = 1
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     reshard_after_forward: bool = True
     tp: Count = 1
     sequence_parallel: bool = False
@@ -63,6 +61,8 @@ class ParallelPlan(Spec):
         filled.setdefault("sequence_parallel", above_one("tp"))
         if above_one("pp"):
             filled.setdefault("schedule", "interleaved_1f1b" if above_one("virtual_stages") else "1f1b")
+        if isinstance(filled.get("stage_layers"), list):  # a file has lists, and strict mode wants the tuple itself
+            filled["stage_layers"] = tuple(filled["stage_layers"])
         return filled
 
     @property
@@ -93,7 +93,8 @@ class StageAssignment:
     boundaries: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.boundaries[0] == 0 and len(self.boundaries) >= 2
+        assert len(self.boundaries) >= 2
+        assert self.boundaries[0] == 0
         assert all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)), self.boundaries
 
     @property

@@ -100,10 +100,7 @@ def _gpt_block(model: TransformerShape) -> LayerSpec:
         ParameterSpec("down.bias", (h,)),
     )
     return LayerSpec(
-        key=(
-            f"gpt-block:h{h},a{model.num_attention_heads},kv{model.num_key_value_heads},"
-            f"d{model.head_dim},i{i},s{s}"
-        ),
+        key=(f"gpt-block:h{h},a{model.num_attention_heads},kv{model.num_key_value_heads},d{model.head_dim},i{i},s{s}"),
         kind=LayerKind.BLOCK,
         parameters=parameters,
         kernels=(
@@ -153,8 +150,7 @@ def _llama_block(model: TransformerShape) -> LayerSpec:
     )
     return LayerSpec(
         key=(
-            f"llama-block:h{h},a{model.num_attention_heads},kv{model.num_key_value_heads},"
-            f"d{model.head_dim},i{i},s{s}"
+            f"llama-block:h{h},a{model.num_attention_heads},kv{model.num_key_value_heads},d{model.head_dim},i{i},s{s}"
         ),
         kind=LayerKind.BLOCK,
         parameters=parameters,

@@ -1,1 +1,29 @@
+"""Schedules: each is one function that returns the compute actions of every pipeline rank.
 
+A new schedule is one such function and one line in ``SCHEDULES``; from then on it is checked, simulated, drawn,
+executed and compared like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from simplan.program.action import Table
+from simplan.program.schedules.gpipe import gpipe
+from simplan.program.schedules.naive import naive
+from simplan.program.schedules.one_f_one_b import one_f_one_b
+
+__all__ = ["SCHEDULES", "Schedule", "gpipe", "naive", "one_f_one_b"]
+
+Schedule = Callable[[int, int], Table]
+"""``(num_ranks, num_microbatches)`` -> compute actions per pipeline rank."""
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        "none": naive,  # one rank: forward and backward of each microbatch in turn, that is, gradient accumulation
+        "naive": naive,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+    }
+)

@@ -1,0 +1,48 @@
+# Every target makes .venv and installs what it needs by itself; the second run finds it there.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench clean
+
+help:
+	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
+	@echo "make test      lint, types, the tests that are not slow, and the checked scenarios"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make bench     the numbers of the benchmark table"
+	@echo "make lint      ruff and mypy only"
+	@echo "make clean     remove .venv, caches and demo-out"
+
+demo: $(READY)
+	$(BIN)/simplan demo
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+	$(BIN)/simplan check scenarios
+
+test-all: lint
+	$(BIN)/pytest
+	$(BIN)/simplan check scenarios
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "simplan needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)."; \
+	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; install its venv module (Debian: apt install python3-venv)."; \
+	  exit 2; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[executor,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out

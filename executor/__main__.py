@@ -1,0 +1,102 @@
+"""``python -m executor run JOB.json --out DIR`` and ``python -m executor calibrate REQUEST.json --out FILE``.
+
+Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
+job or request, 4 the run failed, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from pydantic import ValidationError
+
+from simplan.errors import Problem, SimplanError, SpecError
+
+_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m executor", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("run", "JOB.json"), ("calibrate", "REQUEST.json")):
+        command = commands.add_parser(name)
+        command.add_argument("file", type=Path, metavar=what)
+        command.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        if args.command == "run":
+            _run(args.file, args.out)
+        else:
+            _calibrate(args.file, args.out)
+    except SimplanError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return _INTERRUPTED
+    return 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _run(file: Path, out_dir: Path) -> None:
+    from executor.run import run_job
+    from simplan.program.job import Job
+
+    def tell(step: int, of: int) -> None:
+        _tell({"event": "step", "step": step, "of": of})
+
+    try:
+        job = Job.model_validate_json(_read(file))
+    except ValidationError as error:
+        raise _bad(file, error) from None
+    run_job(job, out_dir, tell)
+
+
+def _calibrate(file: Path, out: Path) -> None:
+    from executor.calibrate import calibrate
+    from simplan.cost.calibration import CalibrationRequest
+
+    def tell(done: int, of: int, what: str) -> None:
+        _tell({"event": "progress", "done": done, "of": of, "what": what})
+
+    try:
+        request = CalibrationRequest.model_validate_json(_read(file))
+    except ValidationError as error:
+        raise _bad(file, error) from None
+    out.write_text(calibrate(request, tell).model_dump_json(indent=1))
+
+
+def _tell(event: dict[str, str | int]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SpecError(Problem(field="", rule=f"cannot be read: {error.strerror}"), file=str(file)) from None
+
+
+def _bad(file: Path, error: ValidationError) -> SpecError:
+    problems = []
+    for detail in error.errors(include_url=False):
+        field = ".".join(str(part) for part in detail["loc"])
+        given = detail.get("input")
+        value = repr(given)[:80] if field and isinstance(given, str | int | float | bool) else None
+        problems.append(Problem(field=field, value=value, rule=detail["msg"]))
+    return SpecError(problems, file=str(file))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

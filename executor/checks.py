@@ -1,0 +1,128 @@
+"""What is refused before anything starts: jobs that this machine cannot hold or that would not run as asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.program.executable import check_executable
+from simplan.program.job import Job
+
+__all__ = ["check_job", "runs_on_cuda"]
+
+_CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
+
+
+def check_job(job: Job) -> None:
+    """Checks a job against what the executor does and what this machine has.
+
+    Raises:
+        NotModelledError: The plan or the training asks for something the executor does not do.
+        SpecError: The machine cannot hold so many ranks, or parts of the job do not fit each other.
+        ProgramError: The table is one that torch would run wrongly or not at all.
+    """
+    not_modelled = list(_not_modelled(job))
+    if not_modelled:
+        raise NotModelledError(not_modelled)
+    problems = [*_inconsistent(job), *_too_many_ranks(job)]
+    if problems:
+        raise SpecError(problems)
+    check_executable(job.parsed_table(), job.plan, job.software)
+
+
+def runs_on_cuda(job: Job) -> bool:
+    """Whether the job's ranks compute on CUDA devices here."""
+    return job.device == "cuda" or (job.device == "auto" and torch.cuda.device_count() >= job.plan.num_devices)
+
+
+def _not_modelled(job: Job) -> Iterator[Problem]:
+    plan, training = job.plan, job.training
+    only_one: dict[str, int] = {
+        "plan.dp_shard": plan.dp_shard,
+        "plan.tp": plan.tp,
+        "plan.cp": plan.cp,
+        "plan.ep": plan.ep,
+        "plan.virtual_stages": plan.virtual_stages,
+    }
+    for field, value in only_one.items():
+        if value != 1:
+            yield Problem(field=field, value=str(value), rule="the executor does not run this yet", fix="use 1")
+    if plan.recompute != "none":
+        yield Problem(
+            field="plan.recompute", value=plan.recompute, rule="the executor does not recompute yet", fix="use none"
+        )
+    if plan.grad_sync != "step" and plan.dp > 1:
+        yield Problem(
+            field="plan.grad_sync",
+            value=plan.grad_sync,
+            rule="the executor reduces gradients once per step",
+            fix="use step",
+        )
+    if plan.grad_dtype not in (None, "fp32"):
+        yield Problem(
+            field="plan.grad_dtype",
+            value=plan.grad_dtype,
+            rule="the executor keeps gradients in the precision of the weights",
+            fix="leave it out",
+        )
+    if training.task != "pretrain":
+        yield Problem(
+            field="training.task", value=training.task, rule="the executor only pretrains", fix="use pretrain"
+        )
+    if job.dtype not in ("fp32", "fp64") or (training.precision not in ("fp32", "tf32") and job.dtype != "fp64"):
+        precision = job.dtype if job.dtype not in ("fp32", "fp64") else training.precision
+        yield Problem(
+            field="training.precision",
+            value=precision,
+            rule="the executor does not run mixed precision yet",
+            fix="use fp32 (or tf32 on CUDA devices)",
+        )
+    if job.software.id != "torch":
+        yield Problem(
+            field="software",
+            value=job.software.id,
+            rule="the executor runs plain torch, not another framework",
+            fix="use torch",
+        )
+
+
+def _inconsistent(job: Job) -> Iterator[Problem]:
+    plan, batch = job.plan, job.training.global_batch_size
+    if batch % (plan.dp * plan.microbatch_size):
+        yield Problem(
+            field="training.global_batch_size",
+            value=str(batch),
+            rule=f"must be a multiple of data-parallel ranks times microbatch_size = {plan.dp * plan.microbatch_size}",
+        )
+    if job.boundaries[-1] != len(job.model.layers) or len(job.boundaries) != plan.num_stages + 1:
+        yield Problem(
+            field="boundaries",
+            value=str(list(job.boundaries)),
+            rule=f"must split {len(job.model.layers)} layers into {plan.num_stages} stages",
+        )
+
+
+def _too_many_ranks(job: Job) -> Iterator[Problem]:
+    num_ranks, num_gpus = job.plan.num_devices, torch.cuda.device_count()
+    if runs_on_cuda(job):
+        if num_ranks > num_gpus:
+            yield Problem(
+                field="plan",
+                value=f"{num_ranks} ranks",
+                rule=f"this machine has {num_gpus} CUDA devices",
+                fix="use device cpu" if num_gpus == 0 else f"use at most {num_gpus} ranks, or device cpu",
+            )
+        return
+    if job.training.precision == "tf32":
+        yield Problem(field="training.precision", value="tf32", rule="needs CUDA devices", fix="use fp32")
+    most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _CPU_RANK_BYTES)
+    if num_ranks > most:
+        yield Problem(
+            field="plan",
+            value=f"{num_ranks} ranks",
+            rule=f"the memory of this machine holds at most {most} ranks",
+            fix=f"use at most {most}",
+        )

@@ -1,0 +1,58 @@
+"""Data parallelism with torch's DistributedDataParallel, every bucket recorded.
+
+Annotations are not postponed here: torch compares those of the communication hook.
+"""
+
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from executor.groups import Group
+from executor.recorder import Recorder
+from simplan.units import MIB
+
+__all__ = ["wrap_ddp"]
+
+# Rotary tables are equal on all ranks; torch 2.13 has a new name for not sending them before every forward.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+
+def wrap_ddp(module: nn.Module, group: Group, bucket_bytes: int | None, recorder: Recorder) -> DistributedDataParallel:
+    """Wraps a stage so that its gradients are averaged over a group, in buckets, while backward still runs.
+
+    Args:
+        module: The stage.
+        group: Ranks that hold the same stage.
+        bucket_bytes: Limit of every bucket; None for torch's own limits (1 MiB for the first, 25 MiB for the others).
+        recorder: Gets every bucket's bytes, group, issue and completion.
+    """
+    wrapped = DistributedDataParallel(
+        module,
+        process_group=group.handle,
+        bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / MIB,
+        gradient_as_bucket_view=True,
+        **_KEEP_BUFFERS,
+    )
+
+    def average(state: None, bucket: GradBucket) -> Future[Tensor]:
+        """The arithmetic of torch's default: divide, then sum."""
+        gradients = bucket.buffer().div_(len(group.ranks))
+        handle = recorder.issue("all_reduce", group.ranks, gradients.nbytes)
+        work = dist.all_reduce(gradients, group=group.handle, async_op=True)
+        assert work is not None
+
+        def done(future: Future[list[Tensor]]) -> Tensor:
+            recorder.complete(handle)
+            return future.value()[0]
+
+        averaged: Future[Tensor] = work.get_future().then(done)
+        return averaged
+
+    wrapped.register_comm_hook(None, average)
+    return wrapped

@@ -1,0 +1,191 @@
+"""Starts ranks with torchrun, watches them, and ends them all when one fails, hangs or the caller gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from executor.heartbeat import Beat, RankState, read_beat
+from executor.processes import kill_sessions
+from executor.rank import RankFiles
+from simplan.errors import RunError
+
+__all__ = ["launch_ranks"]
+
+_POLL_S = 0.1
+_GRACE_S = 5.0  # between asking torchrun to stop and killing everything
+_SECONDARY = ("Connection closed by peer", "Connection reset by peer", "timed out", "NCCL")
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+
+Beats = tuple[Beat | None, ...]
+
+
+def launch_ranks(
+    module: str,
+    args: Sequence[str],
+    *,
+    num_ranks: int,
+    out_dir: Path,
+    timeout_s: float,
+    on_poll: Callable[[Beats], None] | None = None,
+) -> None:
+    """Runs ``python -m MODULE ARGS`` as ``num_ranks`` ranks on this machine until all have finished.
+
+    The module's main calls ``executor.rank.live_as_rank(out_dir, body)``. Whatever happens, no process is left behind:
+    also when this function is left by KeyboardInterrupt or SystemExit, and on Linux also when this process is killed.
+
+    Args:
+        module: Module that is one rank's program.
+        args: Its command line.
+        num_ranks: Ranks to start.
+        out_dir: Folder of the run, which exists; gets the ranks' logs and heartbeats.
+        timeout_s: A rank without a sign of life for so long ends the run.
+        on_poll: Called a few times per second with the last beat of every rank.
+
+    Raises:
+        RunError: A rank raised, was killed, left early or hung; one sentence says which and why.
+    """
+    failures = out_dir / "failures.json"
+    failures.unlink(missing_ok=True)
+    files = [RankFiles(out_dir, rank) for rank in range(num_ranks)]
+    for file in files:
+        file.remove()
+    started_s = time.monotonic()
+    with (out_dir / "torchrun.log").open("wb") as log:
+        agent = subprocess.Popen(
+            _command(failures, module, args, num_ranks),
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    beats: Beats = ()
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(_POLL_S)
+            beats = tuple(read_beat(file.heartbeat) for file in files)
+            if on_poll is not None:
+                on_poll(beats)
+            if agent.returncode is not None:
+                break
+            stalled = _stalled(beats, started_s, timeout_s)
+            if stalled:
+                raise RunError(stalled)
+    finally:
+        _end(agent, files)
+    if agent.returncode != 0:
+        raise RunError(_why(failures, files, beats, out_dir))
+
+
+def _command(failures: Path, module: str, args: Sequence[str], num_ranks: int) -> list[str]:
+    torchrun = ["--nnodes=1", f"--nproc-per-node={num_ranks}", "--standalone", "--local-addr=127.0.0.1"]
+    torchrun += ["--max-restarts=0", "-m", module, *args]
+    return [sys.executable, "-m", "executor.agent", str(failures), *torchrun]
+
+
+def _environment() -> dict[str, str]:
+    """Children import the same packages as we do, and nothing from the folder they happen to start in."""
+    path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    # torchrun would set and announce one thread per rank; the ranks set their own number.
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _stalled(beats: Beats, started_s: float, timeout_s: float) -> str | None:
+    """The sentence about a hang, or None while every rank shows signs of life."""
+    now_s = time.monotonic()
+
+    def silent_s(beat: Beat | None) -> float:
+        return now_s - (started_s if beat is None else beat.time_s)
+
+    alive = [rank for rank, beat in enumerate(beats) if beat is None or beat.state is not RankState.FINISHED]
+    if not alive or max(silent_s(beats[rank]) for rank in alive) <= timeout_s:
+        return None
+
+    def waits(rank: int) -> bool:
+        beat = beats[rank]
+        return beat is not None and beat.state is RankState.WAITING
+
+    # Who waits for a message is a victim; of the others, the one silent longest stopped first.
+    culprit = max(alive, key=lambda rank: (not waits(rank), silent_s(beats[rank])))
+    others = "".join(f"; rank {rank} was {_doing(beats[rank])}" for rank in range(len(beats)) if rank != culprit)
+    beat = beats[culprit]
+    if beat is None:
+        return f"rank {culprit} did not start within {timeout_s:g} s{others}"
+    if waits(culprit):
+        return f"no rank made progress for {timeout_s:g} s: rank {culprit} was {_doing(beat)}{others}"
+    where = f"last action {beat.doing} of step {beat.step + 1}" if _is_action(beat.doing) else beat.doing
+    return f"rank {culprit} made no progress for {timeout_s:g} s ({where}){others}"
+
+
+def _is_action(doing: str) -> bool:
+    return doing[:1].isdigit()
+
+
+def _doing(beat: Beat | None) -> str:
+    if beat is None:
+        return "not started"
+    if beat.state is RankState.WAITING and _is_action(beat.doing):
+        return f"waiting in {beat.doing}"
+    return f"in {beat.doing}" if _is_action(beat.doing) else beat.doing
+
+
+def _end(agent: subprocess.Popen[bytes], files: list[RankFiles]) -> None:
+    """Ends torchrun and all ranks: asked first, killed after a grace period."""
+    try:
+        if agent.poll() is None:
+            agent.terminate()
+            agent.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also when a second Ctrl-C cuts the grace period short
+        beats = [beat for file in files if (beat := read_beat(file.heartbeat)) is not None]
+        kill_sessions([agent.pid] if agent.poll() is None else [])
+        kill_sessions(beat.pid for beat in beats)
+        agent.wait()
+
+
+def _why(failures: Path, files: list[RankFiles], beats: Beats, out_dir: Path) -> str:
+    """The sentence about ranks that ended early; the first cause, not the ranks it pulled down."""
+    try:
+        exits = {entry["rank"]: entry["exitcode"] for entry in json.loads(failures.read_text())}
+    except (OSError, ValueError):
+        exits = {}
+    for rank, code in sorted(exits.items()):
+        if code < 0:
+            return f"rank {rank} was killed by signal {-code}{_at(beats[rank])}"
+    errors = {}
+    for rank, file in enumerate(files):
+        try:
+            errors[rank] = json.loads(file.error.read_text())
+        except (OSError, ValueError):
+            continue
+    silent = sorted(rank for rank in exits if rank not in errors)
+    for rank in silent:
+        return f"rank {rank} ended with exit code {exits[rank]}{_at(beats[rank])}; its output is in {files[rank].log}"
+    if errors:
+
+        def cause(rank: int) -> tuple[bool, float]:
+            error = errors[rank]
+            return any(text in error["message"] for text in _SECONDARY), error["time_s"]
+
+        rank = min(errors, key=cause)
+        message = " ".join(str(errors[rank]["message"]).split())
+        return (
+            f"rank {rank} raised {errors[rank]['type']}: {message[:500]}{_at(beats[rank])}; "
+            f"the traceback is in {files[rank].log}"
+        )
+    return f"torchrun ended without having run the ranks; its output is in {out_dir / 'torchrun.log'}"
+
+
+def _at(beat: Beat | None) -> str:
+    if beat is None or not _is_action(beat.doing):
+        return ""
+    return f" in {beat.doing} of step {beat.step + 1}"

@@ -1,0 +1,63 @@
+"""Peak memory of this process, by the device's own accounts and by the profiler's trace of allocations."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from simplan.program.measurement import PeakMemory
+
+__all__ = ["peak_allocated_bytes", "peak_memory"]
+
+
+def peak_memory(device: torch.device) -> PeakMemory:
+    """What the device's accounts say about this process so far.
+
+    CUDA: the caching allocator's peaks, and what the driver counts as used on the device now. CPU: the peak resident
+    set; allocated bytes need a trace (``peak_allocated_bytes``).
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return PeakMemory(
+            allocated_bytes=torch.cuda.max_memory_allocated(device),
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            device_bytes=total - free,
+        )
+    return PeakMemory(device_bytes=_peak_resident_bytes())
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # unlike getrusage, not raised by the process we were forked from
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_allocated_bytes(run: Callable[[], None]) -> int:
+    """Most bytes that tensors made by ``run`` held at once on the CPU, by torch's trace of allocations.
+
+    ``run`` starts from nothing: tensors made before it are not counted.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    total = peak = 0
+    for event in _memory_events(trace):
+        total += event
+        peak = max(peak, total)
+    return peak
+
+
+def _memory_events(trace: profile) -> list[int]:
+    """Bytes of every allocation (positive) and release (negative), in order of time."""
+    assert trace.profiler is not None
+    results: Any = trace.profiler.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -1,0 +1,205 @@
+"""The one place that touches torch's private pipelining runtime: it runs our Level 1 table literally.
+
+torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
+the same meaning in torch 2.11 and 2.13 (``tests/executor/test_pipeline.py`` pins them): the runtime class and its
+``_prepare_schedule_with_comms``, ``_maybe_compute_loss``, ``_maybe_get_loss``, ``_update_losses``; ``_Action``; the
+stage's ``fwd_cache``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from executor.groups import Group
+from executor.model import cross_entropy
+from executor.recorder import Recorder
+from simplan.program.action import Action, ActionKind, Table
+
+__all__ = ["Boundary", "PipelineEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A tensor that enters or leaves a stage, for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def example(self) -> Tensor:
+        """A tensor without storage that says all torch needs to know, so that it makes no trial run."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+
+
+class PipelineEngine:
+    """Runs one rank's row of a table, OPTIM excepted, which is the trainer's.
+
+    Args:
+        module: The rank's stage, perhaps wrapped in DistributedDataParallel.
+        table: The table of the whole pipeline; this rank's row is that of its place in ``group``.
+        group: The ranks of the pipeline, first stage first.
+        inputs, outputs: What enters and leaves the stage.
+        num_microbatches: Microbatches of one step.
+        device: Where the stage is.
+        recorder: Gets actions and messages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        table: Table,
+        group: Group,
+        *,
+        inputs: Boundary,
+        outputs: Boundary,
+        num_microbatches: int,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        stage_index = dist.get_rank(group.handle)
+        self._recorder = recorder
+        self._stage = _RecordedStage(
+            module,
+            stage_index,
+            len(table),
+            device,
+            input_args=inputs.example(),
+            output_args=outputs.example(),
+            group=group.handle,
+        )
+        self._stage.recorder = recorder
+        self._runtime = _Runtime([self._stage], num_microbatches, loss_fn=cross_entropy)
+        self._runtime._prepare_schedule_with_comms(
+            {rank: _torch_actions(row) for rank, row in enumerate(table)}, format="compute_comms"
+        )
+
+    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """One step up to and including REDUCE_GRAD.
+
+        Args:
+            tokens: (num_microbatches * microbatch_size, seq_len) int64.
+            targets: The tokens that follow them.
+
+        Returns:
+            Loss of every microbatch in order, detached; empty on ranks other than the last.
+        """
+        stage = self._stage
+        inputs = (tokens,) if stage.is_first else ()
+        self._runtime.step(*inputs, target=targets if stage.is_last else None, return_outputs=False)
+        stage.complete_sends()
+        return self._runtime.take_losses()
+
+
+def _torch_actions(row: Sequence[Action]) -> list[_Action | None]:
+    return [_Action.from_str(str(action)) for action in row if action.kind is not ActionKind.OPTIM]
+
+
+class _RecordedStage(PipelineStage):
+    """A stage that tells the recorder what it does; waits for messages are outside of the recorded spans."""
+
+    recorder: Recorder
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receives: dict[Action, list[int]] = {}
+        self._sends: list[int] = []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        action = Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)
+        self._received(Action(self.stage_index, ActionKind.RECV_F, fwd_chunk_id))
+        if self.is_last:  # the loss belongs to the action; _Runtime ends it
+            self.recorder.open(action)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self.recorder.span(action):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        kind = ActionKind.BACKWARD if full_backward else ActionKind.BACKWARD_INPUT
+        self._received(Action(self.stage_index, ActionKind.RECV_B, bwd_chunk_id))
+        with self.recorder.span(Action(self.stage_index, kind, bwd_chunk_id)):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self.recorder.span(Action(self.stage_index, ActionKind.BACKWARD_WEIGHT, bwd_chunk_id)):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        with self.recorder.span(Action(self.stage_index, ActionKind.REDUCE_GRAD)):
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._messages(ActionKind.RECV_F, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._messages(ActionKind.RECV_B, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._messages(ActionKind.SEND_F, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._messages(ActionKind.SEND_B, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def complete_sends(self) -> None:
+        """The runtime has waited for all sends of the step."""
+        for handle in self._sends:
+            self.recorder.complete(handle)
+        self._sends.clear()
+
+    def _messages(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        action = Action(self.stage_index, kind, microbatch)
+        me = dist.get_rank()
+        self.recorder.begin(action)
+        for op in ops:
+            if kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+                self._sends.append(self.recorder.issue("send", (me, op.peer), op.tensor.nbytes))
+            else:
+                handle = self.recorder.issue("recv", (op.peer, me), op.tensor.nbytes)
+                self._receives.setdefault(action, []).append(handle)
+        self.recorder.end(action)
+        return ops
+
+    def _received(self, action: Action) -> None:
+        for handle in self._receives.pop(action, ()):
+            self.recorder.complete(handle)
+
+
+class _Runtime(_PipelineScheduleRuntime):
+    """torch's runtime with losses by microbatch, so that forwards need not run in order, and logits let go early."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
+
+    def take_losses(self) -> list[Tensor]:
+        """The losses of the finished step, in order of microbatches."""
+        losses = [loss for _, loss in sorted(self._losses.items())]
+        self._losses.clear()
+        return losses
+
+    def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *loss_kwargs: Any) -> None:
+        # loss_kwargs is new in torch 2.13; we pass none.
+        if not stage.is_last:
+            return
+        loss = cross_entropy(output, target_mbs[mb_index])
+        self._graphs[mb_index] = loss
+        self._losses[mb_index] = loss.detach()
+        # torch keeps the logits until backward, which needs only the loss.
+        _, input_values = stage.fwd_cache[mb_index]
+        stage.fwd_cache[mb_index] = ((), input_values)
+        stage.recorder.close()
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+        return self._graphs.pop(mb_index) if stage.is_last else None
+
+    def _update_losses(self, stages: Any, losses: Any) -> None:
+        """Losses are taken with ``take_losses``."""

@@ -1,0 +1,63 @@
+"""The life of one rank: where its output goes, its signs of life, and how its errors are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from executor.heartbeat import Heartbeat, RankState
+from executor.processes import die_with_parent
+
+__all__ = ["RankFiles", "live_as_rank"]
+
+
+class RankFiles:
+    """The files of one rank in the folder of a run.
+
+    Attributes:
+        heartbeat: Its signs of life (binary).
+        log: Its output, tracebacks included.
+        steps: One JSON line per finished step, written by ``run`` jobs.
+        error: The exception that ended it, as JSON; absent when none did.
+    """
+
+    def __init__(self, out_dir: Path, rank: int) -> None:
+        self.heartbeat = out_dir / f"rank{rank}.heartbeat"
+        self.log = out_dir / f"rank{rank}.log"
+        self.steps = out_dir / f"rank{rank}.steps.jsonl"
+        self.error = out_dir / f"rank{rank}.error.json"
+
+    def remove(self) -> None:
+        """Deletes what an earlier run left."""
+        for path in (self.heartbeat, self.log, self.steps, self.error):
+            path.unlink(missing_ok=True)
+
+
+def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
+    """Runs ``body(heartbeat, rank)`` as the whole work of this process, which torchrun started.
+
+    stdout and stderr go to the rank's log. An exception is written to the rank's error file and ends the process at
+    once with exit code 1: threads of torch may be stuck in communication with ranks that are gone.
+    """
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    files = RankFiles(out_dir, rank)
+    log = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    heartbeat = Heartbeat(files.heartbeat)
+    try:
+        body(heartbeat, rank)
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends a rank early is told
+        told = {"time_s": time.monotonic(), "type": type(error).__name__, "message": str(error)}
+        files.error.write_text(json.dumps(told))
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    heartbeat.beat(RankState.FINISHED, "finished")

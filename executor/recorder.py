@@ -1,0 +1,164 @@
+"""What one rank did in one step: its actions with start and end, its collectives and messages in issue order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from executor.clock import Clock, Stamp
+from executor.heartbeat import Heartbeat, RankState
+from simplan.program.action import Action, ActionKind
+from simplan.program.measurement import MeasuredCollective, MeasuredSpan
+from simplan.program.timeline import SpanKind
+from simplan.spec.base import Spec
+
+__all__ = ["Recorder", "StepRecord"]
+
+_RECEIVE_FOR = {
+    ActionKind.FORWARD: ActionKind.RECV_F,
+    ActionKind.BACKWARD: ActionKind.RECV_B,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_B,
+}
+
+
+class StepRecord(Spec):
+    """One step of one rank, all times on the clock that the processes of a host share.
+
+    Attributes:
+        step: Index in the run, warm-up included.
+        start_s: When this rank left the barrier before the step.
+        end_s: When its last action had ended.
+        losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
+        spans: The actions.
+        collectives: Collectives and messages.
+    """
+
+    step: int
+    start_s: float
+    end_s: float
+    losses: tuple[float, ...]
+    spans: tuple[MeasuredSpan, ...]
+    collectives: tuple[MeasuredCollective, ...]
+
+
+@dataclass(slots=True)
+class _Issued:
+    kind: Literal["all_reduce", "send", "recv"]
+    action: Action
+    ranks: tuple[int, ...]
+    num_bytes: int
+    start: Stamp
+    end: Stamp | None = None
+
+
+class Recorder:
+    """Collects one step at a time.
+
+    Args:
+        row: The rank's actions in order.
+        clock: Takes the stamps.
+        heartbeat: Is told what the rank does and what it waits for.
+    """
+
+    def __init__(self, row: Sequence[Action], clock: Clock, heartbeat: Heartbeat) -> None:
+        self._clock = clock
+        self._heartbeat = heartbeat
+        received = {action for action in row if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)}
+        self._next: dict[Action, tuple[RankState, str]] = {}
+        for action, following in pairwise(row):
+            needed = _RECEIVE_FOR.get(following.kind)
+            waits = needed is not None and Action(following.stage, needed, following.microbatch) in received
+            self._next[action] = (RankState.WAITING if waits else RankState.RUNNING, str(following))
+        self._step = 0
+        self._start: Stamp = 0.0
+        self._opened: Stamp = 0.0
+        self._current: Action = row[0]
+        self._spans: list[tuple[Action, Stamp, Stamp]] = []
+        self._issued: list[_Issued] = []
+
+    def waiting(self, doing: str, step: int) -> None:
+        """The rank waits for the others outside of any action."""
+        self._heartbeat.beat(RankState.WAITING, doing, step)
+
+    def begin_step(self, step: int) -> None:
+        """Starts a step, right after the barrier."""
+        self._step = step
+        self._spans.clear()
+        self._issued.clear()
+        self._clock.begin_step()
+        self._start = self._clock.stamp()
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """Times the block as this action."""
+        self.open(action)
+        yield
+        self.close()
+
+    def open(self, action: Action) -> None:
+        """The action starts now."""
+        self.begin(action)
+        self._opened = self._clock.stamp()
+
+    def close(self) -> None:
+        """The opened action ends now."""
+        self._spans.append((self._current, self._opened, self._clock.stamp()))
+        self.end(self._current)
+
+    def begin(self, action: Action) -> None:
+        """The rank is at this action."""
+        self._current = action
+        self._heartbeat.beat(RankState.RUNNING, str(action))
+
+    def end(self, action: Action) -> None:
+        """The action is done; what follows in the list may have to wait for a message."""
+        if action in self._next:
+            self._heartbeat.beat(*self._next[action])
+
+    def issue(self, kind: Literal["all_reduce", "send", "recv"], ranks: tuple[int, ...], num_bytes: int) -> int:
+        """A collective or message is issued as part of the current action; gives a handle for ``complete``."""
+        self._issued.append(_Issued(kind, self._current, ranks, num_bytes, self._clock.stamp()))
+        return len(self._issued) - 1
+
+    def complete(self, handle: int) -> None:
+        """The end of a collective or message is seen (from any thread)."""
+        self._issued[handle].end = self._clock.stamp()
+
+    def end_step(self) -> tuple[float, float]:
+        """Ends the step once its work is done; gives its start and end."""
+        end = self._clock.stamp()
+        self._clock.settle()
+        return self._clock.seconds(self._start), self._clock.seconds(end)
+
+    def record(self, start_s: float, end_s: float, losses: Sequence[float]) -> StepRecord:
+        """The ended step as data."""
+        seconds = self._clock.seconds
+        return StepRecord(
+            step=self._step,
+            start_s=start_s,
+            end_s=end_s,
+            losses=tuple(losses),
+            spans=tuple(
+                MeasuredSpan(
+                    action=str(action),
+                    kind=SpanKind.OPTIMIZER if action.kind is ActionKind.OPTIM else SpanKind.COMPUTE,
+                    start_s=seconds(start),
+                    end_s=seconds(end),
+                )
+                for action, start, end in self._spans
+            ),
+            collectives=tuple(
+                MeasuredCollective(
+                    kind=issued.kind,
+                    action=str(issued.action),
+                    ranks=issued.ranks,
+                    num_bytes=issued.num_bytes,
+                    start_s=seconds(issued.start),
+                    end_s=None if issued.end is None else seconds(issued.end),
+                )
+                for issued in self._issued
+            ),
+        )

@@ -1,0 +1,101 @@
+"""Gathers what the ranks wrote into one Measurement, also when the run ended early."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from executor.checks import runs_on_cuda
+from executor.environment import environment
+from executor.rank import RankFiles
+from executor.recorder import StepRecord
+from simplan.program.job import Job
+from simplan.program.measurement import Measurement, PeakMemory, RankMeasurement
+
+__all__ = ["gather"]
+
+
+def gather(job: Job, out_dir: Path, failure: str | None) -> Measurement:
+    """The measurement of a run whose ranks have ended; steps count that every rank finished.
+
+    Args:
+        job: What was run.
+        out_dir: The folder of the run.
+        failure: Why it ended early; None when it did not.
+    """
+    num_ranks = job.plan.num_devices
+    read = [_read(RankFiles(out_dir, rank).steps) for rank in range(num_ranks)]
+    steps = list(zip(*(records for records, _ in read), strict=False))
+    times_s = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
+    steady = range(min(job.num_warmup_steps, len(steps)), len(steps))
+    shown = _representative([times_s[i] for i in steady]) if steady else None
+    ranks = []
+    for rank, (records, memory) in enumerate(read):
+        record = None if shown is None else _from_start(records[steady[shown]], steps[steady[shown]])
+        ranks.append(
+            RankMeasurement(
+                rank=rank,
+                peak_memory=memory,
+                actions=() if record is None else record.spans,
+                collectives=() if record is None else record.collectives,
+                step_times_s=tuple(records[i].end_s - records[i].start_s for i in steady),
+            )
+        )
+    return Measurement(
+        job=job,
+        complete=failure is None,
+        failure=failure,
+        step_times_s=tuple(times_s[i] for i in steady),
+        warmup_step_times_s=tuple(times_s[: job.num_warmup_steps]),
+        losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
+        ranks=tuple(ranks),
+        environment=environment(num_ranks, cuda=runs_on_cuda(job)),
+    )
+
+
+def _read(path: Path) -> tuple[list[StepRecord], PeakMemory]:
+    """Step records of a rank and, when it came so far, its peak memory; a line cut short by its death is dropped."""
+    records: list[StepRecord] = []
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            records.append(StepRecord.model_validate_json(line))
+        except ValidationError:
+            try:
+                return records, PeakMemory.model_validate_json(line)
+            except ValidationError:
+                break
+    return records, PeakMemory()
+
+
+def _representative(times_s: list[float]) -> int:
+    """Index of the step whose time is the (lower) median."""
+    return sorted(range(len(times_s)), key=lambda i: times_s[i])[(len(times_s) - 1) // 2]
+
+
+def _from_start(record: StepRecord, step: tuple[StepRecord, ...]) -> StepRecord:
+    """The record with times counted from the step's common start."""
+    start_s = min(other.start_s for other in step)
+    return record.model_copy(
+        update={
+            "spans": tuple(
+                span.model_copy(update={"start_s": span.start_s - start_s, "end_s": span.end_s - start_s})
+                for span in record.spans
+            ),
+            "collectives": tuple(
+                c.model_copy(
+                    update={
+                        "start_s": c.start_s - start_s,
+                        "end_s": None if c.end_s is None else c.end_s - start_s,
+                    }
+                )
+                for c in record.collectives
+            ),
+        }
+    )
+

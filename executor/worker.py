@@ -1,0 +1,125 @@
+"""One rank of a job: ``python -m executor.worker JOB.json OUT_DIR``, started by torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from executor.clock import make_clock
+from executor.groups import make_groups
+from executor.heartbeat import Heartbeat, RankState
+from executor.memory import peak_allocated_bytes, peak_memory
+from executor.rank import RankFiles, live_as_rank
+from executor.recorder import Recorder
+from executor.trainer import Trainer
+from simplan.program.job import Job
+from simplan.program.measurement import PeakMemory
+from simplan.spec.plan import RankMapping
+
+__all__ = ["main", "start_rank", "use_device"]
+
+
+def use_device(device: str, num_ranks: int) -> torch.device:
+    """This rank's device, set up for computing: a CUDA device of its own, or its share of the CPU's cores.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA when every rank can have a device.
+        num_ranks: Ranks on this machine.
+    """
+    if device == "cuda" or (device == "auto" and torch.cuda.device_count() >= num_ranks):
+        chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(chosen)
+        return chosen
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    return torch.device("cpu")
+
+
+def start_rank(device: torch.device, timeout_s: float) -> None:
+    """Joins the default process group: NCCL on CUDA devices, gloo on the CPU.
+
+    torch's own timeout is longer than the launcher's patience, so that the launcher says who hangs.
+    """
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        timeout=timedelta(seconds=2 * timeout_s + 60),
+        device_id=device if cuda else None,
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Runs the job of ``argv[0]`` with its files in ``argv[1]``."""
+    out_dir = Path(argv[1])
+    live_as_rank(out_dir, lambda heartbeat, rank: _run(Path(argv[0]), out_dir, heartbeat, rank))
+
+
+def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
+    job = Job.model_validate_json(job_file.read_bytes())
+    mapping = RankMapping(job.plan.pp, job.plan.dp)
+    device = use_device(job.device, mapping.world_size)
+    if job.training.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    start_rank(device, job.timeout_s)
+    heartbeat.beat(RankState.RUNNING, "building the model", 0)
+    groups = make_groups(mapping, rank, tied=job.model.tied_embeddings)
+    row = job.parsed_table()[mapping.place(rank)[0]]
+    recorder = Recorder(row, make_clock(device), heartbeat)
+
+    def build() -> Trainer:
+        return Trainer(job, rank, device, groups, recorder)
+
+    with RankFiles(out_dir, rank).steps.open("w") as steps:
+        _timed_steps(job, build(), device, recorder, steps)
+        memory = _memory(job, build, device, recorder, heartbeat)
+        print(memory.model_dump_json(), file=steps, flush=True)
+    heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
+    _barrier(device)
+    dist.destroy_process_group()
+
+
+def _timed_steps(job: Job, trainer: Trainer, device: torch.device, recorder: Recorder, file: TextIO) -> None:
+    """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
+    for step in range(job.num_warmup_steps + job.num_steps):
+        batch = trainer.batch(step)
+        recorder.waiting(f"waiting for step {step + 1} to start", step)
+        _barrier(device)
+        recorder.begin_step(step)
+        losses = trainer.step(*batch)
+        start_s, end_s = recorder.end_step()
+        record = recorder.record(start_s, end_s, [float(loss) for loss in losses])
+        print(record.model_dump_json(), file=file, flush=True)
+    recorder.waiting("waiting for the other ranks to measure memory", job.num_warmup_steps + job.num_steps)
+
+
+def _memory(
+    job: Job, build: Callable[[], Trainer], device: torch.device, recorder: Recorder, heartbeat: Heartbeat
+) -> PeakMemory:
+    """Peak memory of the run; on the CPU, allocations are traced in a second, shorter run of the same training."""
+    peak = peak_memory(device)
+    if device.type == "cuda" or not job.profile_memory:
+        return peak
+
+    def rerun() -> None:
+        trainer = build()
+        for step in range(2):  # optimizer states exist from the second step on
+            batch = trainer.batch(step)
+            recorder.begin_step(step)
+            trainer.step(*batch)
+
+    heartbeat.beat(RankState.RUNNING, "measuring allocations")
+    return peak.model_copy(update={"allocated_bytes": peak_allocated_bytes(rerun)})
+
+
+def _barrier(device: torch.device) -> None:
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

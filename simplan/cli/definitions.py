@@ -1,0 +1,32 @@
+"""What the words in reports mean; ``simplan show metrics`` prints them."""
+
+from __future__ import annotations
+
+from simplan.scenario import METRICS
+
+__all__ = ["definitions"]
+
+_REPORTED = {
+    "split: compute": "forward and backward on a rank's compute stream",
+    "split: recompute": "forward run again for the backward pass",
+    "split: exposed communication": "bytes of the rank move while its compute stream idles",
+    "split: wait": "bubble, or a late peer, also inside a collective",
+    "split: host": "the host is behind the device",
+    "split: optimizer": "the optimizer step; the six shares exclude each other and sum to the step",
+    "interval": "should hold the truth in 9 of 10 cases; from how sure each cost is",
+    "allocated": "memory held by tensors",
+    "reserved": "memory held by the caching allocator: allocated, rounded and fragmented",
+    "device": "memory in use on the device: reserved, and the context of driver and communication library",
+    "signed error": "(predicted - measured) / measured",
+    "spread": "half the distance of the 10th and 90th percentile of the repeats, relative to their median",
+}
+
+
+def definitions() -> list[dict[str, str]]:
+    """Name, unit and definition of every metric that ``expect`` knows, then of the other words in reports."""
+    metrics = [
+        {"name": name, "unit": metric.unit, "definition": metric.definition, "expect": "yes"}
+        for name, metric in METRICS.items()
+    ]
+    words = [{"name": name, "unit": "", "definition": text, "expect": ""} for name, text in _REPORTED.items()]
+    return metrics + words

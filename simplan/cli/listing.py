@@ -1,0 +1,173 @@
+"""The catalogue as tables, and one entry with the source of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import getdoc
+from typing import Any
+
+from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.program.schedules import SCHEDULES
+from simplan.cli.definitions import definitions
+from simplan.report.table import format_table_text
+from simplan.spec import catalogue
+from simplan.spec.machine import THIS_MACHINE
+from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
+
+__all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text"]
+
+Row = dict[str, str]
+
+
+def listing(kind: str) -> list[Row]:
+    """Everything of one kind, a row each, as text.
+
+    Raises:
+        SpecError: No such kind; names the nearest.
+    """
+    return _listing_of(kind)()
+
+
+def listing_text(kind: str) -> str:
+    """The same as a table."""
+    rows = listing(kind)
+    headers = list(rows[0])
+    return format_table_text(headers, [[row[key] for key in headers] for row in rows], indent=0, left=len(headers))
+
+
+def entry(kind: str, name: str) -> dict[str, Any]:
+    """One entry with all its values and sources.
+
+    Raises:
+        SpecError: No such kind or entry; names the nearest.
+    """
+    if kind in _ENTRIES:
+        found: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
+        return found
+    rows = {row["name"]: row for row in listing(kind)}
+    if name not in rows:
+        raise SpecError(Problem(field=kind, value=name, rule="is not known", fix=did_you_mean(name, rows)))
+    return dict(rows[name])
+
+
+def entry_text(kind: str, name: str) -> str:
+    """The same as lines of ``key  value``, a value's source under it."""
+    flat = _flatten(entry(kind, name))
+    sources = {key.removeprefix("sources."): value for key, value in flat.items() if ".sources." in f".{key}"}
+    shown = {key: value for key, value in flat.items() if ".sources." not in f".{key}" and value not in (None, "")}
+    width = max(len(key) for key in shown)
+    lines = [f"{key:{width}}  {value}" for key, value in shown.items()]
+    if sources:
+        lines += ["", "Sources", *(f"  {key}: {value}" for key, value in sources.items())]
+    return "\n".join(lines)
+
+
+def _listing_of(kind: str) -> Callable[[], list[Row]]:
+    if kind not in _LISTINGS:
+        fix = did_you_mean(kind, _LISTINGS)
+        raise SpecError(Problem(field="KIND", value=kind, rule="is not something to show", fix=fix))
+    return _LISTINGS[kind]
+
+
+def _devices() -> list[Row]:
+    def row(name: str) -> Row:
+        device = catalogue.device(name)
+        peak = device.peak_flop_per_s
+        bandwidth = device.memory_bandwidth_bytes_per_s
+        best = next((dtype for dtype in ("bf16", "fp16", "fp32") if dtype in peak), None)
+        return {
+            "name": name,
+            "memory": format_bytes(device.memory_bytes) if device.memory_bytes else "?",
+            "bandwidth": format_rate(bandwidth) if bandwidth else "?",
+            "dense peak": f"{format_flop_per_s(peak[best])} {best}" if best else "?",  # type: ignore[index]
+            "link": device.intra_link or "",
+        }
+
+    return [row(name) for name in catalogue.names("devices")]
+
+
+def _links() -> list[Row]:
+    return [
+        {"name": link.id, "one direction, per device": format_rate(link.bytes_per_s), "latency": format_time(link.latency_s)}
+        for link in (catalogue.link(name) for name in catalogue.names("links"))
+    ]
+
+
+def _clusters() -> list[Row]:
+    def row(name: str) -> Row:
+        one = catalogue.cluster(name)
+        across = "" if name == THIS_MACHINE else catalogue.cluster(name, one.devices_per_node + 1).inter_link
+        return {
+            "name": name,
+            "one node": f"{one.devices_per_node} x {one.device.id}",
+            "in a node": one.intra_link.id if one.intra_link else "",
+            "between nodes": across.id if across else "",
+        }
+
+    return [row(name) for name in catalogue.names("clusters")]
+
+
+def _models() -> list[Row]:
+    return [
+        {
+            "name": model.name,
+            "family": model.family,
+            "parameters": format_count(model.num_parameters),
+            "layers": str(model.num_hidden_layers),
+            "hidden": str(model.hidden_size),
+            "heads": str(model.num_attention_heads),
+            "seq_len": str(model.seq_len),
+        }
+        for model in (catalogue.model(name) for name in catalogue.names("models"))
+    ]
+
+
+def _software() -> list[Row]:
+    return [
+        {
+            "name": software.id,
+            "precisions": ", ".join(software.state_bytes),
+            "gradient bucket": format_bytes(software.bucket_bytes),
+            "buckets overlap backward": "yes" if software.grad_overlap else "no",
+        }
+        for software in (catalogue.software(name) for name in catalogue.names("software"))
+    ]
+
+
+def _schedules() -> list[Row]:
+    def row(name: str, doc: str) -> Row:
+        paragraphs = [" ".join(part.split()) for part in doc.split("\n\n")]
+        return {"name": name, "order": paragraphs[0], "for p ranks, m microbatches": paragraphs[1]}
+
+    # ``none`` is one rank, where naive's bubble is zero: nothing to choose
+    return [row(name, getdoc(schedule) or "") for name, schedule in SCHEDULES.items() if name != "none"]
+
+
+_LISTINGS: dict[str, Callable[[], list[Row]]] = {
+    "devices": _devices,
+    "links": _links,
+    "clusters": _clusters,
+    "models": _models,
+    "software": _software,
+    "schedules": _schedules,
+    "metrics": definitions,
+}
+_ENTRIES: dict[str, Callable[[str], Any]] = {
+    "devices": catalogue.device,
+    "links": catalogue.link,
+    "clusters": catalogue.cluster,
+    "models": catalogue.model,
+    "software": catalogue.software,
+}
+
+KINDS = tuple(_LISTINGS)
+
+
+def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

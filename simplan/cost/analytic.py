@@ -1,0 +1,32 @@
+"""Costs from datasheets and published ceilings, for devices that nobody calibrated."""
+
+from __future__ import annotations
+
+from simplan.cost.base import Price
+from simplan.cost.collectives import message_price
+from simplan.cost.compute import Roofline
+from simplan.program.program import LayerWork, Message
+from simplan.spec.hardware import ClusterSpec
+
+__all__ = ["AnalyticCost"]
+
+
+class AnalyticCost:
+    """A ``CostModel`` of a roofline per device and latency and bandwidth per link.
+
+    Args:
+        cluster: Where messages go.
+        rates: What a device reaches.
+    """
+
+    def __init__(self, cluster: ClusterSpec, rates: Roofline) -> None:
+        self._cluster = cluster
+        self._rates = rates
+
+    def compute(self, work: LayerWork) -> Price:
+        """See ``CostModel``."""
+        return self._rates.price(work)
+
+    def message(self, message: Message) -> Price:
+        """See ``CostModel``."""
+        return message_price(message, self._cluster)

@@ -1,0 +1,161 @@
+"""Costs from this machine's calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simplan.cost.base import Price, Provenance
+from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Sample
+from simplan.errors import Problem, SpecError
+from simplan.program.program import LayerWork, Message, Phase
+from simplan.units import format_bytes, format_count, format_flop_per_s, format_time
+
+__all__ = ["CalibratedCost"]
+
+_SYSTEMATIC_STD = 0.04
+"""A timing of a layer alone differs from the layer inside a step by about so much, whatever its repeats say."""
+_EXTRAPOLATED_STD = 0.3
+
+
+class CalibratedCost:
+    """A ``CostModel`` that looks timings up, and says so when it has to extrapolate.
+
+    Args:
+        calibration: The timings.
+        dtype: Precision of the run.
+        optimizer: Optimizer of the run.
+        num_ranks: Ranks of the run, all on this machine.
+    """
+
+    def __init__(self, calibration: Calibration, *, dtype: str, optimizer: str, num_ranks: int) -> None:
+        self._calibration = calibration
+        self._dtype = dtype
+        self._num_ranks = num_ranks
+        self._layers: dict[tuple[str, int], LayerTiming] = {
+            (timing.key, timing.microbatch_size): timing
+            for timing in calibration.layers
+            if (timing.dtype, timing.optimizer, timing.num_ranks) == (dtype, optimizer, num_ranks)
+        }
+
+    def covers(self, layer_keys: Sequence[str], microbatch_size: int) -> bool:
+        """Whether all these layers were timed at this microbatch size and number of ranks, and links with them."""
+        links = self._num_ranks == 1 or any(c.world_size == self._num_ranks for c in self._calibration.communication)
+        return links and all((key, microbatch_size) in self._layers for key in layer_keys)
+
+    def compute(self, work: LayerWork) -> Price:
+        """See ``CostModel``.
+
+        Raises:
+            SpecError: Nothing in the calibration comes near.
+        """
+        timing = self._layers.get((work.layer.key, work.microbatch_size))
+        if timing is None:
+            return self._extrapolated_compute(work)
+        return self._priced(work, timing, 1.0, Provenance.CALIBRATED)
+
+    def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
+        sample = _sample(timing, work.phase)
+        if work.phase in (Phase.SCALE, Phase.OPTIMIZER):
+            factor = work.num_parameters / work.layer.num_parameters
+        std = (sample.relative_std**2 / sample.num_repeats + _SYSTEMATIC_STD**2) ** 0.5
+        if provenance is Provenance.EXTRAPOLATED:
+            std = max(std, _EXTRAPOLATED_STD)
+        times = "" if factor == 1.0 else f" x {factor:.3g}"
+        return Price(
+            sample.median_s * factor,
+            provenance,
+            std,
+            f"{format_time(sample.median_s)}{times} (median of {sample.num_repeats}, "
+            f"p10 to p90 {format_time(sample.low_s)} to {format_time(sample.high_s)})",
+        )
+
+    def _extrapolated_compute(self, work: LayerWork) -> Price:
+        """From the nearest timed microbatch size of the same layer, else from the matmul rate."""
+        same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
+        if same:
+            nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
+            factor = work.microbatch_size / nearest.microbatch_size
+            return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
+        rates = [
+            2 * t.m * t.n * t.k / t.seconds.median_s
+            for t in self._calibration.matmuls
+            if t.dtype == self._dtype and t.seconds.median_s > 0
+        ]
+        if not rates:
+            raise SpecError(
+                Problem(
+                    field="calibration",
+                    rule=f"has neither the layer {work.layer.key} in {self._dtype} nor matmuls to extrapolate from",
+                    fix="run `simplan calibrate SCENARIO` with this scenario",
+                )
+            )
+        rate = max(rates)
+        flops = {
+            Phase.FORWARD: work.layer.flops() * work.microbatch_size,
+            Phase.BACKWARD: 2 * work.layer.flops() * work.microbatch_size,
+            Phase.SCALE: 2 * work.num_parameters,
+            Phase.OPTIMIZER: 20 * work.num_parameters,
+        }[work.phase]
+        return Price(
+            flops / rate,
+            Provenance.EXTRAPOLATED,
+            _EXTRAPOLATED_STD,
+            f"{format_count(flops)} FLOPs / {format_flop_per_s(rate)} (best calibrated matmul)",
+        )
+
+    def message(self, message: Message) -> Price:
+        """See ``CostModel``.
+
+        Raises:
+            SpecError: No message of this kind was timed.
+        """
+        kind, n = message.kind, len(message.ranks)
+        timings = [t for t in self._calibration.communication if t.kind == kind]
+        if not timings:
+            raise SpecError(
+                Problem(
+                    field="calibration",
+                    rule=f"has no timing of {kind}",
+                    fix=f"run `simplan calibrate --ranks {self._num_ranks}`",
+                )
+            )
+        # the same group in the same world is best, then the nearest in either
+        nearest = min(timings, key=lambda t: (abs(t.num_ranks - n), abs(t.world_size - self._num_ranks)))
+        group = (nearest.num_ranks, nearest.world_size)
+        curve = sorted(
+            (t for t in timings if (t.num_ranks, t.world_size) == group), key=lambda timing: timing.num_bytes
+        )
+        seconds, inside = _interpolate(curve, message.num_bytes)
+        exact = group == (n, self._num_ranks) and inside
+        if nearest.num_ranks != n and kind == "all_reduce":  # ring: bytes moved grow as (n-1)/n
+            seconds *= ((n - 1) / n) / ((nearest.num_ranks - 1) / nearest.num_ranks)
+        spread = max(t.seconds.relative_std / t.seconds.num_repeats**0.5 for t in curve)
+        return Price(
+            seconds,
+            Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,
+            (spread**2 + (0.1 if exact else _EXTRAPOLATED_STD) ** 2) ** 0.5,
+            f"{kind} of {format_bytes(message.num_bytes)} over {n} ranks, between timed sizes "
+            f"{format_bytes(curve[0].num_bytes)} and {format_bytes(curve[-1].num_bytes)}",
+        )
+
+
+def _sample(timing: LayerTiming, phase: Phase) -> Sample:
+    return {
+        Phase.FORWARD: timing.forward_s,
+        Phase.BACKWARD: timing.backward_s,
+        Phase.SCALE: timing.scale_s,
+        Phase.OPTIMIZER: timing.optimizer_s,
+    }[phase]
+
+
+def _interpolate(curve: Sequence[CommunicationTiming], num_bytes: int) -> tuple[float, bool]:
+    """Time of a message between timed sizes, linear in bytes; beyond the largest along the last slope."""
+    first, last = curve[0], curve[-1]
+    if num_bytes <= first.num_bytes or len(curve) == 1:
+        scale = max(1.0, num_bytes / first.num_bytes)
+        return first.seconds.median_s * scale, num_bytes <= first.num_bytes
+    upper = next((i for i, t in enumerate(curve) if t.num_bytes >= num_bytes), len(curve) - 1)
+    low, high = curve[upper - 1], curve[upper]
+    slope = (high.seconds.median_s - low.seconds.median_s) / (high.num_bytes - low.num_bytes)
+    seconds = low.seconds.median_s + max(0.0, slope) * (num_bytes - low.num_bytes)
+    return seconds, num_bytes <= last.num_bytes

@@ -1,0 +1,129 @@
+"""Time of compute from a device's datasheet: a roofline over the kernels of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simplan.cost.base import Price, Provenance
+from simplan.errors import Problem, SpecError
+from simplan.program.program import LayerWork, Phase
+from simplan.spec.hardware import DeviceSpec
+from simplan.spec.layer import Attention, Gemm, Kernel, Lookup, Pointwise
+from simplan.spec.software import StateBytes
+from simplan.spec.training import Precision
+from simplan.units import format_count, format_flop_per_s, format_rate
+
+__all__ = ["Roofline", "roofline"]
+
+_MATMUL_SHARE_OF_PEAK = 0.75  # where no matmul ceiling was published: the median of those that were is 0.82
+_ATTENTION_SHARE_OF_MATMUL = 0.6  # FlashAttention-2 forward against cuBLAS on A100 (Dao 2023, figure 5)
+_BANDWIDTH_SHARE = 0.85  # of the datasheet, for streaming kernels (STREAM-like tests on A100 and H100)
+_LAUNCH_S = 5e-6  # a kernel launched alone takes no less on any recent GPU
+_BACKWARD_GEMMS = 2  # gradients of input and weight
+_BACKWARD_ATTENTION = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
+_BACKWARD_POINTWISE = 2
+_OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
+_SGD_BYTES = 16
+_SCALE_BYTES = 8
+_RELATIVE_STD = {Provenance.PUBLISHED: 0.2, Provenance.DATASHEET: 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Rates of one device for one precision.
+
+    Attributes:
+        matmul_flop_per_s: What large matrix products reach.
+        bytes_per_s: What streaming kernels reach.
+        state: Element widths.
+        optimizer: Which optimizer.
+        provenance: Of the matmul rate.
+    """
+
+    matmul_flop_per_s: float
+    bytes_per_s: float
+    state: StateBytes
+    optimizer: str
+    provenance: Provenance
+
+    def price(self, work: LayerWork) -> Price:
+        """Sum over the layer's kernels of max(FLOPs / rate, bytes / bandwidth, launch)."""
+        if work.phase in (Phase.SCALE, Phase.OPTIMIZER):
+            width = _SCALE_BYTES if work.phase is Phase.SCALE else self._optimizer_bytes
+            num_bytes = width * work.num_parameters
+            return Price(
+                num_bytes / self.bytes_per_s,
+                Provenance.DATASHEET,
+                _RELATIVE_STD[Provenance.DATASHEET],
+                f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(self.bytes_per_s)}",
+            )
+        backward = work.phase is Phase.BACKWARD
+        seconds = sum(self._kernel_s(kernel, work.microbatch_size, backward) for kernel in work.layer.kernels)
+        flops = work.layer.flops() * work.microbatch_size * (2 if backward else 1)
+        return Price(
+            seconds,
+            self.provenance,
+            _RELATIVE_STD[self.provenance],
+            f"{len(work.layer.kernels)} kernels, {format_count(flops)} FLOPs at up to "
+            f"{format_flop_per_s(self.matmul_flop_per_s)}, the rest at {format_rate(self.bytes_per_s)}",
+        )
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        return _SGD_BYTES if self.optimizer == "sgd" else _OPTIMIZER_BYTES
+
+    def _kernel_s(self, kernel: Kernel, b: int, backward: bool) -> float:
+        width = self.state.activation
+        match kernel:
+            case Gemm(m=m, n=n, k=k):
+                flop_s = b * kernel.flops / self.matmul_flop_per_s
+                byte_s = (b * m * (n + k) + n * k) * width / self.bytes_per_s
+                return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if backward else 1)
+            case Attention():
+                rate = self.matmul_flop_per_s * _ATTENTION_SHARE_OF_MATMUL
+                return max(b * kernel.flops / rate * (_BACKWARD_ATTENTION if backward else 1), _LAUNCH_S)
+            case Pointwise(reads=reads, writes=writes):
+                num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if backward else 1)
+                return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
+            case Lookup(rows=rows, width=columns):
+                num_bytes = b * rows * columns * (width + self.state.parameter)
+                return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
+
+
+def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimizer: str) -> Roofline:
+    """The roofline of a catalogue device.
+
+    Raises:
+        SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
+    """
+    problems = []
+    peak = device.peak_flop_per_s.get(precision)
+    if peak is None and precision not in device.matmul_flop_per_s:
+        known = ", ".join(sorted(device.peak_flop_per_s)) or "none"
+        problems.append(
+            Problem(
+                field="training.precision",
+                value=precision,
+                rule=f"{device.id} has no published dense peak for it",
+                fix=f"known: {known}; or give cluster.device.peak_flop_per_s yourself",
+            )
+        )
+    if device.memory_bandwidth_bytes_per_s is None:
+        problems.append(
+            Problem(
+                field="cluster.device",
+                value=device.id,
+                rule="has no published memory bandwidth",
+                fix="give cluster.device.memory_bandwidth_bytes_per_s yourself",
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+    assert device.memory_bandwidth_bytes_per_s is not None
+    ceiling = device.matmul_flop_per_s.get(precision)
+    if ceiling is None:
+        assert peak is not None
+        rate, provenance = peak * _MATMUL_SHARE_OF_PEAK, Provenance.DATASHEET
+    else:
+        rate, provenance = ceiling, Provenance.PUBLISHED
+    return Roofline(rate, device.memory_bandwidth_bytes_per_s * _BANDWIDTH_SHARE, state, optimizer, provenance)

@@ -1,0 +1,192 @@
+"""Files in and out: bounded reading of YAML and JSON, with errors that name file, line and what to do.
+
+What is read is data and never trusted: size, depth and growth are limited, and nothing in a file can run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from simplan.document import MAX_DEPTH, Document, parse_yaml
+from simplan.errors import Problem, SpecError
+from simplan.problems import parse_model, render_value
+
+__all__ = [
+    "MAX_JSON_BYTES",
+    "MAX_YAML_BYTES",
+    "Document",
+    "parse_model",
+    "read_json",
+    "read_model",
+    "read_yaml",
+    "write_json",
+    "write_model",
+]
+
+MAX_YAML_BYTES = 4 * 1024 * 1024
+MAX_JSON_BYTES = 512 * 1024 * 1024
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Reads a YAML file.
+
+    Raises:
+        SpecError: The file cannot be read, is not UTF-8 text, is not YAML, or exceeds a limit (4 MiB, 40 levels,
+            300,000 values with aliases written out).
+    """
+    return parse_yaml(_read_text(Path(path), MAX_YAML_BYTES), str(path))
+
+
+def read_json(path: str | Path, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
+    """Reads a JSON document that simplan wrote: one object with ``schema_version``.
+
+    Args:
+        path: The file.
+        schema_version: The version this program reads; None accepts any, also none.
+        kind: The value its key ``kind`` must have; None does not look.
+
+    Raises:
+        SpecError: The file cannot be read, is not JSON, holds NaN or infinity, or is of another kind or version.
+    """
+    file = str(path)
+    text = _read_text(Path(path), MAX_JSON_BYTES)
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+    except json.JSONDecodeError as error:
+        problem = Problem(field="", rule=f"this is not JSON: {error.msg}", fix="give a file that simplan wrote")
+        raise SpecError(problem.at(error.lineno, error.colno), file=file) from None
+    except _NotFiniteError as error:
+        problem = Problem(field="", rule=f"the file holds {error}, which is no number", fix="write the file again")
+        raise SpecError(problem, file=file) from None
+    except (RecursionError, ValueError):
+        rule = f"the file is nested deeper than {MAX_DEPTH} levels or holds an absurd number"
+        raise SpecError(Problem(field="", rule=rule, fix="give a file that simplan wrote"), file=file) from None
+    if not isinstance(data, dict):
+        rule = "must be one JSON object"
+        raise SpecError(Problem(field="", value=render_value(data), rule=rule), file=file)
+    _check_header(data, "schema_version", schema_version, file)
+    _check_header(data, "kind", kind, file)
+    return data
+
+
+def read_model(path: str | Path, model: type[Model]) -> Model:
+    """Reads a JSON file that holds one spec, e.g. a Measurement or a Calibration.
+
+    Raises:
+        SpecError: As ``read_json``, or the data is not a ``model``.
+    """
+    version = model.model_fields.get("schema_version")
+    data = read_json(path, schema_version=None if version is None else version.default)
+    return parse_model(model, data, file=str(path))
+
+
+def write_json(path: str | Path, data: dict[str, Any]) -> None:
+    """Writes a JSON document in one piece: a reader sees the old file or the new one, never half of it.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
+    # NaN in a result is a bug of ours and must not reach a file; json raises ValueError for it.
+    _write_text(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def write_model(path: str | Path, model: BaseModel) -> None:
+    """Writes a spec as JSON; ``read_model`` reads it back.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
+    write_json(path, model.model_dump(mode="json"))
+
+
+class _NotFiniteError(Exception):
+    """A number that is not finite stands in a JSON file."""
+
+
+def _refuse_constant(name: str) -> float:
+    raise _NotFiniteError(name)
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _NotFiniteError(text[:20])
+    return value
+
+
+def _check_header(data: dict[str, Any], key: str, wanted: object, file: str) -> None:
+    if wanted is None or (data.get(key) == wanted and not isinstance(data.get(key), bool)):
+        return
+    rule = f"must be {render_value(wanted)}: this program reads nothing else here"
+    if key not in data:
+        raise SpecError(Problem(field=key, rule=f"is missing; it {rule}"), file=file)
+    raise SpecError(Problem(field=key, value=render_value(data[key]), rule=rule), file=file)
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    """The whole file as UTF-8 text."""
+    file = str(path)
+
+    def refuse(rule: str, fix: str = "") -> SpecError:
+        return SpecError(Problem(field="", rule=rule, fix=fix), file=file)
+
+    try:
+        if path.is_dir():
+            raise refuse("is a folder", "name a file in it")
+        if path.exists() and not path.is_file():
+            raise refuse("is not an ordinary file", "name a text file")
+        with path.open("rb") as stream:
+            raw = stream.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise refuse("does not exist", _nearest_file(path)) from None
+    except PermissionError:
+        raise refuse("may not be read", "check its permissions") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise refuse(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(raw) > max_bytes:
+        raise refuse(f"is larger than {max_bytes // 2**20} MiB", "this is no file for simplan")
+    if b"\0" in raw:
+        raise refuse("is a binary file", "give a text file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        problem = Problem(field="", rule=f"is not UTF-8 text: byte 0x{raw[error.start]:02x}", fix="save it as UTF-8")
+        raise SpecError(problem.at(line), file=file) from None
+
+
+def _nearest_file(path: Path) -> str:
+    """A file of a similar name beside the one that is missing."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix][:1000]
+    except OSError:
+        return "check the path"
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else "check the path"
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():  # a device or a pipe must not be replaced by a file
+            target.write_text(text, encoding="utf-8")
+            return
+        temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        fix = "check that its folder exists and may be written"
+        rule = f"cannot be written: {error.strerror or error}"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(path)) from None

@@ -1,0 +1,226 @@
+"""Data checked against a spec type, with every violation told in the user's words.
+
+pydantic does the checking; its findings are translated here: the dotted field as the user wrote it, the value, the
+rule in plain words, the nearest thing that would work, and the place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from simplan.document import Place
+from simplan.errors import Problem, SpecError, did_you_mean
+
+__all__ = ["Path", "find_place", "in_file_order", "parse_model", "render_value", "validate"]
+
+Path = tuple[str | int, ...]
+Model = TypeVar("Model", bound=BaseModel)
+
+_MAX_SHOWN = 60
+_MAX_PROBLEMS = 50
+
+
+def parse_model(
+    model: type[Model],
+    data: Any,
+    lines: Mapping[Path, Place] | None = None,
+    file: str | None = None,
+    *,
+    prefix: Path = (),
+) -> Model:
+    """Data as a spec.
+
+    Args:
+        model: The type wanted.
+        data: Plain data (dict, list, str, int, float, bool, None).
+        lines: Places of keys in the file, paths from the root of the file.
+        file: Name of the file, for the error.
+        prefix: Where ``data`` lies in the file, e.g. ``("plan",)``.
+
+    Raises:
+        SpecError: With all problems of the data at once.
+    """
+    result, problems = validate(model, data, lines, prefix=prefix)
+    if result is None:
+        raise SpecError(problems, file=file)
+    return result
+
+
+def validate(
+    model: type[Model], data: Any, lines: Mapping[Path, Place] | None = None, *, prefix: Path = ()
+) -> tuple[Model | None, tuple[Problem, ...]]:
+    """As ``parse_model``, but returns the problems: ``(spec, ())`` or ``(None, problems)``."""
+    try:
+        # JSON mode reads lists as tuples and words as enum members, and is as strict about everything else.
+        return model.model_validate_json(json.dumps(data)), ()
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        found = [_problem(model, dict(detail), lines or {}, prefix) for detail in details[:_MAX_PROBLEMS]]
+        if len(details) > _MAX_PROBLEMS:
+            found.append(Problem(field=_dotted(prefix), rule=f"has {len(details) - _MAX_PROBLEMS} more problems"))
+        return None, tuple(dict.fromkeys(found))
+
+
+def find_place(lines: Mapping[Path, Place], path: Path) -> tuple[int | None, int | None]:
+    """Line and column of a key, or of the nearest key around it; ``(None, None)`` when there is none."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in lines:
+            return lines[path[:length]]
+    return None, None
+
+
+def in_file_order(problem: Problem) -> tuple[int, int]:
+    """Sort key: problems as they come in the file, those without a place first."""
+    return problem.line or 0, problem.column or 0
+
+
+def render_value(value: Any) -> str:
+    """A value as the user would write it, shortened.
+
+    >>> render_value("2"), render_value(True), render_value(2.5), render_value([1, "a"])
+    ('"2"', 'true', '2.5', '[1, "a"]')
+    """
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part)[:_MAX_SHOWN] for part in path)
+
+
+def _problem(model: type[BaseModel], detail: dict[str, Any], lines: Mapping[Path, Place], prefix: Path) -> Problem:
+    kind: str = detail["type"]
+    is_key = detail["loc"] and detail["loc"][-1] == "[key]"
+    loc: Path = tuple(detail["loc"][:-1] if is_key else detail["loc"])
+    value = detail["input"]
+    annotation = _annotation_at(model, loc[:-1] if is_key or kind in ("extra_forbidden", "missing") else loc)
+    context = detail.get("ctx", {})
+    rule, fix = _rule(kind, value, annotation, context, detail["msg"], is_key=is_key, key=loc[-1] if loc else "")
+    hide_value = is_key or kind in ("missing", "extra_forbidden")
+    return Problem(
+        field=_dotted((*prefix, *loc)),
+        value=None if hide_value else render_value(value),
+        rule=rule,
+        fix=fix,
+    ).at(*find_place(lines, (*prefix, *loc)))
+
+
+def _rule(
+    kind: str, value: Any, annotation: Any, context: dict[str, Any], message: str, *, is_key: bool, key: str | int
+) -> tuple[str, str]:
+    """The rule and the fix of one finding."""
+    if kind == "missing":
+        return "is missing", f"add {key}: ..."
+    if kind == "extra_forbidden":
+        return "is not a known key", did_you_mean(str(key), _field_names(annotation))
+    if kind == "literal_error":
+        choices = _choices(annotation, key=is_key)
+        rule = "is not a known key" if is_key else "is not a known choice"
+        word = str(key) if is_key else str(value)
+        return rule, did_you_mean(word, choices) or f"one of {', '.join(choices)}"
+    if kind in _BOUNDS:
+        word, name = _BOUNDS[kind]
+        return f"must be {word} {_number(context[name])}", ""
+    if kind in ("value_error", "assertion_error"):
+        return str(context.get("error", message)), ""
+    rule = _TYPES.get(kind, message[:1].lower() + message[1:])
+    return rule, _type_fix(kind, value)
+
+
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+_TYPES = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping (key: value)",
+    "model_type": "must be a mapping (key: value)",
+    "model_attributes_type": "must be a mapping (key: value)",
+}
+
+
+def _type_fix(kind: str, value: Any) -> str:
+    """What to write instead of a value of the wrong type."""
+    if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
+        return f"write {value.strip()} without quotes"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"write {int(value)}"
+    if kind == "bool_type" and str(value).lower() in ("yes", "no", "on", "off", "0", "1"):
+        return f"write {'true' if str(value).lower() in ('yes', 'on', '1') else 'false'}"
+    if kind == "string_type" and isinstance(value, int | float):
+        return f'write "{render_value(value)}"'
+    if value is None:
+        return "give a value or remove the key"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) and value < 10**9 else f"{value:g}"
+
+
+def _annotation_at(model: type[BaseModel], loc: Path) -> Any:
+    """The declared type of the value at a path inside ``model``; None where the path leaves what is declared."""
+    annotation: Any = model
+    for part in loc:
+        annotation = _step(_bare(annotation), part)
+    return _bare(annotation)
+
+
+def _step(annotation: Any, part: str | int) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        found = annotation.model_fields.get(str(part))
+        return found.annotation if found is not None else None
+    arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return annotation if part == "[key]" else arguments[1]
+    if get_origin(annotation) in (tuple, list):
+        return arguments[0]
+    return None
+
+
+def _bare(annotation: Any) -> Any:
+    """Without ``Annotated`` and without ``| None``."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        elif get_origin(annotation) in (Union, types.UnionType):
+            rest = [part for part in get_args(annotation) if part is not type(None)]
+            annotation = rest[0]
+        else:
+            return annotation
+
+
+def _field_names(annotation: Any) -> list[str]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return list(annotation.model_fields)
+    return []
+
+
+def _choices(annotation: Any, *, key: bool) -> list[str]:
+    """Values a Literal allows; for a wrong key, those of the enclosing dict's key type."""
+    if key:
+        annotation = _bare(get_args(annotation)[0]) if get_origin(annotation) is dict else annotation
+    return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []

@@ -1,0 +1,131 @@
+"""Completes a table of compute actions with communication, gradient reduction and the optimizer step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from heapq import heappop, heappush
+
+from simplan.errors import ProgramError
+from simplan.program.action import Action, ActionKind, Table
+
+__all__ = ["complete_table", "input_of", "last_backwards", "stage_to_rank"]
+
+_F, _B, _I, _W = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
+_UNIT_TIME = {_F: 1, _B: 2, _I: 1, _W: 1}
+
+
+def stage_to_rank(table: Table) -> dict[int, int]:
+    """Pipeline rank of every stage that occurs in the table.
+
+    Raises:
+        ProgramError: A stage is in two rows.
+    """
+    placement: dict[int, int] = {}
+    for rank, row in enumerate(table):
+        for action in row:
+            if placement.setdefault(action.stage, rank) != rank:
+                raise ProgramError(
+                    f"action {action} is on rank {rank} but stage {action.stage} also has actions on rank "
+                    f"{placement[action.stage]}: a stage belongs to one rank; move them to one row"
+                )
+    return placement
+
+
+def last_backwards(table: Table) -> dict[int, Action]:
+    """By stage, the action after which its gradients are complete: the last B or W of its row."""
+    return {action.stage: action for row in table for action in row if action.kind in (_B, _W)}
+
+
+def input_of(action: Action, num_stages: int) -> tuple[int, ActionKind, int | None] | None:
+    """What a compute action needs from a neighbouring stage, as ``(stage, F or B, microbatch)``.
+
+    B stands for the input gradient, whether a full backward or a BACKWARD_INPUT makes it.
+    """
+    stage, kind, microbatch = action
+    if kind is _F:
+        return (stage - 1, _F, microbatch) if stage > 0 else None
+    if kind in (_B, _I):
+        return (stage + 1, _B, microbatch) if stage + 1 < num_stages else None
+    return None
+
+
+def complete_table(compute: Table) -> Table:
+    """Adds SEND, RECV, REDUCE_GRAD and OPTIM to a table of F, B, I and W actions.
+
+    A SEND follows the action that makes its data. The matching RECV is posted on the other rank at the moment the
+    making action starts (with F = 1, B = 2, I = W = 1 units of time), so early enough to overlap and in the same
+    order on both ends of every pair of ranks, which in-order transports such as NCCL need. Neighbouring stages on one
+    rank hand tensors over directly. REDUCE_GRAD of a stage follows its last backward; each row ends with one OPTIM,
+    named after its first stage.
+
+    Raises:
+        ProgramError: The actions wait for each other in a circle, or a stage is in two rows.
+    """
+    placement = stage_to_rank(compute)
+    num_stages = len(placement)
+    last = last_backwards(compute)
+    rows: list[list[Action]] = [[] for _ in compute]
+    position = [0] * len(compute)
+    free_at = [0] * len(compute)
+    made_at: dict[tuple[int, ActionKind, int | None], int] = {}
+    waiting: dict[tuple[int, ActionKind, int | None], list[int]] = defaultdict(list)
+    ready: list[tuple[int, int]] = []
+
+    def offer(rank: int) -> None:
+        """Queues the rank's next action if its input is there, else remembers what it waits for."""
+        if position[rank] == len(compute[rank]):
+            return
+        needed = input_of(compute[rank][position[rank]], num_stages)
+        if needed is not None and needed not in made_at:
+            waiting[needed].append(rank)
+            return
+        heappush(ready, (max(free_at[rank], made_at[needed] if needed else 0), rank))
+
+    for rank in range(len(compute)):
+        offer(rank)
+    while ready:
+        start, rank = heappop(ready)
+        action = compute[rank][position[rank]]
+        position[rank] += 1
+        free_at[rank] = start + _UNIT_TIME[action.kind]
+        rows[rank].append(action)
+        message = _message(action, num_stages, placement)
+        if message is not None:
+            send, receive, peer = message
+            rows[rank].append(send)
+            rows[peer].append(receive)
+        if action == last.get(action.stage):
+            rows[rank].append(Action(action.stage, ActionKind.REDUCE_GRAD))
+        if action.kind is not _W:
+            made = (action.stage, _F if action.kind is _F else _B, action.microbatch)
+            made_at[made] = free_at[rank]
+            for waiter in waiting.pop(made, ()):
+                offer(waiter)
+        offer(rank)
+    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(compute) if position[r] < len(row)]
+    if stuck:
+        raise ProgramError(f"the actions wait for each other or for actions that never come: {', '.join(stuck)}")
+    for row in rows:
+        if row:
+            row.append(Action(min(action.stage for action in row), ActionKind.OPTIM))
+    return tuple(tuple(row) for row in rows)
+
+
+def _message(action: Action, num_stages: int, placement: dict[int, int]) -> tuple[Action, Action, int] | None:
+    """``(SEND, RECV, receiving rank)`` for an action whose result another rank needs."""
+    stage, kind, microbatch = action
+    if kind is _F and stage + 1 < num_stages:
+        target, send, receive = stage + 1, ActionKind.SEND_F, ActionKind.RECV_F
+    elif kind in (_B, _I) and stage > 0:
+        target, send, receive = stage - 1, ActionKind.SEND_B, ActionKind.RECV_B
+    else:
+        return None
+    peer = placement[target]
+    if peer == placement[stage]:
+        return None
+    return Action(stage, send, microbatch), Action(target, receive, microbatch), peer

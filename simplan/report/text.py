@@ -1,0 +1,179 @@
+"""A prediction in words: the verdict first, then time, memory, and how much to believe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from simplan.prediction import Prediction
+from simplan.program.timeline import Split
+from simplan.report.table import format_ranks, format_table_text
+from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_time
+
+__all__ = ["prediction_text", "verdict"]
+
+_MAX_TERMS = 8
+_MAX_GROUPS = 16
+
+
+def verdict(prediction: Prediction) -> str:
+    """Whether it fits, the worst rank and the headroom, in one line."""
+    worst = prediction.worst_memory
+    needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
+    capacity = prediction.capacity_bytes
+    if prediction.fits is None or capacity is None:
+        return f"{needs}; the catalogue does not know the memory of {prediction.cluster.device.id}"
+    spare = capacity - worst.device_bytes
+    share = format_percent(abs(spare) / capacity)
+    if prediction.fits:
+        return f"fits: {needs} of {format_bytes(capacity)}, {format_bytes(spare)} ({share}) to spare"
+    return f"does not fit: {needs} of {format_bytes(capacity)}, {format_bytes(-spare)} ({share}) too much"
+
+
+def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> str:
+    """The whole report.
+
+    Args:
+        prediction: What to print.
+        next_steps: Commands to suggest at the end.
+    """
+    parts = [
+        f"{prediction.name}: {verdict(prediction)}",
+        "\n".join(_headline(prediction)),
+        "\n".join(_asked(prediction)),
+        _split_table(prediction),
+        _worst_memory_table(prediction),
+        _rank_memory_table(prediction),
+        _terms_table(prediction),
+    ]
+    if prediction.assumptions:
+        parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in prediction.assumptions))
+    suggestions = "\n".join(f"  {text}" for text in next_steps)
+    if suggestions:
+        parts.append("Next\n" + suggestions)
+    return "\n\n".join(parts)
+
+
+def _headline(prediction: Prediction) -> Iterator[str]:
+    low_s, high_s = prediction.step_time_interval_s
+    yield (
+        f"  step time    {format_time(prediction.step_time_s)}  "
+        f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases)"
+    )
+    yield f"  throughput   {prediction.tokens_per_s_per_device:,.0f} tokens/s per device"
+    yield f"  MFU          {_mfu(prediction)}"
+    yield f"  bubble       {format_percent(prediction.bubble_fraction)} of the time between first and last computation"
+
+
+def _mfu(prediction: Prediction) -> str:
+    precision = prediction.training.precision
+    peak = prediction.cluster.device.peak_flop_per_s.get(precision)
+    if prediction.mfu is None or peak is None:
+        return f"unknown: no {precision} peak is known for {prediction.cluster.device.id}"
+    flops = prediction.model.flops_per_sequence() * prediction.training.global_batch_size
+    full = prediction.mfu_full_attention
+    beside = "" if full is None else f"; {format_percent(full)} with full attention counted (PaLM)"
+    return (
+        f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP (causal attention, no recompute) / "
+        f"({format_time(prediction.step_time_s)} x {prediction.cluster.num_devices} devices x "
+        f"{format_flop_per_s(peak)} dense {precision} peak){beside}"
+    )
+
+
+def _asked(prediction: Prediction) -> Iterator[str]:
+    model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
+    yield (
+        f"  model        {model.name}, {format_count(model.num_parameters)} parameters, "
+        f"{model.num_hidden_layers} layers, sequences of {model.seq_len} tokens"
+    )
+    yield (
+        f"  cluster      {cluster.id}: {cluster.num_devices} x {cluster.device.id}, "
+        f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
+    )
+    yield (
+        f"  training     {training.global_batch_size} sequences per step, {training.precision}, {training.optimizer}, "
+        f"software {prediction.software.id}"
+    )
+    pipeline = f"pp {plan.pp} ({plan.schedule}), " if plan.pp > 1 else ""
+    yield (
+        f"  plan         {pipeline}dp {plan.dp}, {prediction.num_microbatches} microbatches of {plan.microbatch_size} "
+        "per data-parallel rank"
+    )
+    if plan.pp > 1:
+        bounds = prediction.assignment.boundaries
+        counts = ", ".join(str(high - low) for low, high in zip(bounds, bounds[1:], strict=False))
+        yield f"  stages       {counts} layers (embedding and head count as one each)"
+
+
+def _split_table(prediction: Prediction) -> str:
+    total_s = prediction.step_time_s
+
+    def cells(split: Split) -> list[str]:
+        parts_s = (
+            split.compute_s,
+            split.recompute_s,
+            split.exposed_communication_s,
+            split.wait_s,
+            split.host_s,
+            split.optimizer_s,
+        )
+        return [f"{format_time(part_s)} {100 * part_s / total_s:3.0f} %" for part_s in parts_s]
+
+    rows = _grouped((memory.rank, cells(split)) for memory, split in zip(prediction.memory, prediction.splits, strict=True))
+    headers = ["rank", "compute", "recompute", "exposed comm", "wait", "host", "optimizer"]
+    kept = [0, *(i for i in range(1, len(headers)) if any(not row[i].startswith("0 s ") for row in rows))]
+    shown = [[row[i] for i in kept] for row in rows[:_MAX_GROUPS]]
+    return "Where each rank's step goes\n" + format_table_text([headers[i] for i in kept], shown) + _more(rows)
+
+
+def _worst_memory_table(prediction: Prediction) -> str:
+    worst = prediction.worst_memory
+    total = sum(worst.by_category.values())
+    rows = [
+        [str(category).replace("_", " "), format_bytes(num_bytes), format_percent(num_bytes / total if total else 0.0)]
+        for category, num_bytes in sorted(worst.by_category.items(), key=lambda item: -item[1])
+        if num_bytes
+    ]
+    when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
+    return f"Memory of rank {worst.rank} at its peak, {when}\n" + format_table_text(["holds", "bytes", "share"], rows)
+
+
+def _rank_memory_table(prediction: Prediction) -> str:
+    rows = _grouped(
+        (
+            memory.rank,
+            [
+                format_bytes(memory.allocated_bytes),
+                format_bytes(memory.reserved_bytes),
+                format_bytes(memory.device_bytes),
+                str(max(memory.activations_in_flight.values(), default=0)),
+            ],
+        )
+        for memory in prediction.memory
+    )
+    headers = ["rank", "allocated", "reserved", "device", "microbatches in flight"]
+    return "Peak memory per rank\n" + format_table_text(headers, rows[:_MAX_GROUPS]) + _more(rows)
+
+
+def _terms_table(prediction: Prediction) -> str:
+    terms = sorted((t for t in prediction.terms if t.seconds > 0), key=lambda t: -t.seconds * t.count)
+    rows = [
+        [t.name, t.provenance, format_time(t.seconds), f"{t.count:g}", f"+/- {100 * t.relative_std:.0f} %"]
+        for t in terms[:_MAX_TERMS]
+    ]
+    more = len(terms) - len(rows)
+    note = f"\n  and {more} smaller ones (--json has all, with formulas)" if more > 0 else ""
+    headers = ["cost", "known from", "each", "per rank", "std"]
+    return "What it is made of, largest first\n" + format_table_text(headers, rows, left=2) + note
+
+
+def _grouped(rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
+    """Ranks whose cells read the same share a line."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, cells in rows:
+        groups.setdefault(tuple(cells), []).append(rank)
+    return [[format_ranks(ranks), *cells] for cells, ranks in groups.items()]
+
+
+def _more(rows: list[list[str]]) -> str:
+    hidden = len(rows) - _MAX_GROUPS
+    return f"\n  and {hidden} more groups of ranks (--json has all)" if hidden > 0 else ""

@@ -1,0 +1,203 @@
+"""A Timeline as a Chrome trace, which Perfetto and ``chrome://tracing`` open.
+
+Source: the Trace Event Format document of the Chromium project. pid is the rank, tid the stream; an action is one
+slice with its layers nested inside; arrows go from each send to its receive; memory is a counter track. Times are
+microseconds with three decimals (whole nanoseconds), so that neighbours meet exactly and nested slices never stick out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from simplan.errors import ProgramError
+from simplan.program.action import Action, ActionKind
+from simplan.program.timeline import Span, SpanKind, Timeline
+from simplan.sim.memory import MemorySample
+from simplan.units import MIB
+
+__all__ = ["trace_document"]
+
+_COMPUTE = "compute"
+
+# Names from the reserved colour list of chrome://tracing, which refuses others; Perfetto picks its own colours.
+_ACTION_COLOURS = {
+    ActionKind.FORWARD: "rail_response",
+    ActionKind.BACKWARD: "rail_idle",
+    ActionKind.BACKWARD_INPUT: "thread_state_running",
+    ActionKind.BACKWARD_WEIGHT: "rail_load",
+}
+_KIND_COLOURS = {SpanKind.COMMUNICATION: "generic_work", SpanKind.OPTIMIZER: "olive"}
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A span, or an action with the spans inside it; times in whole nanoseconds."""
+
+    start_ns: int
+    end_ns: int
+    spans: tuple[Span, ...]
+
+
+def trace_document(
+    timeline: Timeline, name: str, memory: Mapping[int, Sequence[MemorySample]] | None = None
+) -> dict[str, Any]:
+    """The trace as a JSON object.
+
+    Args:
+        timeline: Predicted or measured.
+        name: Of the scenario.
+        memory: Samples by rank, in time order, for the counter tracks.
+    """
+    events: list[Event] = []
+    places: dict[Span, tuple[int, int]] = {}
+    for rank in sorted({span.rank for span in timeline.spans}):
+        events += _rank_events(rank, timeline.of_rank(rank), places)
+    events += _flow_events(places)
+    for rank, samples in (memory or {}).items():
+        events += _memory_events(rank, samples)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"schema_version": 1, "name": name, "step_time_s": timeline.step_time_s},
+    }
+
+
+def _rank_events(rank: int, spans: Iterable[Span], places: dict[Span, tuple[int, int]]) -> Iterator[Event]:
+    """Names and slices of one rank; notes in ``places`` the (pid, tid) of every span."""
+    yield _metadata(rank, 0, "process_name", {"name": f"rank {rank}"})
+    yield _metadata(rank, 0, "process_sort_index", {"sort_index": rank})
+    streams: dict[str, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
+        streams[span.stream].append(span)
+    tid = 0
+    for stream in sorted(streams, key=lambda s: (s != _COMPUTE, s)):
+        for number, lane in enumerate(_lanes(_slices(stream, streams[stream])), start=1):
+            yield _metadata(rank, tid, "thread_name", {"name": stream if number == 1 else f"{stream} ({number})"})
+            yield _metadata(rank, tid, "thread_sort_index", {"sort_index": tid})
+            free_ns = 0
+            for item in lane:
+                yield from _slice_events(item, rank, tid, waited_ns=item.start_ns - free_ns)
+                places |= dict.fromkeys(item.spans, (rank, tid))
+                free_ns = item.end_ns
+            tid += 1
+
+
+def _slices(stream: str, spans: list[Span]) -> Iterator[_Slice]:
+    """On the compute stream, neighbours of one action form one slice."""
+    if stream != _COMPUTE:
+        yield from (_Slice(_ns(s.start_s), _ns(s.end_s), (s,)) for s in spans)
+        return
+    for _, group in groupby(spans, key=lambda s: s.action):
+        inner = tuple(group)
+        yield _Slice(_ns(inner[0].start_s), max(_ns(s.end_s) for s in inner), inner)
+
+
+def _lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
+    """Slices that overlap must not share a track: each goes to the first track that is free again."""
+    lanes: list[list[_Slice]] = []
+    for item in slices:
+        for lane in lanes:
+            if lane[-1].end_ns <= item.start_ns:
+                lane.append(item)
+                break
+        else:
+            lanes.append([item])
+    return lanes
+
+
+def _slice_events(item: _Slice, pid: int, tid: int, waited_ns: int) -> Iterator[Event]:
+    first = item.spans[0]
+    alone = len(item.spans) == 1
+    args: dict[str, Any] = {"action": first.action, "kind": str(first.kind), "waited_us": _us(waited_ns)}
+    if first.num_bytes:
+        args["bytes"] = first.num_bytes
+    if first.peer is not None:
+        args["peer"] = first.peer
+    name = first.name if alone else first.action
+    yield _complete(name, first, item.start_ns, item.end_ns, pid, tid, args)
+    if not alone:
+        for span in item.spans:
+            inner = {"action": span.action, "kind": str(span.kind)}
+            yield _complete(span.name, span, _ns(span.start_s), _ns(span.end_s), pid, tid, inner)
+
+
+def _complete(name: str, span: Span, start_ns: int, end_ns: int, pid: int, tid: int, args: Event) -> Event:
+    event: Event = {
+        "ph": "X",
+        "name": name,
+        "cat": str(span.kind),
+        "pid": pid,
+        "tid": tid,
+        "ts": _us(start_ns),
+        "dur": _us(end_ns - start_ns),
+        "args": args,
+    }
+    colour = _colour(span)
+    return event | {"cname": colour} if colour else event
+
+
+def _colour(span: Span) -> str | None:
+    if span.kind in _KIND_COLOURS:
+        return _KIND_COLOURS[span.kind]
+    action = _action(span)
+    return None if action is None else _ACTION_COLOURS.get(action.kind)
+
+
+def _flow_events(places: Mapping[Span, tuple[int, int]]) -> Iterator[Event]:
+    """An arrow from each send to the receive of the same microbatch on the peer."""
+    receives = {}
+    for span in places:
+        action = _action(span)
+        if action is not None and action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+            receives[span.peer, span.rank, action] = span
+    number = 0
+    for send in places:
+        action = _action(send)
+        if action is None or action.kind not in (ActionKind.SEND_F, ActionKind.SEND_B):
+            continue
+        forward = action.kind is ActionKind.SEND_F
+        kind, stage = (ActionKind.RECV_F, action.stage + 1) if forward else (ActionKind.RECV_B, action.stage - 1)
+        receive = receives.get((send.rank, send.peer, Action(stage, kind, action.microbatch)))
+        if receive is None:
+            continue
+        number += 1
+        common = {"name": "activation" if forward else "gradient", "cat": "message", "id": number}
+        # an arrow never points back in time, even when a receive was posted before its send
+        arrival_ns = max(_ns(receive.start_s), min(_ns(send.start_s), _ns(receive.end_s)))
+        for phase, span, time_ns in (("s", send, _ns(send.start_s)), ("f", receive, arrival_ns)):
+            pid, tid = places[span]
+            event = {"ph": phase, **common, "pid": pid, "tid": tid, "ts": _us(time_ns)}
+            yield event | {"bp": "e"} if phase == "f" else event
+
+
+def _memory_events(rank: int, samples: Sequence[MemorySample]) -> Iterator[Event]:
+    categories = [c for c in (samples[0].by_category if samples else ()) if any(s.by_category[c] for s in samples)]
+    for _, group in groupby(samples, key=lambda s: _ns(s.time_s)):
+        last = list(group)[-1]  # of several changes at one instant the track shows the last
+        args = {str(category): round(last.by_category[category] / MIB, 3) for category in categories}
+        yield {"ph": "C", "name": "memory MiB", "pid": rank, "tid": 0, "ts": _us(_ns(last.time_s)), "args": args}
+
+
+def _metadata(pid: int, tid: int, name: str, args: Event) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _action(span: Span) -> Action | None:
+    try:
+        return Action.parse(span.action)
+    except ProgramError:
+        return None
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _us(nanoseconds: int) -> float:
+    return nanoseconds / 1000

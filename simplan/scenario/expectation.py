@@ -1,0 +1,176 @@
+"""What a scenario says the prediction must be, and whether it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, model_validator
+
+from simplan.errors import did_you_mean
+from simplan.spec.base import NonNegative, Spec
+
+__all__ = ["METRICS", "CheckResult", "Expectation", "Metric", "evaluate"]
+
+_EXACT = 1e-9
+"""Relative tolerance of a value without one: equal up to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number (or verdict) of a prediction that can be expected.
+
+    Attributes:
+        definition: What it is.
+        unit: Its unit; empty for ratios, counts and verdicts.
+        read: Takes it out of the prediction's JSON; None when the prediction does not know it.
+    """
+
+    definition: str
+    unit: str
+    read: Callable[[Mapping[str, Any]], float | bool | None]
+
+
+def _key(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda prediction: prediction[name]
+
+
+def _memory(column: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda prediction: prediction["peak_memory_gib"][column]
+
+
+def _in_flight(prediction: Mapping[str, Any]) -> int:
+    return max((n for rank in prediction["ranks"] for n in rank["activations_in_flight"].values()), default=0)
+
+
+METRICS: dict[str, Metric] = {
+    "step_time_s": Metric("wall time of one optimizer step at steady state", "s", _key("step_time_s")),
+    "level1_step_time_s": Metric(
+        "step time from whole actions, without the overlap inside them", "s", _key("level1_step_time_s")
+    ),
+    "bubble_fraction": Metric(
+        "share of the step in which compute streams idle, mean over ranks", "", _key("bubble_fraction")
+    ),
+    "tokens_per_s_per_device": Metric("throughput", "tokens/s", _key("tokens_per_s_per_device")),
+    "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),
+    "mfu_full_attention": Metric(
+        "model FLOPs utilization, full attention counted (PaLM, most papers)", "", _key("mfu_full_attention")
+    ),
+    "hfu": Metric("hardware FLOPs utilization: as mfu, recomputed FLOPs counted", "", _key("hfu")),
+    "fits": Metric("whether the worst rank's device memory is within the capacity", "", _key("fits")),
+    "peak_memory_gib": Metric("device memory of the worst rank, context included", "GiB", _memory("device")),
+    "peak_allocated_gib": Metric("memory of the worst rank's tensors", "GiB", _memory("allocated")),
+    "peak_reserved_gib": Metric("memory the worst rank's caching allocator holds", "GiB", _memory("reserved")),
+    "worst_rank": Metric("the rank that needs most device memory", "", _key("worst_rank")),
+    "num_microbatches": Metric("microbatches per step and data-parallel rank", "", _key("num_microbatches")),
+    "activations_in_flight": Metric(
+        "most microbatches whose activations are alive at once on any stage", "", _in_flight
+    ),
+}
+"""What ``expect`` can name."""
+
+
+def _known_metric(value: Any) -> str:
+    if not isinstance(value, str) or value not in METRICS:
+        raise ValueError(f"is not a known metric; {did_you_mean(str(value), METRICS)}")
+    return value
+
+
+def _number_or_verdict(value: Any) -> float | bool:
+    if isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < float("inf")):
+        return value
+    raise ValueError("must be a finite number, true or false")
+
+
+class Expectation(Spec):
+    """One line of ``expect``: a metric and what it must be.
+
+    Attributes:
+        metric: A name in ``METRICS``.
+        value: What it must equal, within the tolerance (without one: equal up to rounding).
+        min: Its lower bound, inclusive.
+        max: Its upper bound, inclusive.
+        rel_tol: Allowed deviation relative to ``value``.
+        abs_tol: Allowed deviation in the metric's unit; with both, the larger counts.
+        why: Where the expectation comes from.
+    """
+
+    metric: Annotated[str, PlainValidator(_known_metric)]
+    value: Annotated[float | bool | None, PlainValidator(_number_or_verdict)] = None
+    min: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    max: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    rel_tol: NonNegative | None = None
+    abs_tol: NonNegative | None = None
+    why: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Expectation:
+        bounded = self.min is not None or self.max is not None
+        if (self.value is not None) == bounded:
+            raise ValueError("needs either value, or min or max or both")
+        if bounded and (self.rel_tol is not None or self.abs_tol is not None):
+            raise ValueError("rel_tol and abs_tol go with value; min and max are exact")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min = {self.min:g} must be at most max = {self.max:g}")
+        if (self.metric == "fits") != isinstance(self.value, bool):
+            raise ValueError("fits needs value: true or false, and the other metrics a number")
+        return self
+
+    def rule(self) -> str:
+        """What must hold, as text: ``max 80`` or ``1.31 within 10 %``."""
+        if self.value is None:
+            bounds = (("at least", self.min), ("at most", self.max))
+            return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        if isinstance(self.value, bool):
+            return str(self.value).lower()
+        tolerances = [f"{100 * self.rel_tol:g} %"] if self.rel_tol is not None else []
+        tolerances += [f"{self.abs_tol:g}"] if self.abs_tol is not None else []
+        return f"{self.value:g}" + (f" within {' or '.join(tolerances)}" if tolerances else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One expectation, judged.
+
+    Attributes:
+        expectation: What was expected.
+        actual: What the prediction says; None when it does not know.
+        passed: Whether it is as expected.
+        message: One line: metric, actual value, rule.
+    """
+
+    expectation: Expectation
+    actual: float | bool | None
+    passed: bool
+    message: str
+
+
+def evaluate(expectation: Expectation, prediction: Mapping[str, Any]) -> CheckResult:
+    """Judges one expectation.
+
+    Args:
+        expectation: What is expected.
+        prediction: ``Prediction.to_json()``.
+    """
+    metric = METRICS[expectation.metric]
+    actual = metric.read(prediction)
+    passed = actual is not None and _holds(expectation, actual)
+    shown = "unknown" if actual is None else str(actual).lower() if isinstance(actual, bool) else f"{actual:.6g}"
+    unit = f" {metric.unit}" if metric.unit and actual is not None else ""
+    message = f"{expectation.metric} is {shown}{unit}, expected {expectation.rule()}"
+    return CheckResult(expectation, actual, passed, message)
+
+
+def _holds(expectation: Expectation, actual: float | bool) -> bool:
+    value = expectation.value
+    if isinstance(value, bool) or isinstance(actual, bool):
+        return actual is value
+    if value is not None:
+        relative = expectation.rel_tol
+        if relative is None:
+            relative = _EXACT if expectation.abs_tol is None else 0.0
+        return abs(actual - value) <= max(relative * abs(value), expectation.abs_tol or 0.0)
+    above = expectation.min is None or actual >= expectation.min
+    below = expectation.max is None or actual <= expectation.max
+    return above and below

@@ -1,0 +1,130 @@
+"""A scenario: one model, cluster, training, software and plan, and what the prediction must be.
+
+::
+
+    name: llama3-8b-8xh100
+    model: {preset: llama3-8b, seq_len: 8192}    # or hf_config: config.json, or inline: family and its keys
+    cluster: {preset: dgx-h100, num_nodes: 1}    # or num_devices; or inline, see simplan.scenario.sections
+    training: {global_batch_size: 16, precision: bf16}
+    software: torch
+    plan: {dp_replicate: 8, microbatch_size: 2}
+    expect:
+      - {metric: fits, value: true, why: it ran}
+
+Every problem of a file is told at once, with its line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from simplan.errors import SpecError
+from simplan.io import read_yaml
+from simplan.problems import find_place, in_file_order
+from simplan.scenario.expectation import Expectation
+from simplan.scenario.sections import Sections, read_cluster, read_expectations, read_model, read_software
+from simplan.spec.base import Spec
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.rules import check_plan, num_microbatches
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["Scenario", "load_scenario"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One question to simplan, fully resolved and valid: making one checks the plan.
+
+    Attributes:
+        name: For people.
+        model, cluster, training, software, plan: What is asked.
+        expect: What the prediction must be.
+        file: The file it was read from; None when it was made in code.
+
+    Raises:
+        SpecError: The parts do not go together; all violations at once.
+    """
+
+    name: str
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    software: SoftwareSpec
+    plan: ParallelPlan
+    expect: tuple[Expectation, ...] = ()
+    file: str | None = None
+
+    def __post_init__(self) -> None:
+        check_plan(self.model, self.cluster, self.training, self.plan, self.software)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step of one data-parallel rank."""
+        return num_microbatches(self.training, self.plan)
+
+
+class _File(Spec):
+    """The top level of a scenario file; the sections are read one by one."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "scenario"
+    model: Any
+    cluster: Any
+    training: Any
+    software: Any = "torch"
+    plan: Any = None
+    search: Any = None
+    expect: Any = ()
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """Reads and checks a scenario file.
+
+    Raises:
+        SpecError: The file cannot be read or is wrong; all problems at once, each with its line. When all of them
+            are options that are not modelled yet, the error is a ``NotModelledError``.
+    """
+    file = str(path)
+    document = read_yaml(path)
+    data = document.data
+    sections = Sections(document, file)
+    sections.read(_File, data, ())  # unknown keys and missing sections
+    if not isinstance(data, dict):
+        data = {}
+    model = read_model(sections, data["model"]) if "model" in data else None
+    cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
+    training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
+    software = read_software(sections, data.get("software", "torch"))
+    plan = _read_plan(sections, data)
+    expect = read_expectations(sections, data.get("expect", ()))
+    sections.raise_problems()
+    if model is None or cluster is None or training is None or software is None or plan is None:
+        raise AssertionError("what is missing has been refused")
+    try:
+        return Scenario(
+            name=data.get("name", Path(path).stem),
+            model=model,
+            cluster=cluster,
+            training=training,
+            software=software,
+            plan=plan,
+            expect=expect,
+            file=file,
+        )
+    except SpecError as error:
+        placed = [p.at(*find_place(document.lines, tuple(p.field.split(".")))) for p in error.problems]
+        raise type(error)(sorted(placed, key=in_file_order), file=file) from None
+
+
+def _read_plan(sections: Sections, data: dict[str, Any]) -> ParallelPlan | None:
+    if "search" in data:
+        sections.not_modelled(("search",), "searching for a plan is not modelled yet", fix="give a plan")
+    elif "plan" not in data:
+        sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
+    return sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None

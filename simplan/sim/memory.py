@@ -1,0 +1,115 @@
+"""Peak memory: a walk over each rank's allocations and frees in host issue order, independent of durations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from simplan.program.action import ActionKind
+from simplan.program.program import COMPUTE_STREAM, MemoryCategory, Op, Program
+from simplan.sim.engine import Times
+
+__all__ = ["MemoryPeak", "MemorySample", "memory_peak", "memory_trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The worst instant of one rank.
+
+    Attributes:
+        rank: Global rank.
+        by_category: Bytes at that instant.
+        action: The action during which it is, text form.
+        activations_in_flight: By stage, most microbatches alive at once over the whole step.
+    """
+
+    rank: int
+    by_category: dict[MemoryCategory, int]
+    action: str
+    activations_in_flight: dict[int, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over the categories."""
+        return sum(self.by_category.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Memory of a rank from a time on."""
+
+    time_s: float
+    by_category: dict[MemoryCategory, int]
+
+
+def memory_peak(program: Program, rank: int) -> MemoryPeak:
+    """Walks one rank's operations.
+
+    Memory is back at what it was when the step ends; anything else is a bug of the lowering.
+    """
+    resting = program.resting_bytes[rank]
+    ops = [op for op in (program.ops[index] for index in program.by_rank[rank]) if op.memory]
+    # the total alone first: it is all that is needed to find the worst instant
+    held_bytes = base_bytes = sum(resting.values())
+    most_bytes, worst = held_bytes, -1
+    for position, op in enumerate(ops):
+        during_bytes = after_bytes = 0
+        for effect in op.memory:
+            during_bytes += effect.during_bytes
+            after_bytes += effect.after_bytes
+        if held_bytes + during_bytes > most_bytes:
+            most_bytes, worst = held_bytes + during_bytes, position
+        held_bytes += after_bytes
+    assert held_bytes == base_bytes, "memory is not back to its base"
+    by_category = dict.fromkeys(MemoryCategory, 0) | resting
+    for op in ops[: worst + 1]:
+        for effect in op.memory:
+            by_category[effect.category] += effect.during_bytes if op is ops[worst] else effect.after_bytes
+    assert min(by_category.values()) >= 0, by_category
+    return MemoryPeak(rank, by_category, str(ops[worst].action) if worst >= 0 else "", _in_flight(program, rank))
+
+
+def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySample]:
+    """Memory over time, for drawing: a sample when an operation starts and when it ends.
+
+    Host issue order decides what is held; where a later operation starts earlier (another stream) its sample moves to
+    the time of its predecessor, so that times never go back.
+    """
+    held = dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank]
+    yield MemorySample(0.0, dict(held))
+    now_s = 0.0
+    for index in program.by_rank[rank]:
+        op = program.ops[index]
+        if not op.memory:
+            continue
+        for during, time_s in ((True, times.start_s[index]), (False, times.end_s[index])):
+            if op.stream != COMPUTE_STREAM:  # issued and not waited for: it holds its buffer from issue on
+                time_s = now_s
+            now_s = max(now_s, time_s)
+            _add(held, op, during=during)
+            yield MemorySample(now_s, dict(held))
+
+
+def _add(held: dict[MemoryCategory, int], op: Op, *, during: bool) -> None:
+    for effect in op.memory:
+        held[effect.category] += effect.during_bytes if during else effect.after_bytes - effect.during_bytes
+
+
+def _in_flight(program: Program, rank: int) -> dict[int, int]:
+    """Most microbatches between forward and the end of backward, by stage."""
+    alive: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    last = None
+    for index in program.by_rank[rank]:
+        op = program.ops[index]
+        action = op.action
+        if action is last or op.stream != COMPUTE_STREAM:  # an action is several operations at Level 2
+            continue
+        last = action
+        if action.kind is ActionKind.FORWARD:
+            alive[action.stage] += 1
+            most[action.stage] = max(most[action.stage], alive[action.stage])
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            alive[action.stage] -= 1
+    return dict(most)

@@ -1,0 +1,235 @@
+"""The catalogue: devices, links, clusters, models and software by name, every value with its source.
+
+The data lies in ``catalog/*.yaml`` beside this module. A file is parsed when something of its kind is first asked
+for, and once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
+from simplan.spec.machine import THIS_MACHINE, this_machine
+from simplan.spec.model import ModelSpec
+from simplan.spec.software import SoftwareSpec
+
+__all__ = [
+    "Kind",
+    "NodeEntry",
+    "cluster",
+    "device",
+    "link",
+    "make_cluster",
+    "model",
+    "model_fields",
+    "names",
+    "network_link",
+    "node",
+    "published_parameters",
+    "software",
+]
+
+Kind = Literal["devices", "links", "clusters", "models", "software"]
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NETWORK = re.compile(r"network-([0-9]+(?:\.[0-9]+)?)gbit")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """What one node of a cluster holds.
+
+    Attributes:
+        id: Catalogue name of the cluster, or ``inline``.
+        device: Its devices.
+        devices_per_node: How many.
+        intra_link: Joins them; None when the device names none.
+        inter_link: Joins nodes; None when unknown.
+        source: Where the composition comes from.
+    """
+
+    id: str
+    device: DeviceSpec
+    devices_per_node: int
+    intra_link: LinkSpec | None
+    inter_link: LinkSpec | None
+    source: str = field(default="", compare=False)
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """All names of one kind, in the order of the catalogue."""
+    listed = tuple(_file(kind)[kind])
+    if kind == "links":
+        return (*listed, *(f"network-{gbit}gbit" for gbit in _file("links")["network"]["gbit_per_s"]))
+    return (*listed, THIS_MACHINE) if kind == "clusters" else listed
+
+
+@cache
+def device(name: str) -> DeviceSpec:
+    """A device.
+
+    Raises:
+        SpecError: No such device; names the nearest.
+    """
+    entry = _entry("devices", name)
+    return DeviceSpec.model_validate({"id": name, **entry, "sources": _sources("devices", entry["sources"])})
+
+
+@cache
+def link(name: str) -> LinkSpec:
+    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device.
+
+    Raises:
+        SpecError: No such link; names the nearest.
+    """
+    match = _NETWORK.fullmatch(name)
+    if match is not None and float(match[1]) > 0:
+        return network_link(float(match[1]))
+    entry = _entry("links", name)
+    return LinkSpec.model_validate({"id": name, **entry, "sources": _sources("links", entry["sources"])})
+
+
+def network_link(gbit_per_device: float) -> LinkSpec:
+    """The network between nodes.
+
+    Args:
+        gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
+    """
+    entry = _file("links")["network"]
+    return LinkSpec(
+        id=f"network-{gbit_per_device:g}gbit",
+        bytes_per_s=gbit_per_device * 1e9 / 8,
+        latency_s=entry["latency_s"],
+        sources=_sources("links", entry["sources"]),
+    )
+
+
+@cache
+def node(name: str) -> NodeEntry:
+    """What one node of a catalogue cluster holds (``this-machine`` is not one: see ``cluster``).
+
+    Raises:
+        SpecError: No such cluster; names the nearest.
+    """
+    entry = _entry("clusters", name)
+    its_device = device(entry["device"])
+    return NodeEntry(
+        id=name,
+        device=its_device,
+        devices_per_node=entry["devices_per_node"],
+        intra_link=None if its_device.intra_link is None else link(its_device.intra_link),
+        inter_link=network_link(entry["inter_link_gbit_per_device"]),
+        source=_sources("clusters", {"": entry["source"]})[""],
+    )
+
+
+def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
+    """A cluster.
+
+    Args:
+        name: Catalogue name.
+        num_devices: All devices of the job; None means one full node (for ``this-machine``, one rank per core).
+
+    Raises:
+        SpecError: No such cluster, or more ranks than this machine can hold.
+    """
+    if name == THIS_MACHINE:
+        return this_machine(num_devices, link("loopback"))
+    entry = node(name)
+    return make_cluster(entry, entry.devices_per_node if num_devices is None else num_devices)
+
+
+def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
+    """Enough nodes of one kind for ``num_devices``."""
+    return ClusterSpec(
+        id=entry.id,
+        device=entry.device,
+        devices_per_node=entry.devices_per_node,
+        num_devices=num_devices,
+        intra_link=entry.intra_link if entry.devices_per_node > 1 else None,
+        inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
+        source=entry.source,
+    )
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    """A model at the sequence length of its pretraining.
+
+    Raises:
+        SpecError: No such model; names the nearest.
+        NotModelledError: A model of a family that is not modelled yet.
+    """
+    return ModelSpec.model_validate(model_fields(name))
+
+
+def model_fields(name: str) -> dict[str, Any]:
+    """The fields the catalogue states for a model, to be overridden before ``ModelSpec`` derives the others.
+
+    Raises:
+        SpecError: As ``model``.
+    """
+    entry = dict(_entry("models", name))
+    del entry["published_parameters"]
+    source = _sources("models", {"": entry.pop("source")})[""]
+    return {"name": name, **entry, "sources": {"model": source}}
+
+
+def published_parameters(name: str) -> int:
+    """The parameter count the model's source prints, perhaps rounded.
+
+    Raises:
+        SpecError: As ``model``.
+    """
+    return int(_entry("models", name)["published_parameters"])
+
+
+@cache
+def software(name: str) -> SoftwareSpec:
+    """A software profile.
+
+    Raises:
+        SpecError: No such profile; names the nearest.
+        NotModelledError: A framework that is not modelled yet.
+    """
+    entry = _entry("software", name)
+    return SoftwareSpec.model_validate({"id": name, **entry, "sources": _sources("software", entry["sources"])})
+
+
+@cache
+def _file(kind: Kind) -> dict[str, Any]:
+    text = resources.files("simplan.spec").joinpath("catalog", f"{kind}.yaml").read_text(encoding="utf-8")
+    data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
+    return data
+
+
+def _entry(kind: Kind, name: str) -> dict[str, Any]:
+    data = _file(kind)
+    singular = kind.removesuffix("s")
+    if name in data[kind]:
+        entry: dict[str, Any] = data[kind][name]
+        return entry
+    missing: dict[str, str] = data.get("not_modelled", {})
+    if name in missing:
+        rule, known = f"{missing[name]} is not modelled yet", f"modelled: {', '.join(data[kind])}"
+        raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=known))
+    fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
+    raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
+
+
+def _sources(kind: Kind, sources: dict[str, str]) -> dict[str, str]:
+    """Sources with the file's short references written out: ``mamf: shape`` names the reference and a detail."""
+    references: dict[str, str] = _file(kind)["references"]
+
+    def written_out(source: str) -> str:
+        name, colon, detail = source.partition(": ")
+        return references[name] + colon + detail if name in references else source
+
+    return {key: written_out(source) for key, source in sources.items()}

@@ -1,0 +1,242 @@
+"""What must hold between model, cluster, training, plan and software; every violation is told at once.
+
+Two kinds of violation: a plan that cannot be (``SpecError``), with the nearest values that can, and an option that is
+known but not modelled yet (``NotModelledError``), refused by name so that it is never silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
+
+MAX_PIPELINE_CELLS = 2_000_000
+"""Most microbatches times pipeline ranks; beyond it a step is a typing error, not a plan."""
+
+_MODELLED_SCHEDULES = ("naive", "gpipe", "1f1b")
+
+
+def num_microbatches(training: TrainingSpec, plan: ParallelPlan) -> int:
+    """Microbatches per step of one data-parallel rank: global_batch_size / (dp * microbatch_size)."""
+    return training.global_batch_size // (plan.dp * plan.microbatch_size)
+
+
+def check_plan(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> None:
+    """Checks one plan.
+
+    Raises:
+        NotModelledError: All that is wrong is that the plan uses options that are not modelled yet.
+        SpecError: With every violation, options that are not modelled included.
+    """
+    unmodelled = [*_unmodelled_plan(plan), *_unmodelled_training(training, software)]
+    violated = [
+        *_model_rules(model),
+        *_cluster_rules(cluster),
+        *_device_count(cluster, plan),
+        *_batch_rules(training, plan),
+        *_pipeline_rules(model, training, plan),
+    ]
+    if violated:
+        raise SpecError([*violated, *unmodelled])
+    if unmodelled:
+        raise NotModelledError(unmodelled)
+
+
+def _unmodelled_plan(plan: ParallelPlan) -> Iterator[Problem]:
+    degrees = {
+        "dp_shard": "sharded data parallelism (FSDP, ZeRO)",
+        "tp": "tensor parallelism",
+        "cp": "context parallelism",
+        "ep": "expert parallelism",
+        "virtual_stages": "several stages on a pipeline rank",
+    }
+    for key, what in degrees.items():
+        if getattr(plan, key) > 1:
+            yield _not_modelled(f"plan.{key}", getattr(plan, key), what, "use 1")
+    if plan.sequence_parallel and plan.tp == 1:  # it is on by default with tp, which is refused above
+        yield _not_modelled("plan.sequence_parallel", "true", "sequence parallelism", "use false")
+    by_default = plan.schedule == "interleaved_1f1b" and plan.virtual_stages > 1
+    if plan.schedule not in ("none", *_MODELLED_SCHEDULES) and not by_default:
+        choices = f"use {_either(_MODELLED_SCHEDULES)}"
+        yield _not_modelled("plan.schedule", plan.schedule, "this schedule", choices)
+    if plan.recompute != "none":
+        yield _not_modelled("plan.recompute", plan.recompute, "recomputation of activations", "use none")
+    if plan.grad_sync != "step":
+        yield _not_modelled("plan.grad_sync", plan.grad_sync, "gradient reduction after every microbatch", "use step")
+    if plan.grad_dtype is not None:
+        yield _not_modelled("plan.grad_dtype", plan.grad_dtype, "another dtype for gradients", "remove it")
+    if plan.prefetch_depth is not None:
+        yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, "prefetching of shards", "remove it")
+
+
+def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
+    if training.task != "pretrain":
+        yield _not_modelled("training.task", training.task, "this task", "use pretrain")
+    known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
+    if training.precision not in software.state_bytes:
+        what = f"this precision with {software.id}"
+        yield _not_modelled("training.precision", training.precision, what, f"use {_either(known)}")
+
+
+def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
+    return Problem(field=field, value=str(value), rule=f"{what} is not modelled yet", fix=fix)
+
+
+def _model_rules(model: ModelSpec) -> Iterator[Problem]:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % kv_heads:
+        yield Problem(
+            field="model.num_key_value_heads",
+            value=str(kv_heads),
+            rule=f"must divide num_attention_heads = {heads}",
+            fix=f"use {_either(_nearest_divisors(heads, kv_heads))}",
+        )
+    if model.family == "llama" and model.head_dim % 2:
+        yield Problem(
+            field="model.head_dim",
+            value=str(model.head_dim),
+            rule="must be even: rotary positions turn pairs",
+            fix=f"use {_either([d for d in (model.head_dim - 1, model.head_dim + 1) if d])}",
+        )
+    if model.family == "gpt" and model.seq_len > model.max_position_embeddings:
+        yield Problem(
+            field="model.seq_len",
+            value=str(model.seq_len),
+            rule=f"must be at most max_position_embeddings = {model.max_position_embeddings}",
+            fix=f"use {model.max_position_embeddings}, or set max_position_embeddings to {model.seq_len} as well",
+        )
+
+
+def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
+    if cluster.num_devices > 1 and cluster.devices_per_node > 1 and cluster.intra_link is None:
+        yield Problem(
+            field="cluster.intra_link",
+            rule=f"is missing: the catalogue does not say what joins {cluster.device.id} devices of one node",
+            fix="name a link, e.g. pcie4 (`simplan show links` lists them)",
+        )
+    if cluster.num_nodes > 1 and cluster.inter_link is None:
+        yield Problem(
+            field="cluster.inter_link_gbit_per_device",
+            rule=f"is missing: {cluster.num_nodes} nodes need a network",
+            fix="give the network bandwidth of a node divided by its devices, Gbit/s",
+        )
+
+
+def _device_count(cluster: ClusterSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    needed, there = plan.num_devices, cluster.num_devices
+    if needed == there:
+        return
+    fixes = []
+    for key in ("dp_replicate", "pp"):
+        others = needed // getattr(plan, key)
+        if there % others == 0:
+            fixes.append(f"{key} = {there // others}")
+    fixes.append(f"num_devices = {needed}")
+    factors = [
+        f"{key} {getattr(plan, key)}"
+        for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+        if getattr(plan, key) > 1 or key in ("dp_replicate", "pp")
+    ]
+    yield Problem(
+        field="plan",
+        value=" x ".join(factors),
+        rule=f"the plan needs {needed} devices and the cluster has {there}",
+        fix=f"use {_either(fixes)}",
+    )
+
+
+def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    batch, unit = training.global_batch_size, plan.dp * plan.microbatch_size
+    if batch % unit == 0:
+        return
+    below = batch // unit * unit
+    nearest = [value for value in (below, below + unit) if value]
+    fix = f"use {_either(nearest)}"
+    if batch % plan.dp == 0:
+        sizes = _nearest_divisors(batch // plan.dp, plan.microbatch_size)
+        fix += f", or plan.microbatch_size = {_either(sizes)}"
+    yield Problem(
+        field="training.global_batch_size",
+        value=str(batch),
+        rule=f"must be a multiple of dp x microbatch_size = {plan.dp} x {plan.microbatch_size} = {unit}",
+        fix=fix,
+    )
+
+
+def _pipeline_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    layers, stages = model.num_hidden_layers, plan.num_stages
+    field = "plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages"
+    if stages > layers:
+        yield Problem(
+            field=field,
+            value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
+            rule=f"{stages} stages must be at most num_hidden_layers = {layers}",
+            fix=f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages",
+        )
+    if plan.pp > 1 and plan.schedule == "none":
+        yield Problem(
+            field="plan.schedule",
+            value="none",
+            rule=f"a pipeline of {plan.pp} ranks needs a schedule",
+            fix=f"use {_either(_MODELLED_SCHEDULES)}",
+        )
+    if plan.pp == 1 and plan.schedule != "none":
+        yield Problem(
+            field="plan.schedule",
+            value=plan.schedule,
+            rule="must be none when pp = 1: there is no pipeline",
+            fix="remove it, or use pp = 2 or more",
+        )
+    if plan.stage_layers is not None:
+        yield from _stage_layers_rules(plan.stage_layers, stages, layers)
+    cells = num_microbatches(training, plan) * plan.pp
+    if cells > MAX_PIPELINE_CELLS:
+        most = MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
+        yield Problem(
+            field="training.global_batch_size",
+            value=str(training.global_batch_size),
+            rule=f"gives {cells:,} microbatches x pipeline ranks, more than {MAX_PIPELINE_CELLS:,}: absurd",
+            fix=f"use at most {most}, or a larger microbatch_size" if most else "use fewer pipeline ranks",
+        )
+
+
+def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int) -> Iterator[Problem]:
+    shown = f"[{', '.join(str(n) for n in stage_layers[:16])}{', ...' if len(stage_layers) > 16 else ''}]"
+    balanced = [layers // stages + (stage < layers % stages) for stage in range(min(stages, 16))]
+    example = f"e.g. [{', '.join(str(n) for n in balanced)}{', ...' if stages > 16 else ''}], or remove it"
+    if len(stage_layers) != stages:
+        rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+    elif sum(stage_layers) != layers:
+        rule = f"sums to {sum(stage_layers)} and the model has num_hidden_layers = {layers}"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+
+
+def _nearest_divisors(number: int, value: int) -> list[int]:
+    """The nearest divisors of ``number`` around ``value``: one below (or equal), one above, where there is one."""
+    divisors = _divisors(number)
+    below = [d for d in divisors if d <= value]
+    above = [d for d in divisors if d > value]
+    return [*below[-1:], *above[:1]]
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, ascending; for numbers too large to factor in an instant, the powers of two among them."""
+    if number > 10**10:
+        return [2**k for k in range(40) if number % 2**k == 0]
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def _either(choices: Iterable[object]) -> str:
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,208 @@
+"""Prediction beside measurement: signed errors, the spread of the repeats, and what neither explains."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from simplan.errors import Problem, SpecError
+from simplan.program.action import Action, ActionKind
+from simplan.program.measurement import Measurement
+from simplan.program.timeline import Timeline
+from simplan.units import GIB
+from simplan.validate.measured import measured_timeline, predicted_timeline
+
+__all__ = ["Comparison", "ComparisonRow", "compare"]
+
+_TIMED = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One quantity.
+
+    Attributes:
+        name: What it is.
+        predicted, measured: In ``unit``.
+        unit: ``s`` or ``GiB``.
+        signed_error: (predicted - measured) / measured; None when the measured value is 0.
+        spread: Half the distance of the 10th and 90th percentile of the repeats, relative; None without repeats.
+        within_spread: Whether the error is no larger than the spread, so that nothing can be read off it.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+    unit: str
+    signed_error: float | None
+    spread: float | None
+    within_spread: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A prediction beside a measurement of the same job.
+
+    Attributes:
+        rows: Step time first, then memory, then the parts of the step.
+        structure_equal: Every rank ran exactly the actions of the predicted table, in order.
+        interval_holds: The measured step time lies in the predicted interval.
+        unexplained_s: Measured step minus the sum, on the rank where it is largest, of measured actions and predicted
+            communication and wait: time between actions that the prediction does not account for (negative when it
+            predicted too much).
+        notes: What to know when reading.
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    structure_equal: bool
+    interval_holds: bool
+    unexplained_s: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON document."""
+        return {"schema_version": 1, "kind": "comparison", **asdict(self)}
+
+
+def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparison:
+    """Lines up a prediction with a measurement.
+
+    Args:
+        prediction: A prediction's JSON document.
+        measurement: A run of the same job.
+
+    Raises:
+        SpecError: They are of different jobs, or the measurement has no steady step.
+    """
+    _same_job(prediction, measurement)
+    predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
+    rows = [_row("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
+    rows += _memory_rows(prediction, measurement)
+    predicted_s, measured_s = _action_times(predicted), _action_times(measured)
+    for stage_kind in sorted(predicted_s.keys() & measured_s.keys(), key=lambda key: (_TIMED.index(key[1]), key[0])):
+        stage, kind = stage_kind
+        rows.append(
+            _row(
+                f"{kind.value} of stage {stage}",
+                statistics.fmean(predicted_s[stage_kind]),
+                statistics.fmean(measured_s[stage_kind]),
+                "s",
+                _relative_spread(measured_s[stage_kind]),
+            )
+        )
+    unexplained_s = max(_unexplained(predicted, measured), key=abs, default=0.0)
+    low_s, high_s = prediction["step_time_interval_s"]
+    notes = ["parts of the step are those of the representative step, the one with the median step time"]
+    if not measurement.complete:
+        notes.append(f"the run ended early: {measurement.failure}")
+    return Comparison(
+        rows=tuple(rows),
+        structure_equal=_structure(prediction) == _ran(measurement),
+        interval_holds=low_s <= measurement.step_time_s <= high_s,
+        unexplained_s=unexplained_s,
+        notes=tuple(notes),
+    )
+
+
+def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
+    inputs, job = prediction["inputs"], measurement.job
+    problems = [
+        Problem(field=name, rule="differs between prediction and measurement", fix="predict the job that was run")
+        for name, value in (("model", job.model), ("training", job.training), ("plan", job.plan))
+        if inputs[name] != value.model_dump(mode="json")
+    ]
+    if not measurement.step_times_s:
+        problems.append(
+            Problem(
+                field="step_times_s",
+                rule=f"holds no steady step ({measurement.failure or 'none was asked for'})",
+                fix="measure again",
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+
+
+def _row(name: str, predicted: float, measured: float, unit: str, spread: float | None) -> ComparisonRow:
+    error = (predicted - measured) / measured if measured else None
+    within = None if error is None or spread is None else abs(error) <= spread
+    return ComparisonRow(name, predicted, measured, unit, error, spread, within)
+
+
+def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
+    """Peaks of the rank that was measured to need most, by column."""
+    for column in ("allocated", "reserved", "device"):
+        known = [
+            (value, rank.rank)
+            for rank in measurement.ranks
+            if (value := getattr(rank.peak_memory, f"{column}_bytes")) is not None
+        ]
+        if not known:
+            continue
+        value, rank = max(known)
+        predicted = next(r["peak_memory_gib"][column] for r in prediction["ranks"] if r["rank"] == rank)
+        yield _row(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
+
+
+def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float]]:
+    """(stage, kind) -> durations of its actions over ranks and microbatches.
+
+    An action lasts from its first computation to the end of everything that belongs to it, gradient reduction
+    included: that is what a host sees.
+    """
+    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for (_, action), (start_s, end_s) in _hulls(timeline).items():
+        found[action.stage, action.kind].append(end_s - start_s)
+    return found
+
+
+def _hulls(timeline: Timeline) -> dict[tuple[int, Action], tuple[float, float]]:
+    """(rank, action) -> start and end of everything that belongs to it, for the actions that compute."""
+    actions: dict[str, Action] = {}
+    hulls: dict[tuple[int, Action], tuple[float, float]] = {}
+    for span in timeline.spans:
+        action = actions.get(span.action)
+        if action is None:
+            action = actions[span.action] = Action.parse(span.action)
+        if action.kind in _TIMED:
+            start_s, end_s = hulls.get((span.rank, action), (span.start_s, span.end_s))
+            hulls[span.rank, action] = (min(start_s, span.start_s), max(end_s, span.end_s))
+    return hulls
+
+
+def _relative_spread(values: list[float]) -> float | None:
+    if len(values) < 5:
+        return None
+    ordered = sorted(values)
+    tenth = int(0.1 * (len(ordered) - 1))
+    return (ordered[-1 - tenth] - ordered[tenth]) / 2 / statistics.median(ordered)
+
+
+def _unexplained(predicted: Timeline, measured: Timeline) -> Iterable[float]:
+    """Per rank: the gaps between its measured actions minus the gaps between its predicted ones."""
+    predicted_gaps = _gaps(predicted)
+    for rank, gap_s in _gaps(measured).items():
+        if rank in predicted_gaps:
+            yield gap_s - predicted_gaps[rank]
+
+
+def _gaps(timeline: Timeline) -> dict[int, float]:
+    """By rank, the part of the step that is in none of its timed actions."""
+    gaps: dict[int, float] = defaultdict(lambda: timeline.step_time_s)
+    for (rank, _), (start_s, end_s) in _hulls(timeline).items():
+        gaps[rank] -= end_s - start_s
+    return dict(gaps)
+
+
+def _structure(prediction: Mapping[str, Any]) -> list[list[str]]:
+    """The computing actions of every rank, as predicted."""
+    table = prediction["table"]
+    replicas = len(prediction["ranks"]) // len(table)
+    return [[a for a in row if Action.parse(a).kind in _TIMED] for row in table for _ in range(replicas)]
+
+
+def _ran(measurement: Measurement) -> list[list[str]]:
+    return [[span.action for span in rank.actions] for rank in measurement.ranks]

@@ -1,0 +1,133 @@
+"""The layout as rules: imports point one way, torch stays out of simplan, files stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first: a module may import what stands on a lower line, and within its own entry.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("units", "errors"),
+    ("document",),
+    ("problems",),
+    ("spec",),
+    ("program",),
+    ("cost",),
+    ("sim",),
+    ("prediction",),
+    ("predict",),
+    ("search", "campaign", "validate"),
+    ("interop", "report"),
+    ("io",),
+    ("scenario",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+EXECUTOR_MAY_IMPORT = ("simplan.spec", "simplan.program", "simplan.errors", "simplan.units", "simplan.cost.calibration")
+NEVER_IN_SIMPLAN = {"torch", "streamlit", "plotly", "executor", "app"}
+MAX_LINES = 400
+
+
+def python_files(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterator[str]:
+    """Dotted names of everything a file imports, wherever in the file, ``from a import b`` as ``a.b``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                kept = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*kept, base] if base else kept)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def simplan_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """What a module of simplan must not import."""
+    own = module.split(".")[1] if "." in module else None
+    wrong = []
+    for name in imports_of(source, module, is_package=is_package):
+        top, _, rest = name.partition(".")
+        if top in NEVER_IN_SIMPLAN:
+            wrong.append(f"{module} imports {name}: simplan never imports {top}")
+        elif top == "simplan":
+            target = rest.split(".")[0]
+            if target not in LEVEL:
+                continue  # a name of simplan/__init__.py, such as __version__
+            if own is None or (target != own and LEVEL[target] >= LEVEL[own]):
+                wrong.append(f"{module} imports {name}: {target} is not below {own or 'simplan'}")
+    return wrong
+
+
+def executor_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """What a module of the executor must not import."""
+    return [
+        f"{module} imports {name}: the executor may import {', '.join(EXECUTOR_MAY_IMPORT)} only"
+        for name in imports_of(source, module, is_package=is_package)
+        if name.split(".")[0] in ("simplan", "app")
+        and not any(name == allowed or name.startswith(allowed + ".") for allowed in EXECUTOR_MAY_IMPORT)
+    ]
+
+
+@pytest.mark.parametrize("path", python_files("simplan"), ids=module_name)
+def test_simplan_imports_point_one_way(path: Path) -> None:
+    module = module_name(path)
+    if "." in module:
+        assert module.split(".")[1] in LEVEL, f"{module} has no place in the order of layers"
+    assert simplan_violations(path.read_text(), module, is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", python_files("executor"), ids=module_name)
+def test_the_executor_knows_only_what_it_runs(path: Path) -> None:
+    assert executor_violations(path.read_text(), module_name(path), is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("simplan.spec.plan", "from simplan.program.action import Action"),
+        ("simplan.spec.plan", "def f():\n    from ..predict import predict"),
+        ("simplan.cost.compute", "import simplan.sim.engine"),
+        ("simplan.report.text", "from simplan import cli"),
+        ("simplan.validate.compare", "from simplan.search import best"),
+        ("simplan.cli.run", "import torch.distributed"),
+        ("simplan.cli.run", "import executor.launch"),
+        ("simplan", "from simplan.errors import SpecError"),
+    ],
+)
+def test_a_wrong_arrow_is_found(module: str, source: str) -> None:
+    assert simplan_violations(source, module)
+
+
+@pytest.mark.parametrize("source", ["from simplan.sim import engine", "from simplan.cost import compute", "import simplan"])
+def test_a_wrong_arrow_of_the_executor_is_found(source: str) -> None:
+    assert executor_violations(source, "executor.rank")
+
+
+@pytest.mark.parametrize("path", python_files("simplan", "executor", "tests"), ids=module_name)
+def test_files_are_small(path: Path) -> None:
+    num_lines = len(path.read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {num_lines} lines, at most {MAX_LINES} are allowed"
+
+
+def test_import_simplan_brings_no_torch_and_no_rich() -> None:
+    program = "import sys, simplan.cli; print(*sorted({'torch', 'rich', 'numpy', 'simpy', 'executor'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.split() == []
