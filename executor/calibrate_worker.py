@@ -16,6 +16,7 @@ from executor.environment import environment
 from executor.heartbeat import Heartbeat, RankState
 from executor.layer_timing import time_layers
 from executor.link_timing import time_links
+from executor.memory import peak_memory
 from executor.matmul_timing import time_matmuls
 from executor.rank import live_as_rank
 from executor.worker import start_rank, use_device
@@ -45,6 +46,8 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
     num_ranks = request.num_ranks
     device = use_device("auto", num_ranks)
     start_rank(device, request.budget_s + 60)
+    dist.barrier()  # so that the connections count
+    context_bytes = peak_memory(device).device_bytes or 0
     layers: list[LayerTiming] = []
     matmuls: list[MatmulTiming] = []
     links: list[CommunicationTiming] = []
@@ -88,6 +91,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
             device_kind="gpu" if device.type == "cuda" else "cpu",
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=_memory_bytes(device),
+            context_bytes=context_bytes,
             layers=tuple(layers),
             matmuls=tuple(matmuls),
             communication=tuple(links),

@@ -38,8 +38,7 @@ def time_layers(
         keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
     """
     benches = [
-        _LayerBench(shape, index, shape.model.layers[index], device)
-        for index in (0, 1, len(shape.model.layers) - 1)
+        _LayerBench(shape, index, shape.model.layers[index], device) for index in (0, 1, len(shape.model.layers) - 1)
     ]
     for bench in benches:
         bench.round()  # warm-up, not counted
@@ -138,5 +137,3 @@ class _LayerBench:
     def _optimize(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
-
-

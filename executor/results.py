@@ -98,4 +98,3 @@ def _from_start(record: StepRecord, step: tuple[StepRecord, ...]) -> StepRecord:
             ),
         }
     )
-

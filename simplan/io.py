@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from simplan.document import MAX_DEPTH, Document, parse_yaml
+from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.problems import parse_model, render_value
 
@@ -68,7 +68,7 @@ def read_json(path: str | Path, *, schema_version: int | None = None, kind: str 
         problem = Problem(field="", rule=f"the file holds {error}, which is no number", fix="write the file again")
         raise SpecError(problem, file=file) from None
     except (RecursionError, ValueError):
-        rule = f"the file is nested deeper than {MAX_DEPTH} levels or holds an absurd number"
+        rule = "the file is nested too deeply or holds an absurd number"
         raise SpecError(Problem(field="", rule=rule, fix="give a file that simplan wrote"), file=file) from None
     if not isinstance(data, dict):
         rule = "must be one JSON object"
@@ -146,6 +146,8 @@ def _read_text(path: Path, max_bytes: int) -> str:
             raise refuse("is not an ordinary file", "name a text file")
         with path.open("rb") as stream:
             raw = stream.read(max_bytes + 1)
+    except SpecError:
+        raise
     except FileNotFoundError:
         raise refuse("does not exist", _nearest_file(path)) from None
     except PermissionError:

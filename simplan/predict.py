@@ -13,7 +13,6 @@ from simplan.cost.compute import roofline
 from simplan.cost.pricing import Pricing, price_program
 from simplan.errors import Problem, SpecError
 from simplan.prediction import Prediction, RankMemory, Term
-from simplan.program.action import Table
 from simplan.program.check import check_table
 from simplan.program.complete import complete_table
 from simplan.program.lower import lower
@@ -33,6 +32,7 @@ from simplan.spec.training import TrainingSpec
 __all__ = ["build_program", "core_use", "cost_model", "predict"]
 
 _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
+_MOST_OPERATIONS = 60_000  # a larger Level 2 Program expands only what communicates; its time is the same
 _BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
 
 
@@ -64,8 +64,20 @@ def predict(
     check_table(table, plan.num_stages, microbatches)
 
     on_cpu = cluster.cores_per_node is not None
+    written_out = plan.dp if on_cpu else 1
+    expand_all = 2 * len(model.layers) * microbatches * written_out <= _MOST_OPERATIONS
     coarse, fine = (
-        lower(model, training, plan, software, assignment, table, level=level, fold_replicas=not on_cpu)
+        lower(
+            model,
+            training,
+            plan,
+            software,
+            assignment,
+            table,
+            level=level,
+            fold_replicas=not on_cpu,
+            expand_all=expand_all,
+        )
         for level in (1, 2)
     )
     coarse_pricing, fine_pricing = price_program(coarse, cost), price_program(fine, cost)
@@ -76,7 +88,10 @@ def predict(
     half_width_s = _NINE_IN_TEN * _deviation_s(coarse, coarse_pricing, core_use(coarse, cluster), level1_step_time_s)
 
     mapping = RankMapping(plan.pp, plan.dp)
-    memory = _memory(fine, mapping, software, cluster)
+    context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
+    if on_cpu and calibration is not None:
+        context_bytes = calibration.context_bytes
+    memory = _memory(fine, mapping, cluster, context_bytes)
     splits = {rank: split_of_rank(spans.of_rank(rank), step_time_s) for rank in fine.ranks}
     capacity = cluster.device.memory_bytes
     worst_device_bytes = max(m.device_bytes for m in memory)
@@ -218,9 +233,8 @@ def _written_out(program: Program, mapping: RankMapping, rank: int) -> int:
 
 
 def _memory(
-    program: Program, mapping: RankMapping, software: SoftwareSpec, cluster: ClusterSpec
+    program: Program, mapping: RankMapping, cluster: ClusterSpec, context_bytes: int
 ) -> tuple[RankMemory, ...]:
-    context = int(software.context_bytes.get(cluster.device.kind, 0))
     found = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)
@@ -229,10 +243,10 @@ def _memory(
         reserved = allocated if on_cpu else -(-allocated // _BLOCK_BYTES) * _BLOCK_BYTES
         found[rank] = RankMemory(
             rank=rank,
-            by_category=peak.by_category | {MemoryCategory.CONTEXT: context},
+            by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
             allocated_bytes=allocated,
             reserved_bytes=reserved,
-            device_bytes=reserved + context,
+            device_bytes=reserved + context_bytes,
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
         )

@@ -7,6 +7,7 @@ rule in plain words, the nearest thing that would work, and the place in the fil
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -58,6 +59,8 @@ def validate(
     try:
         # JSON mode reads lists as tuples and words as enum members, and is as strict about everything else.
         return model.model_validate_json(json.dumps(data)), ()
+    except RecursionError:
+        return None, (Problem(field=_dotted(prefix), rule="is nested too deeply").at(*find_place(lines or {}, prefix)),)
     except ValidationError as error:
         details = error.errors(include_url=False)
         found = [_problem(model, dict(detail), lines or {}, prefix) for detail in details[:_MAX_PROBLEMS]]
@@ -85,6 +88,8 @@ def render_value(value: Any) -> str:
     >>> render_value("2"), render_value(True), render_value(2.5), render_value([1, "a"])
     ('"2"', 'true', '2.5', '[1, "a"]')
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 

@@ -116,7 +116,9 @@ def test_a_wrong_arrow_is_found(module: str, source: str) -> None:
     assert simplan_violations(source, module)
 
 
-@pytest.mark.parametrize("source", ["from simplan.sim import engine", "from simplan.cost import compute", "import simplan"])
+@pytest.mark.parametrize(
+    "source", ["from simplan.sim import engine", "from simplan.cost import compute", "import simplan"]
+)
 def test_a_wrong_arrow_of_the_executor_is_found(source: str) -> None:
     assert executor_violations(source, "executor.rank")
 
@@ -128,6 +130,8 @@ def test_files_are_small(path: Path) -> None:
 
 
 def test_import_simplan_brings_no_torch_and_no_rich() -> None:
-    program = "import sys, simplan.cli; print(*sorted({'torch', 'rich', 'numpy', 'simpy', 'executor'} & set(sys.modules)))"
+    program = (
+        "import sys, simplan.cli; print(*sorted({'torch', 'rich', 'numpy', 'simpy', 'executor'} & set(sys.modules)))"
+    )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.split() == []

@@ -6,17 +6,28 @@ from collections.abc import Callable
 from inspect import getdoc
 from typing import Any
 
+from simplan.cli.definitions import definitions
+from simplan.cli.output import print_json, print_result
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
-from simplan.cli.definitions import definitions
 from simplan.report.table import format_table_text
 from simplan.spec import catalogue
 from simplan.spec.machine import THIS_MACHINE
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-__all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text"]
+__all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text", "show_command"]
 
 Row = dict[str, str]
+
+
+def show_command(kind: str, name: str | None, *, as_json: bool) -> int:
+    """``simplan show``."""
+    if as_json:
+        found: Any = listing(kind) if name is None else entry(kind, name)
+        print_json({"schema_version": 1, "kind": kind, "entries" if name is None else "entry": found})
+    else:
+        print_result(listing_text(kind) if name is None else entry_text(kind, name))
+    return 0
 
 
 def listing(kind: str) -> list[Row]:
@@ -41,6 +52,7 @@ def entry(kind: str, name: str) -> dict[str, Any]:
     Raises:
         SpecError: No such kind or entry; names the nearest.
     """
+    _listing_of(kind)
     if kind in _ENTRIES:
         found: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
         return found
@@ -56,7 +68,7 @@ def entry_text(kind: str, name: str) -> str:
     sources = {key.removeprefix("sources."): value for key, value in flat.items() if ".sources." in f".{key}"}
     shown = {key: value for key, value in flat.items() if ".sources." not in f".{key}" and value not in (None, "")}
     width = max(len(key) for key in shown)
-    lines = [f"{key:{width}}  {value}" for key, value in shown.items()]
+    lines = [f"{key:{width}}  {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in shown.items()]
     if sources:
         lines += ["", "Sources", *(f"  {key}: {value}" for key, value in sources.items())]
     return "\n".join(lines)
@@ -79,7 +91,7 @@ def _devices() -> list[Row]:
             "name": name,
             "memory": format_bytes(device.memory_bytes) if device.memory_bytes else "?",
             "bandwidth": format_rate(bandwidth) if bandwidth else "?",
-            "dense peak": f"{format_flop_per_s(peak[best])} {best}" if best else "?",  # type: ignore[index]
+            "dense peak": f"{format_flop_per_s(peak[best])} {best}" if best else "?",
             "link": device.intra_link or "",
         }
 
@@ -88,7 +100,11 @@ def _devices() -> list[Row]:
 
 def _links() -> list[Row]:
     return [
-        {"name": link.id, "one direction, per device": format_rate(link.bytes_per_s), "latency": format_time(link.latency_s)}
+        {
+            "name": link.id,
+            "one direction, per device": format_rate(link.bytes_per_s),
+            "latency": format_time(link.latency_s),
+        }
         for link in (catalogue.link(name) for name in catalogue.names("links"))
     ]
 
@@ -96,7 +112,7 @@ def _links() -> list[Row]:
 def _clusters() -> list[Row]:
     def row(name: str) -> Row:
         one = catalogue.cluster(name)
-        across = "" if name == THIS_MACHINE else catalogue.cluster(name, one.devices_per_node + 1).inter_link
+        across = None if name == THIS_MACHINE else catalogue.cluster(name, one.devices_per_node + 1).inter_link
         return {
             "name": name,
             "one node": f"{one.devices_per_node} x {one.device.id}",

@@ -6,7 +6,7 @@ collectives and sends; never a stage, a schedule or a step of a plan.
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -141,6 +141,8 @@ class Calibration(Spec):
         device_kind: ``cpu`` or ``gpu``.
         num_cores: Cores that the ranks of the machine share.
         memory_bytes: Memory of the machine (CPU) or of one device (GPU).
+        context_bytes: What a rank takes of it before it holds a tensor: the program (CPU) or the driver's context,
+            and the communication library.
         layers, matmuls, communication: The timings.
     """
 
@@ -150,6 +152,7 @@ class Calibration(Spec):
     device_kind: Literal["cpu", "gpu"]
     num_cores: Count
     memory_bytes: Count
+    context_bytes: Annotated[int, Field(ge=0)] = 0
     layers: tuple[LayerTiming, ...] = ()
     matmuls: tuple[MatmulTiming, ...] = ()
     communication: tuple[CommunicationTiming, ...] = ()

@@ -10,9 +10,9 @@ from simplan.units import format_bytes, format_rate, format_time
 
 __all__ = ["LINK_EFFICIENCY", "message_price", "ring_all_reduce_s", "send_s"]
 
-LINK_EFFICIENCY = 0.8
-"""Share of a link's datasheet bandwidth that large messages reach. Published nccl-tests of all-reduce reach 0.77 to 0.82
-of NVLink 3 and 4 and 0.8 to 0.95 of InfiniBand."""
+LINK_EFFICIENCY = 0.75
+"""Share of a link's datasheet bandwidth that large messages reach. Published nccl-tests runs of ring all-reduce reach
+0.66 to 0.81 of NVLink 3 to 5 with 2 to 8 devices; reduction in the switch (NVLS) and InfiniBand reach more."""
 
 _RELATIVE_STD = 0.25
 

@@ -74,7 +74,7 @@ def complete_table(compute: Table) -> Table:
     free_at = [0] * len(compute)
     made_at: dict[tuple[int, ActionKind, int | None], int] = {}
     waiting: dict[tuple[int, ActionKind, int | None], list[int]] = defaultdict(list)
-    ready: list[tuple[int, int]] = []
+    ready: list[tuple[int, int, int]] = []
 
     def offer(rank: int) -> None:
         """Queues the rank's next action if its input is there, else remembers what it waits for."""
@@ -84,12 +84,16 @@ def complete_table(compute: Table) -> Table:
         if needed is not None and needed not in made_at:
             waiting[needed].append(rank)
             return
-        heappush(ready, (max(free_at[rank], made_at[needed] if needed else 0), rank))
+        stage, kind, _ = compute[rank][position[rank]]
+        # of actions that start together, the one nearer to the source of the data first: its receiver can still post
+        # the RECV before its own action
+        depth = stage if kind is _F else num_stages - 1 - stage
+        heappush(ready, (max(free_at[rank], made_at[needed] if needed else 0), depth, rank))
 
     for rank in range(len(compute)):
         offer(rank)
     while ready:
-        start, rank = heappop(ready)
+        start, _, rank = heappop(ready)
         action = compute[rank][position[rank]]
         position[rank] += 1
         free_at[rank] = start + _UNIT_TIME[action.kind]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from simplan.program.program import MemoryCategory
+from simplan.program.program import MemoryCategory, MemoryEffect
 from simplan.spec.layer import LayerKind, LayerSpec, Pointwise
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["LayerFootprint", "layer_footprint", "owned_parameters", "resting_bytes"]
+__all__ = ["LayerFootprint", "layer_footprint", "layers_effects", "owned_parameters", "resting_bytes"]
 
 _LOSS_BYTES = 4
 _ADAM_STATE_BYTES = 8  # two fp32 moments
@@ -69,6 +69,35 @@ def layer_footprint(layer: LayerSpec, microbatch_size: int, state: StateBytes) -
     return LayerFootprint(
         b * activations, b * logits, b * forward_workspace, b * backward_workspace, b * kept_input, b * output
     )
+
+
+def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:
+    """Memory effects of an operation that runs layers one after the other.
+
+    ``during`` is the state at the worst of its layers, so one operation over many layers has the same peak as many
+    operations over one.
+
+    Args:
+        footprints: Of the layers, in the order in which they run.
+        forward: Each layer adds what it keeps before its workspace; in backward it frees it after.
+    """
+    sign = 1 if forward else -1
+    activations = logits = 0
+    worst = (-(2**62), 0, 0, 0)  # all bytes, then activations, logits and workspace
+    for footprint in footprints:
+        before = (activations, logits)
+        activations += sign * footprint.activations
+        logits += sign * footprint.logits
+        held = (activations, logits) if forward else before
+        workspace = footprint.forward_workspace if forward else footprint.backward_workspace
+        worst = max(worst, (sum(held) + workspace, *held, workspace), key=lambda state: state[0])
+    effects = [
+        MemoryEffect(MemoryCategory.ACTIVATIONS, worst[1], activations),
+        MemoryEffect(MemoryCategory.WORKSPACE, worst[3], 0),
+    ]
+    if logits:
+        effects.append(MemoryEffect(MemoryCategory.LOGITS, worst[2], logits))
+    return tuple(effects)
 
 
 def owned_parameters(layers: Sequence[LayerSpec]) -> list[int]:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.buckets import ddp_buckets
 from simplan.program.complete import last_backwards, stage_to_rank
-from simplan.program.footprint import LayerFootprint, layer_footprint, owned_parameters, resting_bytes
+from simplan.program.footprint import (
+    LayerFootprint,
+    layer_footprint,
+    layers_effects,
+    owned_parameters,
+    resting_bytes,
+)
 from simplan.program.program import (
     COMPUTE_STREAM,
     LayerWork,
@@ -41,6 +47,7 @@ def lower(
     *,
     level: int,
     fold_replicas: bool,
+    expand_all: bool = True,
 ) -> Program:
     """The Program of one step.
 
@@ -56,10 +63,13 @@ def lower(
         table: A complete table that ``check_table`` accepts.
         level: 1 or 2.
         fold_replicas: Write out one data-parallel replica only; right when ranks share nothing but their groups.
+        expand_all: At Level 2, expand also the actions in which nothing communicates. Their layers run back to back,
+            so the step takes the same time without; for large Programs that are not drawn.
     """
     assert level in (1, 2)
     mapping = RankMapping(plan.pp, plan.dp)
     shared = _Shared(model, training, plan, software, assignment, table, level, mapping)
+    shared.expand_all = expand_all
     replicas = range(1 if fold_replicas else plan.dp)
     ops: list[Op] = []
     ranks: list[int] = []
@@ -89,6 +99,7 @@ class _Shared:
         mapping: RankMapping,
     ) -> None:
         self.plan, self.software, self.level, self.mapping = plan, software, level, mapping
+        self.expand_all = True
         self.state = software.state_bytes[training.precision]  # type: ignore[index]
         self.num_stages = assignment.num_stages
         self.placement = stage_to_rank(table)
@@ -101,6 +112,10 @@ class _Shared:
         self.footprints: list[list[LayerFootprint]] = [
             [layer_footprint(layer, plan.microbatch_size, self.state) for layer in layers] for layers in self.layers
         ]
+        for footprints in self.footprints[1:]:
+            # the input of a later stage is its receive buffer, which is counted there
+            first = footprints[0]
+            footprints[0] = first._replace(activations=first.activations - first.input_bytes)
         self.boundary_bytes = model.layers[0].output_elements * plan.microbatch_size * self.state.boundary
         self.tied_bytes = sum(
             p.num_elements * self.state.gradient
@@ -200,20 +215,9 @@ class _RankLowering:
         stage = action.stage
         awaited = self.received.get(Action(stage, _K.RECV_F, action.microbatch))
         layers, footprints = self.shared.layers[stage], self.shared.footprints[stage]
-        groups = self._groups(len(layers))
-        for group in groups:
+        for group in self._groups(len(layers), self.shared.expand_all):
             work = tuple(self._layer_work(stage, i, Phase.FORWARD) for i in group)
-            kept = sum(footprints[i].activations for i in group)
-            if group[0] == 0 and stage > 0:
-                kept -= footprints[0].input_bytes  # the receive buffer, counted there
-            logits = sum(footprints[i].logits for i in group)
-            workspace = max(footprints[i].forward_workspace for i in group)
-            effects = [
-                MemoryEffect(MemoryCategory.ACTIVATIONS, kept, kept),
-                MemoryEffect(MemoryCategory.WORKSPACE, workspace, 0),
-            ]
-            if logits:
-                effects.append(MemoryEffect(MemoryCategory.LOGITS, logits, logits))
+            effects = layers_effects([footprints[i] for i in group], forward=True)
             self._compute(action, self._name(action, group), work, (awaited,), effects)
             awaited = None
 
@@ -223,20 +227,11 @@ class _RankLowering:
         layers, footprints = shared.layers[stage], shared.footprints[stage]
         reduces = shared.plan.dp > 1 and shared.last_backward[stage] == action
         ended: dict[int, int] = {}
-        for group in reversed(self._groups(len(layers))):
+        for group in reversed(self._groups(len(layers), shared.expand_all or reduces)):
             work = tuple(self._layer_work(stage, i, Phase.BACKWARD) for i in reversed(group))
             if reduces:  # gradients are divided by the number of data-parallel ranks before they are summed
                 work += tuple(self._layer_work(stage, i, Phase.SCALE) for i in reversed(group))
-            kept = sum(footprints[i].activations for i in group)
-            if group[0] == 0 and stage > 0:
-                kept -= footprints[0].input_bytes
-            logits = sum(footprints[i].logits for i in group)
-            effects = [
-                MemoryEffect(MemoryCategory.ACTIVATIONS, 0, -kept),
-                MemoryEffect(MemoryCategory.WORKSPACE, max(footprints[i].backward_workspace for i in group), 0),
-            ]
-            if logits:
-                effects.append(MemoryEffect(MemoryCategory.LOGITS, 0, -logits))
+            effects = layers_effects([footprints[i] for i in reversed(group)], forward=False)
             index = self._compute(action, self._name(action, group), work, (awaited,), effects)
             awaited = None
             ended.update(dict.fromkeys(group, index))
@@ -313,14 +308,14 @@ class _RankLowering:
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         self._compute(action, str(action), work, waits, release, SpanKind.OPTIMIZER)
 
-    def _groups(self, num_layers: int) -> list[list[int]]:
+    def _groups(self, num_layers: int, expand: bool) -> list[list[int]]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
-        if self.shared.level == 1:
+        if self.shared.level == 1 or not expand:
             return [list(range(num_layers))]
         return [[i] for i in range(num_layers)]
 
     def _name(self, action: Action, group: list[int]) -> str:
-        if self.shared.level == 1:
+        if len(group) == len(self.shared.layers[action.stage]):
             return str(action)
         first = sum(len(self.shared.layers[s]) for s in range(action.stage))
         layer = self.shared.layers[action.stage][group[0]]

@@ -1,1 +1,1 @@
-
+"""Predictions, comparisons and checks as words, tables and trace files."""

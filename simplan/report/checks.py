@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["CheckedCase", "CheckedFile", "CheckStatus", "checks_json", "checks_text", "count", "markdown_summary"]
+__all__ = ["CheckStatus", "CheckedCase", "CheckedFile", "checks_json", "checks_text", "count", "markdown_summary"]
 
 
 class CheckStatus(StrEnum):

@@ -17,9 +17,9 @@ _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def junit_xml(files: Iterable[CheckedFile]) -> str:
     """The XML text, as continuous integration services read it."""
     files = tuple(files)
-    root = ElementTree.Element("testsuites", name="simplan check", **_counts(files))
+    root = ElementTree.Element("testsuites", {"name": "simplan check"} | _counts(files))
     for file in files:
-        suite = ElementTree.SubElement(root, "testsuite", name=_clean(file.file), **_counts((file,)))
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(file.file)} | _counts((file,)))
         for number, case in enumerate(file.cases, start=1):
             attributes = {"classname": _clean(file.file), "name": f"{number} {_clean(case.name)}"}
             attributes |= {"file": _clean(file.file)} | ({} if case.line is None else {"line": str(case.line)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
@@ -100,7 +101,7 @@ def _asked(prediction: Prediction) -> Iterator[str]:
     )
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
-        counts = ", ".join(str(high - low) for low, high in zip(bounds, bounds[1:], strict=False))
+        counts = ", ".join(str(high - low) for low, high in pairwise(bounds))
         yield f"  stages       {counts} layers (embedding and head count as one each)"
 
 
@@ -118,7 +119,9 @@ def _split_table(prediction: Prediction) -> str:
         )
         return [f"{format_time(part_s)} {100 * part_s / total_s:3.0f} %" for part_s in parts_s]
 
-    rows = _grouped((memory.rank, cells(split)) for memory, split in zip(prediction.memory, prediction.splits, strict=True))
+    rows = _grouped(
+        (memory.rank, cells(split)) for memory, split in zip(prediction.memory, prediction.splits, strict=True)
+    )
     headers = ["rank", "compute", "recompute", "exposed comm", "wait", "host", "optimizer"]
     kept = [0, *(i for i in range(1, len(headers)) if any(not row[i].startswith("0 s ") for row in rows))]
     shown = [[row[i] for i in kept] for row in rows[:_MAX_GROUPS]]

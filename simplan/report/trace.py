@@ -151,7 +151,7 @@ def _colour(span: Span) -> str | None:
 
 def _flow_events(places: Mapping[Span, tuple[int, int]]) -> Iterator[Event]:
     """An arrow from each send to the receive of the same microbatch on the peer."""
-    receives = {}
+    receives: dict[tuple[int | None, int | None, Action], Span] = {}
     for span in places:
         action = _action(span)
         if action is not None and action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):

@@ -96,7 +96,7 @@ def load_scenario(path: str | Path) -> Scenario:
     sections = Sections(document, file)
     sections.read(_File, data, ())  # unknown keys and missing sections
     if not isinstance(data, dict):
-        data = {}
+        sections.raise_problems()
     model = read_model(sections, data["model"]) if "model" in data else None
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None

@@ -315,7 +315,9 @@ def read_expectations(sections: Sections, data: Any) -> tuple[Expectation, ...]:
         sections.refuse(("expect",), "must be a list", value=data, fix=f"write {example}")
         return ()
     if len(data) > _MAX_EXPECTATIONS:
-        sections.refuse(("expect",), f"has {len(data):,} entries, more than {_MAX_EXPECTATIONS:,}", fix="use several files")
+        sections.refuse(
+            ("expect",), f"has {len(data):,} entries, more than {_MAX_EXPECTATIONS:,}", fix="use several files"
+        )
         return ()
     found = [sections.read(Expectation, item, ("expect", index)) for index, item in enumerate(data)]
     return tuple(expectation for expectation in found if expectation is not None)

@@ -6,7 +6,7 @@ import os
 
 from simplan.errors import Problem, SpecError
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
-from simplan.units import format_bytes
+from simplan.units import MIB, format_bytes
 
 __all__ = [
     "MAX_RANKS_PER_CORE",
@@ -20,7 +20,7 @@ __all__ = [
 
 THIS_MACHINE = "this-machine"
 MAX_RANKS_PER_CORE = 4
-RANK_OVERHEAD_BYTES = 350 * 10**6
+RANK_OVERHEAD_BYTES = 350 * MIB
 """Resident memory of a process that has imported torch and started gloo, before it holds a model."""
 
 

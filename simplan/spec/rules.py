@@ -41,7 +41,7 @@ def check_plan(
     violated = [
         *_model_rules(model),
         *_cluster_rules(cluster),
-        *_device_count(cluster, plan),
+        *_device_count(model, cluster, plan),
         *_batch_rules(training, plan),
         *_pipeline_rules(model, training, plan),
     ]
@@ -131,14 +131,14 @@ def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
         )
 
 
-def _device_count(cluster: ClusterSpec, plan: ParallelPlan) -> Iterator[Problem]:
+def _device_count(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> Iterator[Problem]:
     needed, there = plan.num_devices, cluster.num_devices
     if needed == there:
         return
     fixes = []
-    for key in ("dp_replicate", "pp"):
+    for key, most in (("dp_replicate", there), ("pp", model.num_hidden_layers)):
         others = needed // getattr(plan, key)
-        if there % others == 0:
+        if there % others == 0 and there // others <= most:
             fixes.append(f"{key} = {there // others}")
     fixes.append(f"num_devices = {needed}")
     factors = [

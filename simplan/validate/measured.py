@@ -26,7 +26,8 @@ def measured_timeline(measurement: Measurement) -> Timeline:
         ]
         bucket = 0
         for message in rank.collectives:
-            stream, name, peer = message.kind, message.action, None
+            stream: str = message.kind
+            name, peer = message.action, None
             if message.kind == "all_reduce":
                 action = Action.parse(message.action)
                 stream = "tied" if action.kind is ActionKind.OPTIM else "grad"

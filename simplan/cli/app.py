@@ -1,0 +1,194 @@
+"""The commands and their flags. What a command does is imported when it is called, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import simplan
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="simplan",
+    add_completion=False,
+    pretty_exceptions_enable=False,  # errors are sentences; see main
+    rich_markup_mode=None,  # plain help, the same on every terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
+    ),
+]
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=False)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Plan, predict and prove distributed deep-learning training.
+
+    For example: simplan demo; simplan predict SCENARIO; simplan run SCENARIO; simplan show devices
+
+    Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 4 a run failed, 130 interrupted.
+    """
+    from simplan.cli.output import print_result
+
+    if version:
+        print_result(f"simplan {simplan.__version__}")
+    elif context.invoked_subcommand is None:
+        print_result(context.get_help())
+
+
+@app.command()
+def predict(
+    scenario: ScenarioFile,
+    json: AsJson = False,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace too.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document too.")
+    ] = None,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Predict one plan: does it fit, how long is a step, where does the time go."""
+    from simplan.cli.commands import predict_command
+
+    return predict_command(scenario, as_json=json, trace=trace, output=output, calibration_file=calibration)
+
+
+@app.command()
+def run(
+    scenario: ScenarioFile,
+    json: AsJson = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for the files (default simplan-out/NAME)."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steady steps to measure.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, max=100_000, help="Steps before them that do not count.")] = 2,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."
+        ),
+    ] = 120.0,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Run the plan on this machine's devices and show the prediction beside the measurement.
+
+    Calibrates first when this machine has no calibration for the scenario.
+    """
+    from simplan.cli.commands import run_command
+    from simplan.cli.execute import RunOptions
+
+    options = RunOptions(num_steps=steps, num_warmup_steps=warmup, timeout_s=timeout)
+    return run_command(scenario, as_json=json, output=output, calibration_file=calibration, options=options)
+
+
+@app.command()
+def compare(
+    prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="What predict -o wrote.")],
+    measurement: Annotated[Path, typer.Argument(metavar="MEASUREMENT", help="The measurement.json of a run.")],
+    json: AsJson = False,
+) -> int:
+    """Show the signed error of a prediction beside the spread of the repeats."""
+    from simplan.cli.commands import compare_command
+
+    return compare_command(prediction, measurement, as_json=json)
+
+
+@app.command()
+def calibrate(
+    scenarios: Annotated[
+        list[Path] | None, typer.Argument(metavar="[SCENARIO]...", help="Scenarios whose shapes to time.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="Ranks that run at the same time (default: as the scenario's plan)."),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Time to spend on measurements.")
+    ] = 60.0,
+    calibration: CalibrationFile = None,
+    json: AsJson = False,
+) -> int:
+    """Measure this machine's kernels and links: single layers, matrix products, collectives and sends."""
+    from simplan.cli.commands import calibrate_command
+
+    return calibrate_command(
+        scenarios or [], as_json=json, num_ranks=ranks, budget_s=budget, calibration_file=calibration
+    )
+
+
+@app.command()
+def check(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenario files, or folders of them.")],
+    json: AsJson = False,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Annotate files and write the job summary on GitHub.")
+    ] = False,
+    bless: Annotated[
+        bool,
+        typer.Option("--bless", help="First write today's values into expectations whose why begins with 'blessed'."),
+    ] = False,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Check scenarios against their expectations, for continuous integration.
+
+    Expectations that need this machine's calibration are skipped unless --calibration names one.
+    """
+    from simplan.cli.check import check_command
+
+    return check_command(
+        paths, as_json=json, junit=junit, github=github, bless_values=bless, calibration_file=calibration
+    )
+
+
+@app.command()
+def trace(
+    scenario: ScenarioFile,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")],
+    calibration: CalibrationFile = None,
+) -> int:
+    """Write the predicted step as a trace for Perfetto or chrome://tracing."""
+    from simplan.cli.commands import trace_command
+
+    return trace_command(scenario, output=output, calibration_file=calibration)
+
+
+@app.command()
+def show(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="devices, links, clusters, models, software, schedules or metrics.")
+    ],
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One entry, with the source of every value.")
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Show the catalogue and the definitions of metrics."""
+    from simplan.cli.listing import show_command
+
+    return show_command(kind, name, as_json=json)
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = Path(
+        "demo-out"
+    ),
+    json: AsJson = False,
+) -> int:
+    """Predict a small GPT under DDP, GPipe and 1F1B, run it on two ranks of this machine, and compare."""
+    from simplan.cli.demo import demo_command
+
+    return demo_command(output, as_json=json)

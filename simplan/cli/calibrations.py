@@ -1,0 +1,134 @@
+"""Calibrations for commands: reading, asking whether they suffice, measuring what is missing."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from simplan.cli.processes import require_executor, run_executor
+from simplan.cli.progress import Progress
+from simplan.cost.calibrated import CalibratedCost
+from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.store import default_path, load, save
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.io import write_model
+from simplan.scenario import Scenario
+from simplan.spec.machine import THIS_MACHINE
+
+__all__ = ["covers", "ensure", "measure", "read", "requests_for"]
+
+QUICK_BUDGET_S = 30.0
+
+
+def read(file: Path | None) -> Calibration | None:
+    """The user's calibration: of the given file, which must exist, else the one in the cache folder, if any.
+
+    Raises:
+        SpecError: The file is missing or is no calibration.
+    """
+    calibration = load(file or default_path())
+    if calibration is None and file is not None:
+        raise SpecError(
+            Problem(
+                field="", rule="does not exist", fix="write it with `simplan calibrate SCENARIO --calibration FILE`"
+            ),
+            file=str(file),
+        )
+    return calibration
+
+
+def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
+    """Whether everything the scenario's plan runs was timed; always so when it is not about this machine."""
+    if scenario.cluster.id != THIS_MACHINE:
+        return True
+    if calibration is None:
+        return False
+    cost = CalibratedCost(
+        calibration,
+        dtype=scenario.training.precision,
+        optimizer=scenario.training.optimizer,
+        num_ranks=scenario.plan.num_devices,
+    )
+    return cost.covers([layer.key for layer in scenario.model.layers], scenario.plan.microbatch_size)
+
+
+def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float) -> list[CalibrationRequest]:
+    """What to measure, a request for each number of ranks; the budget is shared among them.
+
+    Args:
+        scenarios: Whose shapes to time; without any, matrix products and links only.
+        num_ranks: Ranks that run at the same time; None takes each scenario's own.
+        budget_s: Time for all measurements.
+
+    Raises:
+        SpecError: A scenario is about another cluster and ``num_ranks`` is not given.
+    """
+    shapes: dict[int, dict[str, ShapeRequest]] = {} if scenarios else {num_ranks or 2: {}}
+    for scenario in scenarios:
+        if num_ranks is None and scenario.cluster.id != THIS_MACHINE:
+            rule = f"is not {THIS_MACHINE}, so the number of ranks to time here is unknown"
+            problem = Problem(field="cluster", value=scenario.cluster.id, rule=rule, fix="give --ranks N")
+            raise SpecError(problem, file=scenario.file)
+        shape = _shape(scenario)
+        shapes.setdefault(num_ranks or scenario.plan.num_devices, {})[shape.model_dump_json()] = shape
+    return [
+        CalibrationRequest(shapes=tuple(found.values()), num_ranks=ranks, budget_s=budget_s / len(shapes))
+        for ranks, found in shapes.items()
+    ]
+
+
+def measure(requests: Iterable[CalibrationRequest], file: Path | None) -> Calibration:
+    """Runs the requests, adds what they found to a calibration file, and returns all that is in it.
+
+    Args:
+        requests: What to measure.
+        file: The calibration file; None means the one in the cache folder.
+
+    Raises:
+        SpecError: torch is missing, or the file cannot be written or is no calibration.
+        RunError: A rank failed.
+    """
+    require_executor()
+    target = file or default_path()
+    total = load(target)
+    for request in requests:
+        with tempfile.TemporaryDirectory(prefix="simplan-") as folder, Progress(_title(request)) as progress:
+            request_file, result_file = Path(folder) / "request.json", Path(folder) / "calibration.json"
+            write_model(request_file, request)
+            run_executor(
+                ["calibrate", str(request_file), "--out", str(result_file)],
+                lambda event: progress.update(event["done"], event["of"], event.get("what", "")),
+            )
+            found = load(result_file)
+        assert found is not None, "the executor ended well without writing its result"
+        total = found if total is None else total.merged(found)
+        save(target, total)
+    assert total is not None, "there is at least one request"
+    return total
+
+
+def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = QUICK_BUDGET_S) -> Calibration | None:
+    """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one."""
+    if all(scenario.cluster.id != THIS_MACHINE for scenario in scenarios):
+        return None
+    calibration = load(file or default_path())
+    missing = [scenario for scenario in scenarios if not covers(calibration, scenario)]
+    return measure(requests_for(missing, None, budget_s), file) if missing else calibration
+
+
+def _shape(scenario: Scenario) -> ShapeRequest:
+    precision = scenario.training.precision
+    if precision not in ("fp32", "tf32", "bf16", "fp16"):
+        problem = Problem(field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32")
+        raise NotModelledError(problem, file=scenario.file)
+    return ShapeRequest(
+        model=scenario.model,
+        microbatch_size=scenario.plan.microbatch_size,
+        dtype=precision,
+        optimizer=scenario.training.optimizer,
+    )
+
+
+def _title(request: CalibrationRequest) -> str:
+    return f"calibrating with {request.num_ranks} rank{'s' if request.num_ranks > 1 else ''}"

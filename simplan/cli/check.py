@@ -1,0 +1,111 @@
+"""``simplan check``: predicts scenarios and judges their expectations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from simplan.cli.bless import bless
+from simplan.cli.calibrations import covers, read
+from simplan.cli.execute import predict_scenario
+from simplan.cli.output import print_json, print_result, say
+from simplan.cost.calibration import Calibration
+from simplan.errors import Problem, SpecError
+from simplan.io import read_yaml
+from simplan.report.checks import (
+    CheckedCase,
+    CheckedFile,
+    CheckStatus,
+    checks_json,
+    checks_text,
+    count,
+    markdown_summary,
+)
+from simplan.report.github import github_annotations
+from simplan.report.junit import junit_xml
+from simplan.scenario import evaluate, load_scenario
+
+__all__ = ["check_command"]
+
+_SUFFIXES = (".yaml", ".yml")
+_FAILED, _BAD_FILE = 1, 2
+
+
+def check_command(
+    paths: list[Path],
+    *,
+    as_json: bool,
+    junit: Path | None,
+    github: bool,
+    bless_values: bool,
+    calibration_file: Path | None,
+) -> int:
+    """Runs the command; returns 2 when a file is bad, else 1 when an expectation failed, else 0."""
+    # the user's own calibration is not looked at: a check must not depend on what a machine happens to hold
+    calibration = None if calibration_file is None else read(calibration_file)
+    files = scenario_files(paths)
+    if bless_values:
+        for file in files:
+            scenario = load_scenario(file)
+            if covers(calibration, scenario):
+                for change in bless(file, predict_scenario(scenario, calibration).to_json()):
+                    say(change)
+    checked = [check_file(file, calibration) for file in files]
+    if junit is not None:
+        junit.write_text(junit_xml(checked), encoding="utf-8")
+    if as_json:
+        print_json(checks_json(checked))
+    else:
+        print_result("\n".join([*(github_annotations(checked) if github else ()), checks_text(checked)]))
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if github and summary:
+        with Path(summary).open("a", encoding="utf-8") as stream:
+            stream.write(markdown_summary(checked))
+    if count(checked, CheckStatus.ERROR):
+        return _BAD_FILE
+    return _FAILED if count(checked, CheckStatus.FAILED) else 0
+
+
+def scenario_files(paths: Iterable[Path]) -> list[Path]:
+    """The files, and in folders all ``*.yaml`` and ``*.yml`` below, sorted.
+
+    Raises:
+        SpecError: A path does not exist, or a folder holds no scenario.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)  # a missing file is reported as any other bad one
+            continue
+        found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        if not found:
+            raise SpecError(
+                Problem(field="", rule="holds no scenario (*.yaml)", fix="name another folder"), file=str(path)
+            )
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
+    """Judges one scenario; what is wrong with it is a case of its own, so that the others go on."""
+    try:
+        scenario = load_scenario(file)
+        if not covers(calibration, scenario):
+            reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
+            cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]
+            return CheckedFile(str(file), tuple(cases) or (CheckedCase("scenario", CheckStatus.SKIPPED, reason),))
+        prediction = predict_scenario(scenario, calibration).to_json()
+    except SpecError as error:
+        return CheckedFile(
+            str(file),
+            tuple(CheckedCase("scenario", CheckStatus.ERROR, p.sentence(), line=p.line) for p in error.problems),
+        )
+    document = read_yaml(file)
+    cases = [CheckedCase("scenario", CheckStatus.PASSED, "is valid and can be predicted")]
+    for index, expectation in enumerate(scenario.expect):
+        result = evaluate(expectation, prediction)
+        status = CheckStatus.PASSED if result.passed else CheckStatus.FAILED
+        line, _ = document.place(("expect", index))
+        cases.append(CheckedCase(expectation.metric, status, result.message, expectation.why, line))
+    return CheckedFile(str(file), tuple(cases))

@@ -1,0 +1,121 @@
+"""What the commands do, apart from their flags: each returns an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simplan.cli.calibrations import covers, ensure, measure, read, requests_for
+from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario
+from simplan.cli.output import emphasize, print_json, print_result, say
+from simplan.cli.traces import write_predicted_trace
+from simplan.cost.calibration import Calibration
+from simplan.cost.store import default_path
+from simplan.errors import Problem, SpecError
+from simplan.io import read_json, read_model, write_json
+from simplan.prediction import PREDICTION_SCHEMA_VERSION
+from simplan.program.measurement import Measurement
+from simplan.report.comparison import comparison_text
+from simplan.report.text import prediction_text, verdict
+from simplan.scenario import Scenario, load_scenario
+from simplan.spec.machine import THIS_MACHINE
+from simplan.validate.compare import compare
+
+__all__ = ["calibrate_command", "compare_command", "predict_command", "run_command", "trace_command"]
+
+
+def predict_command(
+    file: Path, *, as_json: bool, trace: Path | None, output: Path | None, calibration_file: Path | None
+) -> int:
+    """``simplan predict``."""
+    scenario = load_scenario(file)
+    calibration = _calibration_for(scenario, calibration_file)
+    prediction = predict_scenario(scenario, calibration)
+    document = prediction.to_json()
+    if output is not None:
+        write_json(output, document)
+    if trace is not None:
+        write_predicted_trace(trace, prediction, calibration)
+    if as_json:
+        print_json(document)
+        return 0
+    here = scenario.cluster.id == THIS_MACHINE
+    run_it = f"simplan run {file}" if here else ""
+    next_steps = [step for step in (run_it, f"simplan trace {file} -o trace.json") if step]
+    text, line = prediction_text(prediction, next_steps), verdict(prediction)
+    print_result(text.replace(line, emphasize(line, prediction.fits), 1))
+    return 0
+
+
+def trace_command(file: Path, *, output: Path, calibration_file: Path | None) -> int:
+    """``simplan trace``."""
+    scenario = load_scenario(file)
+    calibration = _calibration_for(scenario, calibration_file)
+    write_predicted_trace(output, predict_scenario(scenario, calibration), calibration)
+    say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def run_command(
+    file: Path, *, as_json: bool, output: Path | None, calibration_file: Path | None, options: RunOptions
+) -> int:
+    """``simplan run``."""
+    scenario = load_scenario(file)
+    calibration = ensure([scenario], calibration_file)
+    outcome = execute(scenario, calibration, output or default_folder(scenario), options)
+    if as_json:
+        print_json(outcome.to_json())
+        return 0
+    folder = outcome.folder
+    print_result(
+        f"{scenario.name}: {verdict(outcome.prediction)}\n\n{comparison_text(outcome.comparison)}\n\n"
+        f"Files in {folder}: prediction, job, measurement, comparison, predicted.trace, measured.trace (.json)\n"
+        "Next\n  open both traces at ui.perfetto.dev and see where they part\n"
+        f"  simplan compare {folder / 'prediction.json'} {folder / 'measurement.json'}"
+    )
+    return 0
+
+
+def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: bool) -> int:
+    """``simplan compare``."""
+    prediction = read_json(prediction_file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+    measurement = read_model(measurement_file, Measurement)
+    try:
+        comparison = compare(prediction, measurement)
+    except KeyError as error:
+        problem = Problem(
+            field=str(error.args[0]), rule="is missing", fix="write the file with `simplan predict -o FILE`"
+        )
+        raise SpecError(problem, file=str(prediction_file)) from None
+    if as_json:
+        print_json(comparison.to_json())
+    else:
+        print_result(comparison_text(comparison))
+    return 0
+
+
+def calibrate_command(
+    files: list[Path], *, as_json: bool, num_ranks: int | None, budget_s: float, calibration_file: Path | None
+) -> int:
+    """``simplan calibrate``."""
+    scenarios = [load_scenario(file) for file in files]
+    calibration = measure(requests_for(scenarios, num_ranks, budget_s), calibration_file)
+    where = calibration_file or default_path()
+    if as_json:
+        print_json(calibration.model_dump(mode="json"))
+        return 0
+    parts = (
+        f"{len(calibration.layers)} layers",
+        f"{len(calibration.matmuls)} matrix products",
+        f"{len(calibration.communication)} collectives and sends",
+    )
+    print_result(f"{where} holds {', '.join(parts)}, timed on {calibration.num_cores} cores")
+    return 0
+
+
+def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
+    if scenario.cluster.id != THIS_MACHINE:
+        return None
+    calibration = read(file)
+    if calibration is not None and not covers(calibration, scenario):
+        say(f"note: not everything here was timed; `simplan calibrate {scenario.file}` makes the prediction surer")
+    return calibration

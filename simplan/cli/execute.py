@@ -1,0 +1,157 @@
+"""Predicts a scenario, runs the same plan on this machine, and lines the two up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simplan.cli.processes import run_executor
+from simplan.cli.progress import Progress
+from simplan.cli.traces import write_measured_trace, write_predicted_trace
+from simplan.cost.calibration import Calibration
+from simplan.errors import NotModelledError, Problem, RunError, SpecError
+from simplan.io import read_model, write_json, write_model
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.program.action import format_table
+from simplan.program.job import Job
+from simplan.program.measurement import Measurement
+from simplan.scenario import Scenario
+from simplan.units import GIB
+from simplan.validate.compare import Comparison, compare
+
+__all__ = ["Outcome", "RunOptions", "default_folder", "execute", "predict_scenario"]
+
+_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run.
+
+    Attributes:
+        num_steps: Steady steps to measure.
+        num_warmup_steps: Steps before them that do not count.
+        timeout_s: A rank that makes no progress for so long ends the run.
+    """
+
+    num_steps: int = 10
+    num_warmup_steps: int = 2
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A prediction, the measurement of the same plan, and both side by side; ``folder`` holds their files."""
+
+    prediction: Prediction
+    measurement: Measurement
+    comparison: Comparison
+    folder: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of ``simplan run --json``."""
+        measured = self.measurement
+        peaks = {
+            column: max((getattr(rank.peak_memory, f"{column}_bytes") or 0 for rank in measured.ranks), default=0)
+            or None
+            for column in ("allocated", "reserved", "device")
+        }
+        return {
+            "schema_version": 1,
+            "kind": "run",
+            "prediction": self.prediction.to_json(),
+            "measurement": {
+                "step_time_s": measured.step_time_s,
+                "step_times_s": list(measured.step_times_s),
+                "spread": measured.spread,
+                "peak_memory_gib": {key: None if value is None else value / GIB for key, value in peaks.items()},
+                "ranks": [rank.model_dump(mode="json") for rank in measured.ranks],
+                "environment": measured.environment,
+            },
+            "comparison": self.comparison.to_json(),
+        }
+
+
+def predict_scenario(scenario: Scenario, calibration: Calibration | None) -> Prediction:
+    """The prediction for a scenario.
+
+    Raises:
+        SpecError: As ``predict``, with the scenario's file.
+    """
+    asked = (scenario.model, scenario.cluster, scenario.training, scenario.plan, scenario.software)
+    try:
+        return predict(scenario.name, *asked, calibration)
+    except SpecError as error:
+        raise error if error.file or scenario.file is None else error.in_file(scenario.file) from None
+
+
+def default_folder(scenario: Scenario) -> Path:
+    """``simplan-out/NAME`` in the current folder, the name made safe for a file system."""
+    return Path("simplan-out") / (re.sub(r"[^A-Za-z0-9._-]+", "-", scenario.name).strip(".-") or "run")
+
+
+def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, options: RunOptions) -> Outcome:
+    """Predicts, runs, compares, and writes everything to a folder.
+
+    ``prediction.json``, ``job.json``, ``measurement.json``, ``comparison.json``, ``predicted.trace.json`` and
+    ``measured.trace.json``; when the run fails, what was written and measured until then stays.
+
+    Raises:
+        SpecError: The scenario cannot be predicted or run here, or a file cannot be written.
+        RunError: Ranks failed or hung.
+    """
+    prediction = predict_scenario(scenario, calibration)
+    job = _job(scenario, prediction, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    job_file, measurement_file = folder / "job.json", folder / "measurement.json"
+    measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
+    write_json(folder / "prediction.json", prediction.to_json())
+    write_predicted_trace(folder / "predicted.trace.json", prediction, calibration)
+    write_model(job_file, job)
+    try:
+        with Progress(f"running {scenario.name}") as progress:
+            run_executor(
+                ["run", str(job_file), "--out", str(folder)],
+                lambda event: progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}"),
+            )
+    except RunError as error:
+        raise RunError(f"{error}\nwhat was measured until then is in {folder}") from None
+    measurement = read_model(measurement_file, Measurement)
+    comparison = compare(prediction.to_json(), measurement)
+    write_json(folder / "comparison.json", comparison.to_json())
+    write_measured_trace(folder / "measured.trace.json", measurement)
+    return Outcome(prediction, measurement, comparison, folder)
+
+
+def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job:
+    device, precision = scenario.cluster.device, scenario.training.precision
+    problems = []
+    if device.kind not in _DEVICES:
+        problems.append(
+            Problem(
+                field="cluster.device", value=device.id, rule="cannot be run: the executor drives CPUs and CUDA GPUs"
+            )
+        )
+    if precision not in ("fp32", "tf32"):
+        rule = "cannot be run yet: the executor has no mixed precision"
+        problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use fp32"))
+    if problems:
+        raise NotModelledError(problems, file=scenario.file)
+    return Job.model_validate(
+        {
+            "name": scenario.name,
+            "model": scenario.model,
+            "training": scenario.training,
+            "plan": scenario.plan,
+            "software": scenario.software,
+            "boundaries": prediction.assignment.boundaries,
+            "table": tuple(tuple(row) for row in format_table(prediction.table)),
+            "num_steps": options.num_steps,
+            "num_warmup_steps": options.num_warmup_steps,
+            "timeout_s": options.timeout_s,
+            "device": _DEVICES[device.kind],
+        }
+    )

@@ -1,0 +1,50 @@
+"""Where text goes: results to stdout, everything else to stderr, colour to terminals only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+__all__ = ["complain", "emphasize", "print_json", "print_result", "say"]
+
+_BOLD, _RED, _GREEN, _RESET = "\033[1m", "\033[31m", "\033[32m", "\033[0m"
+
+
+def print_result(text: str) -> None:
+    """A result, to stdout. A reader that has gone away (``| head``) is no error."""
+    _print(text, sys.stdout)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """A result as one JSON document, to stdout."""
+    print_result(json.dumps(document, indent=1, allow_nan=False))
+
+
+def say(text: str) -> None:
+    """A message, to stderr."""
+    _print(text, sys.stderr)
+
+
+def complain(text: str) -> None:
+    """Errors, to stderr, a line each."""
+    say("\n".join(f"error: {line}" for line in text.splitlines() or [""]))
+
+
+def emphasize(text: str, good: bool | None = None) -> str:
+    """Bold, and green or red, when stdout is a terminal and NO_COLOR is not set; else the text as it is."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    colour = "" if good is None else _GREEN if good else _RED
+    return f"{_BOLD}{colour}{text}{_RESET}"
+
+
+def _print(text: str, stream: TextIO) -> None:
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # what is still buffered goes nowhere, so that the interpreter's own flush at exit does not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except UnicodeEncodeError:
+        print(text.encode("ascii", "replace").decode(), file=stream, flush=True)

@@ -1,0 +1,47 @@
+"""Trace files of predictions and measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simplan.cost.calibration import Calibration
+from simplan.cost.pricing import price_program
+from simplan.io import write_json
+from simplan.predict import build_program, core_use, cost_model
+from simplan.prediction import Prediction
+from simplan.program.measurement import Measurement
+from simplan.report.trace import trace_document
+from simplan.sim.engine import simulate
+from simplan.sim.memory import MemorySample, memory_trace
+from simplan.validate.measured import measured_timeline
+
+__all__ = ["write_measured_trace", "write_predicted_trace"]
+
+
+def write_predicted_trace(file: Path, prediction: Prediction, calibration: Calibration | None) -> None:
+    """Writes the predicted step, with memory over time.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
+    memory = _memory(prediction, calibration)
+    write_json(file, trace_document(prediction.timeline, prediction.name, memory))
+
+
+def write_measured_trace(file: Path, measurement: Measurement) -> None:
+    """Writes the measured step that is nearest to the median.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
+    write_json(file, trace_document(measured_timeline(measurement), measurement.job.name))
+
+
+def _memory(prediction: Prediction, calibration: Calibration | None) -> dict[int, list[MemorySample]]:
+    """Memory by rank, on the same clock as the prediction's timeline."""
+    asked = (prediction.cluster, prediction.training, prediction.plan, prediction.software)
+    folded = prediction.timeline.num_ranks < prediction.plan.num_devices
+    program = build_program(prediction, level=2, fold_replicas=folded)
+    durations_s = price_program(program, cost_model(*asked, calibration)).durations_s
+    times = simulate(program, durations_s, core_use(program, prediction.cluster))
+    return {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}

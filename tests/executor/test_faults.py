@@ -1,0 +1,169 @@
+"""Ranks that die or hang, and callers that give up: the run ends, says why, keeps its steps and leaves no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.heartbeat import read_beat
+from executor.rank import RankFiles
+from executor.run import run_job
+from simplan.errors import RunError
+from simplan.program.measurement import Measurement
+
+RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
+PATIENCE_S = 60.0  # for things that take a second or two; only a failing test waits that long
+
+
+def processes_of(out_dir: Path) -> list[str]:
+    """Command lines of running processes that name the folder of the run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(str(out_dir).encode() in word for word in words):
+                found.append(b" ".join(words).decode())
+    return found
+
+
+def wait_until_gone(out_dir: Path) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while processes_of(out_dir) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert processes_of(out_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "said"),
+    [
+        ("raise", 60.0, "rank 1 raised RuntimeError: boom in 1F1 of step 3; the traceback is in "),
+        ("kill", 60.0, "rank 1 was killed by signal 9 in 1F1 of step 3"),
+        ("exit", 60.0, "rank 1 ended with exit code 3 in 1F1 of step 3; its output is in "),
+        (
+            "hang",
+            15.0,
+            "rank 1 made no progress for 15 s (last action 1F1 of step 3); rank 0 was waiting in 0B1",
+        ),
+    ],
+)
+def test_a_failing_rank_ends_the_run(
+    fault: str, timeout_s: float, said: str, tmp_path: Path, make_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    monkeypatch.setenv("TEST_FAULT", fault)
+    told: list[tuple[int, int]] = []
+    job = make_job("1f1b", pp=2, num_steps=50, timeout_s=timeout_s)
+    with pytest.raises(RunError) as caught:
+        run_job(job, tmp_path, lambda *step: told.append(step), rank_module="failing_worker")
+    assert str(caught.value).startswith(said)
+    assert told == [(1, 51), (2, 51)]
+    kept = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())
+    assert not kept.complete
+    assert kept.failure == str(caught.value)
+    assert len(kept.warmup_step_times_s) == 1
+    assert len(kept.step_times_s) == 1
+    assert len(kept.losses) == 2
+    assert [len(rank.actions) for rank in kept.ranks] == [10, 10]
+    assert ("boom" in (tmp_path / "rank1.log").read_text()) == (fault == "raise")
+    wait_until_gone(tmp_path)
+
+
+@pytest.fixture
+def endless_run(tmp_path: Path, make_job: Any) -> Iterator[subprocess.Popen[str]]:
+    """``python -m executor run`` in the middle of very many steps."""
+    job_file = tmp_path / "job.json"
+    job_file.write_text(make_job(dp=2, num_steps=10**6).model_dump_json())
+    with subprocess.Popen(
+        [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"event": "step", "step": 1, "of": 10**6 + 1}
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupting_the_launcher_ends_all(
+    endless_run: subprocess.Popen[str], number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    endless_run.send_signal(number)
+    _, messages = endless_run.communicate(timeout=PATIENCE_S)
+    assert endless_run.returncode == code
+    assert "Traceback" not in messages
+    wait_until_gone(tmp_path)
+    kept = Measurement.model_validate_json((tmp_path / "out" / "measurement.json").read_bytes())
+    assert kept.failure == "the run was interrupted"
+    assert kept.losses
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert len(processes_of(tmp_path)) >= 4  # launcher, torchrun, two ranks
+    endless_run.kill()
+    wait_until_gone(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job: Any) -> None:
+    """A rank that takes no signals but KILL, as one stuck in a driver."""
+    stopped: list[int] = []
+
+    def stop_rank_1(step: int, of: int) -> None:
+        del of
+        beat = read_beat(RankFiles(tmp_path, 1).heartbeat)
+        if step == 2 and beat is not None:
+            os.kill(beat.pid, signal.SIGSTOP)
+            stopped.append(beat.pid)
+
+    with pytest.raises(RunError, match=r"^rank 1 made no progress for 12 s|^no rank made progress for 12 s"):
+        run_job(make_job(dp=2, num_steps=10**6, timeout_s=12.0), tmp_path, stop_rank_1)
+    assert stopped
+    wait_until_gone(tmp_path)
+
+
+def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, make_job: Any) -> None:
+    job_file = tmp_path / "job.json"
+    job_file.write_text(make_job(plan={"tp": 2}).model_dump_json())
+    command = [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("plan.tp = 2: the executor does not run this yet; use 1\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"schema_version": 1, "nmae": "x"}', "nmae"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_job(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from executor.__main__ import main
+
+    job_file = tmp_path / "job.json"
+    if text is not None:
+        job_file.write_text(text)
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["run", str(job_file), "--out", str(tmp_path / "out")]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    message = capsys.readouterr().err
+    assert message.startswith(str(job_file))
+    assert said in message

@@ -1,0 +1,44 @@
+"""Peak memory against counts by hand."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from executor.memory import peak_allocated_bytes, peak_memory
+
+
+def test_peak_of_known_allocations() -> None:
+    """4 kB + 8 kB; the 4 kB go; 2 kB and then 6 kB come: the peak is 8 + 2 + 6 kB."""
+
+    def run() -> None:
+        first = torch.empty(1000, dtype=torch.float32)
+        second = torch.empty(2000, dtype=torch.float32)
+        del first
+        third = torch.empty(500, dtype=torch.float32)
+        fourth = torch.empty(1500, dtype=torch.float32)
+        del second, third, fourth
+
+    gc.collect()
+    assert peak_allocated_bytes(run) == 4 * (2000 + 500 + 1500)
+
+
+def test_peak_lies_in_backward() -> None:
+    """A weight (m x n) and its gradient, an input (b x m), an output and its gradient (b x n), all at once."""
+    b, m, n = 10, 100, 100
+
+    def run() -> None:
+        weight = torch.empty(m, n, requires_grad=True)
+        out = torch.empty(b, m) @ weight
+        out.backward(torch.empty(b, n))  # type: ignore[no-untyped-call]
+
+    gc.collect()
+    assert peak_allocated_bytes(run) == 4 * (2 * m * n + b * m + 2 * b * n)
+
+
+def test_resident_set_holds_what_was_touched() -> None:
+    block = torch.ones(2**29, dtype=torch.uint8)
+    after = peak_memory(torch.device("cpu")).device_bytes
+    assert after is not None
+    assert after >= block.nbytes

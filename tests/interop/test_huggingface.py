@@ -1,0 +1,128 @@
+"""Configs equal to the published ``config.json`` files; counts as published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.scenario import load_scenario
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+
+GPT2 = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "vocab_size": 50257,
+}  # fmt: skip
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+LLAMA32_1B = {
+    **LLAMA3, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "max_position_embeddings": 131072, "mlp_bias": False, "tie_word_embeddings": True,
+    "rope_scaling": {"factor": 32.0, "rope_type": "llama3"},
+}  # fmt: skip
+MISTRAL = {
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def model(config: dict[str, Any], seq_len: int | None = None) -> ModelSpec:
+    return ModelSpec.model_validate(model_fields_from_config(config, name="x", seq_len=seq_len))
+
+
+@pytest.mark.parametrize(
+    ("config", "seq_len", "count"),
+    [
+        (GPT2, None, 124_439_808),
+        (LLAMA3, None, 8_030_261_248),
+        (LLAMA32_1B, 8192, 1_235_814_400),
+        (MISTRAL, 4096, 7_241_732_096),
+    ],
+    ids=["gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b"],
+)
+def test_parameter_counts_equal_the_published_ones(config: dict[str, Any], seq_len: int | None, count: int) -> None:
+    assert model(config, seq_len).num_parameters == count
+
+
+@pytest.mark.parametrize(("config", "preset"), [(GPT2, "gpt2-124m"), (LLAMA3, "llama3-8b")])
+def test_a_config_equals_the_preset(config: dict[str, Any], preset: str) -> None:
+    ignored = {"name", "sources"}
+    assert model(config).model_dump(exclude=ignored) == catalogue.model(preset).model_dump(exclude=ignored)
+
+
+def test_the_sequence_length_is_the_longest_unless_given() -> None:
+    assert model(GPT2).seq_len == 1024
+    assert model(GPT2, 128).seq_len == 128
+    assert model(GPT2, 128).max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {**GPT2, "activation_function": "relu"},
+            'activation_function = "relu": is not modelled yet; only "gelu_new" or',
+        ),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false: is not modelled yet; only true is"),
+        ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modelled yet"),
+        ({**LLAMA3, "attention_bias": True}, "attention_bias = true: is not modelled yet; only false is"),
+        ({**LLAMA3, "mlp_bias": True}, "mlp_bias = true: is not modelled yet"),
+        ({**LLAMA3, "hidden_act": "gelu"}, 'hidden_act = "gelu": is not modelled yet'),
+        ({**LLAMA3, "num_local_experts": 8}, "num_local_experts = 8: is not modelled yet"),
+        ({**LLAMA3, "quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not modelled yet'),
+        (MISTRAL, "sliding_window = 4096: attention in a window is not modelled yet, and sequences of 32768 tokens"),
+        ({**LLAMA3, "model_type": "mixtral"}, 'model_type = "mixtral": is a family that is not modelled yet; did you'),
+        ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modelled yet'),
+    ],
+)
+def test_options_that_change_the_model_are_refused_by_name(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(NotModelledError) as caught:
+        model(config)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_missing_keys_are_all_named() -> None:
+    config = {key: value for key, value in GPT2.items() if key not in ("n_layer", "n_embd")}
+    with pytest.raises(SpecError) as caught:
+        model(config)
+    assert [problem.field for problem in caught.value.problems] == ["n_layer", "n_embd"]
+    with pytest.raises(SpecError, match="model_type: is missing"):
+        model({})
+
+
+def scenario(folder: Path, config: object) -> Path:
+    (folder / "llama").mkdir()
+    (folder / "llama" / "config.json").write_text(json.dumps(config))
+    path = folder / "a.yaml"
+    path.write_text(
+        "model: {hf_config: llama/config.json, seq_len: 512}\ncluster: {preset: dgx-h100, num_devices: 1}\n"
+        "training: {global_batch_size: 4}\nplan: {}\n"
+    )
+    return path
+
+
+def test_a_scenario_names_a_config_relative_to_itself(tmp_path: Path) -> None:
+    found = load_scenario(scenario(tmp_path, LLAMA3)).model
+    assert (found.num_parameters, found.seq_len, found.name) == (8_030_261_248, 512, "llama")
+
+
+def test_a_bad_config_is_told_in_the_scenario(tmp_path: Path) -> None:
+    path = scenario(tmp_path, {**LLAMA3, "mlp_bias": True, "hidden_size": "big"})
+    with pytest.raises(NotModelledError) as caught:
+        load_scenario(path)
+    assert str(caught.value) == (
+        f'{path}:1:9: model.hf_config = "llama/config.json": mlp_bias = true: is not modelled yet; only false is'
+    )

@@ -1,0 +1,89 @@
+"""Memory of states and activations against published figures and arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from simplan.program.footprint import layer_footprint, layers_effects, owned_parameters, resting_bytes
+from simplan.program.program import MemoryCategory
+from simplan.spec.layer import LayerKind
+from simplan.spec.model import ModelSpec
+from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.training import TrainingSpec
+
+GPT2 = ModelSpec(
+    family="gpt", num_hidden_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257, seq_len=1024
+)
+
+
+def software(state: StateBytes, **changes: bool) -> SoftwareSpec:
+    return SoftwareSpec(
+        id="test", state_bytes={"bf16": state}, bucket_bytes=1, first_bucket_bytes=1, **changes  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "optimizer", "bytes_per_parameter"),
+    [
+        # torch autocast: fp32 weights, gradients and two moments
+        (StateBytes(parameter=4, gradient=4, activation=2, boundary=2), "adamw", 16),
+        # ZeRO paper (Rajbhandari et al. 2020, section 3.1): fp16 weights and gradients, fp32 copy and moments
+        (StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2), "adam", 16),
+        # Megatron-LM: bf16 weights, fp32 gradients, fp32 copy and moments
+        (StateBytes(parameter=2, gradient=4, master=4, activation=2, boundary=2), "adam", 18),
+        (StateBytes(parameter=4, gradient=4, activation=4, boundary=4), "sgd", 8),
+    ],
+)
+def test_bytes_per_parameter(state: StateBytes, optimizer: str, bytes_per_parameter: int) -> None:
+    training = TrainingSpec(global_batch_size=8, precision="bf16", optimizer=optimizer)  # type: ignore[arg-type]
+    resting = resting_bytes(GPT2.layers, training, software(state), dp=1, receive_bytes=0)
+    assert sum(resting.values()) == bytes_per_parameter * 124_439_808
+
+
+def test_buckets_beside_the_gradients_cost_another_copy() -> None:
+    state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
+    training = TrainingSpec(global_batch_size=8, precision="bf16")
+    apart = resting_bytes(
+        GPT2.layers, training, software(state, gradient_as_bucket_view=False), dp=2, receive_bytes=0
+    )
+    assert apart[MemoryCategory.BUFFERS] == 4 * 124_439_808
+
+
+def test_a_tied_head_owns_its_matrix_only_apart_from_the_embedding() -> None:
+    assert sum(owned_parameters(GPT2.layers)) == 124_439_808
+    assert owned_parameters(GPT2.layers[6:])[-1] == 50257 * 768 + 2 * 768
+
+
+def test_gpt_block_keeps_the_published_activations() -> None:
+    """Korthikanti et al. 2022, section 4.1: s b h (34 + 5 a s / h) bytes in 16 bit.
+
+    Of these our blocks lack two dropout masks of one byte an element (2 s b h), and FlashAttention keeps one fp32
+    number per row and head instead of the softmax and its mask (5 a s^2 b).
+    """
+    b, s, h, a = 4, 1024, 768, 12
+    state = StateBytes(parameter=2, gradient=4, activation=2, boundary=2)
+    norm_statistics, logsumexp = 4 * s * b * 4, a * s * b * 4
+    found = layer_footprint(GPT2.layers[1], b, state).activations
+    assert found - norm_statistics - logsumexp == (34 - 2) * s * b * h
+
+
+def test_group_has_the_peak_of_its_layers_one_by_one() -> None:
+    state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
+    footprints = [layer_footprint(layer, 2, state) for layer in GPT2.layers]
+    for forward in (True, False):
+        order = footprints if forward else footprints[::-1]
+        held = peak = 0
+        for footprint in order:
+            effects = layers_effects([footprint], forward=forward)
+            peak = max(peak, held + sum(e.during_bytes for e in effects))
+            held += sum(e.after_bytes for e in effects)
+        whole = layers_effects(order, forward=forward)
+        assert sum(e.during_bytes for e in whole) == peak
+        assert sum(e.after_bytes for e in whole) == held
+
+
+def test_head_holds_log_probabilities_in_fp32() -> None:
+    head = GPT2.layers[-1]
+    assert head.kind is LayerKind.HEAD
+    state = StateBytes(parameter=2, gradient=2, activation=2, boundary=2)
+    assert layer_footprint(head, 3, state).logits == 3 * 1024 * 50257 * 4

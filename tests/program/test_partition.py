@@ -1,0 +1,36 @@
+"""The balanced split against brute force."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.program.partition import assign_stage_layers, balanced_assignment
+
+
+@given(st.lists(st.integers(1, 50), min_size=3, max_size=10), st.data())
+def test_no_split_has_a_faster_slowest_stage(times: list[int], data: st.DataObject) -> None:
+    num_blocks = len(times) - 2
+    num_stages = data.draw(st.integers(1, num_blocks))
+    found = balanced_assignment([float(t) for t in times], num_stages).boundaries
+    # brute force: cuts between blocks only, so that each end keeps at least one block
+    splits = [(0, *cuts, len(times)) for cuts in combinations(range(2, len(times) - 1), num_stages - 1)]
+    best = min(max(sum(times[a:b]) for a, b in pairwise(split)) for split in splits)
+    assert max(sum(times[a:b]) for a, b in pairwise(found)) == best
+    assert found in splits
+
+
+def test_a_heavy_head_gets_fewer_blocks() -> None:
+    assert balanced_assignment([0.1, 1, 1, 1, 1, 1, 1, 2.0], 2).boundaries == (0, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("stage_layers", "boundaries"), [((8,), (0, 10)), ((3, 5), (0, 4, 10)), ((2, 3, 3), (0, 3, 6, 10))]
+)
+def test_own_split_puts_embedding_first_and_head_last(
+    stage_layers: tuple[int, ...], boundaries: tuple[int, ...]
+) -> None:
+    assert assign_stage_layers(stage_layers).boundaries == boundaries

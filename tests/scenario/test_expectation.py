@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from simplan.scenario import METRICS, Expectation, evaluate
+
+PREDICTION: dict[str, Any] = {
+    "step_time_s": 1.5,
+    "level1_step_time_s": 1.6,
+    "bubble_fraction": 3 / 11,
+    "tokens_per_s_per_device": 1000.0,
+    "mfu": None,
+    "mfu_full_attention": 0.42,
+    "hfu": 0.4,
+    "fits": True,
+    "peak_memory_gib": {"allocated": 10.0, "reserved": 11.0, "device": 12.0},
+    "worst_rank": 3,
+    "num_microbatches": 8,
+    "ranks": [{"activations_in_flight": {"0": 4}}, {"activations_in_flight": {"1": 3}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("expectation", "passed"),
+    [
+        ({"metric": "step_time_s", "value": 1.5}, True),
+        ({"metric": "step_time_s", "value": 1.5000001}, False),
+        ({"metric": "step_time_s", "value": 1.4, "rel_tol": 0.08}, True),
+        ({"metric": "step_time_s", "value": 1.4, "rel_tol": 0.07}, False),
+        ({"metric": "step_time_s", "value": 1.4, "abs_tol": 0.11}, True),
+        ({"metric": "step_time_s", "value": 1.4, "abs_tol": 0.09}, False),
+        ({"metric": "step_time_s", "value": 1.4, "abs_tol": 0.09, "rel_tol": 0.08}, True),
+        ({"metric": "step_time_s", "value": 2, "rel_tol": 0.25}, True),
+        ({"metric": "peak_memory_gib", "max": 12}, True),
+        ({"metric": "peak_memory_gib", "max": 11.9}, False),
+        ({"metric": "peak_reserved_gib", "min": 11, "max": 11}, True),
+        ({"metric": "peak_allocated_gib", "min": 10.1}, False),
+        ({"metric": "fits", "value": True}, True),
+        ({"metric": "fits", "value": False}, False),
+        ({"metric": "activations_in_flight", "value": 4}, True),
+        ({"metric": "worst_rank", "value": 3}, True),
+        ({"metric": "mfu", "min": 0}, False),
+    ],
+)
+def test_evaluation(expectation: dict[str, Any], passed: bool) -> None:
+    assert evaluate(Expectation.model_validate(expectation), PREDICTION).passed is passed
+
+
+def test_messages() -> None:
+    def message(**fields: Any) -> str:
+        return evaluate(Expectation.model_validate(fields), PREDICTION).message
+
+    assert message(metric="step_time_s", value=1.4, rel_tol=0.1) == "step_time_s is 1.5 s, expected 1.4 within 10 %"
+    assert message(metric="peak_memory_gib", min=1, max=8) == (
+        "peak_memory_gib is 12 GiB, expected at least 1 and at most 8"
+    )
+    assert message(metric="fits", value=False) == "fits is true, expected false"
+    assert message(metric="mfu", min=0.4) == "mfu is unknown, expected at least 0.4"
+
+
+def test_every_metric_reads_a_prediction() -> None:
+    for name, metric in METRICS.items():
+        assert metric.definition
+        assert metric.read(PREDICTION) is not None or name == "mfu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"metric": "mfu"}, "needs either value, or min or max or both"),
+        ({"metric": "mfu", "value": 1, "max": 1}, "needs either value"),
+        ({"metric": "mfu", "max": 1, "rel_tol": 0.1}, "rel_tol and abs_tol go with value"),
+        ({"metric": "mfu", "min": 2, "max": 1}, "min = 2 must be at most max = 1"),
+        ({"metric": "mfu", "value": True}, "fits needs value: true or false"),
+        ({"metric": "fits", "value": 1}, "fits needs value: true or false"),
+        ({"metric": "mfu", "value": "1"}, "must be a finite number, true or false"),
+        ({"metric": "mfu", "value": float("nan")}, "must be a finite number"),
+        ({"metric": 3, "value": 1}, "is not a known metric"),
+        ({"metric": "mfu", "value": 1, "rel_tol": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_contradictory_expectations_are_refused(fields: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        Expectation.model_validate(fields)

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.scenario import Scenario, load_scenario
+from simplan.spec import catalogue, machine
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB
+
+REST = "training: {global_batch_size: 24}\nplan: {dp_replicate: 2}\n"
+MODEL = "model: {preset: gpt2-124m}\n"
+TWO = "cluster: {preset: dgx-a100-80gb, num_devices: 2}\n"
+
+
+def load(folder: Path, text: str) -> Scenario:
+    path = folder / "case.yaml"
+    path.write_text(text)
+    return load_scenario(path)
+
+
+def refusal(folder: Path, text: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        load(folder, text)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 2)
+    monkeypatch.setattr(machine, "machine_memory_bytes", lambda: 8 * GIB)
+
+
+def test_the_defaults_are_those_of_the_design(tmp_path: Path) -> None:
+    scenario = load(tmp_path, MODEL + TWO + REST)
+    assert scenario.name == "case"
+    assert scenario.file == str(tmp_path / "case.yaml")
+    assert scenario.model == catalogue.model("gpt2-124m")
+    assert scenario.cluster == catalogue.cluster("dgx-a100-80gb", 2)
+    assert scenario.training == TrainingSpec(global_batch_size=24, precision="bf16", optimizer="adamw", task="pretrain")
+    assert scenario.software == catalogue.software("torch")
+    assert scenario.plan == ParallelPlan(dp_replicate=2)
+    assert scenario.num_microbatches == 12
+    assert scenario.expect == ()
+
+
+def test_fields_override_a_model_preset_and_derived_ones_follow(tmp_path: Path) -> None:
+    text = MODEL.replace("gpt2-124m", "gpt2-124m, hidden_size: 384, seq_len: 256") + TWO + REST
+    model = load(tmp_path, text).model
+    assert (model.hidden_size, model.head_dim, model.intermediate_size, model.seq_len) == (384, 32, 1536, 256)
+    assert model.max_position_embeddings == 1024
+
+
+def test_an_inline_model(tmp_path: Path) -> None:
+    text = (
+        "model: {family: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, \n"
+        "        num_key_value_heads: 2, intermediate_size: 128, vocab_size: 100, seq_len: 32}\n"
+    )
+    model = load(tmp_path, text + TWO + REST).model
+    block = 2 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
+    assert model.num_parameters == 2 * block + 2 * 100 * 64 + 64
+    assert (
+        "case.yaml:1:63: model.num_attention_heads = 5: must divide hidden_size = 64; use 4, or give head_dim"
+        in refusal(tmp_path, text.replace("num_attention_heads: 4", "num_attention_heads: 5") + TWO + REST)
+    )
+
+
+def test_an_inline_cluster(tmp_path: Path) -> None:
+    text = (
+        "cluster:\n  device: {preset: a100-sxm-80gb, memory_bytes: 60000000000}\n  devices_per_node: 1\n"
+        "  intra_link: pcie4\n  inter_link_gbit_per_device: 100\n  num_nodes: 2\n"
+    )
+    cluster = load(tmp_path, MODEL + text + REST).cluster
+    assert (cluster.id, cluster.num_devices, cluster.num_nodes) == ("inline", 2, 2)
+    assert cluster.device.memory_bytes == 60_000_000_000
+    assert cluster.device.sources["memory_bytes"] == "the scenario"
+    assert cluster.device.peak_flop_per_s == catalogue.device("a100-sxm-80gb").peak_flop_per_s
+    assert cluster.inter_link is not None
+    assert cluster.inter_link.bytes_per_s == 12.5e9
+    one_node = text.replace("devices_per_node: 1", "devices_per_node: 2").replace("num_nodes: 2", "num_nodes: 1")
+    assert load(tmp_path, MODEL + one_node + REST).cluster.intra_link == catalogue.link("pcie4")
+
+
+def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
+    text = (
+        "cluster:\n  device: {id: mine, memory_bytes: 1000000000, peak_flop_per_s: {bf16: 1e14}}\n"
+        "  devices_per_node: 2\n  intra_link: {bytes_per_s: 1e10, latency_s: 5e-6}\n"
+    )
+    cluster = load(tmp_path, MODEL + text + REST).cluster
+    assert cluster.device.id == "mine"
+    assert cluster.intra_link is not None
+    assert (cluster.intra_link.bytes_per_s, cluster.intra_link.latency_s) == (1e10, 5e-6)
+
+
+def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
+    cluster = load(tmp_path, MODEL + TWO.replace("num_devices", "device: v100-sxm2-32gb, num_devices") + REST).cluster
+    assert cluster.device.id == "v100-sxm2-32gb"
+    assert cluster.intra_link == catalogue.link("nvlink2")
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_this_machine(tmp_path: Path) -> None:
+    here = load(tmp_path, MODEL + "cluster: {preset: this-machine}\n" + REST).cluster
+    assert (here.id, here.num_devices, here.device.kind, here.cores_per_node) == ("this-machine", 2, "cpu", 2)
+    gpu = "cluster: {preset: this-machine, device: h200-sxm, num_devices: 2}\n"
+    there = load(tmp_path, MODEL + gpu + REST).cluster
+    assert (there.id, there.num_devices, there.device.id, there.cores_per_node) == ("this-machine", 2, "h200-sxm", None)
+    assert there.intra_link == catalogue.link("nvlink4")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sentence"),
+    [
+        (
+            "{preset: dgx-h100, num_nodes: 2, num_devices: 8}",
+            "case.yaml:2:43: cluster.num_devices = 8: needs 1 nodes of 8, and num_nodes = 2; give one of the two",
+        ),
+        (
+            "{preset: this-machine, num_nodes: 2}",
+            "case.yaml:2:33: cluster.num_nodes = 2: this-machine is one node; use 1",
+        ),
+        (
+            "{preset: this-machine, devices_per_node: 2}",
+            "case.yaml:2:33: cluster.devices_per_node: has no meaning for this-machine, which is one node; remove it",
+        ),
+        (
+            "{devices_per_node: 2}",
+            "case.yaml:2:1: cluster.device: is missing; give preset, or device and devices_per_node",
+        ),
+        (
+            "{device: a100-sxm-80gb}",
+            "case.yaml:2:1: cluster.devices_per_node: is missing; give preset, or device and devices_per_node",
+        ),
+        (
+            "{device: t4, devices_per_node: 2}",
+            "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does not say what joins t4 devices of one "
+            "node; name a link, e.g. pcie4 (`simplan show links` lists them)",
+        ),
+        (
+            "{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}",
+            "case.yaml:2:1: cluster.inter_link_gbit_per_device: is missing: 2 nodes need a network; "
+            "give the network bandwidth of a node divided by its devices, Gbit/s",
+        ),
+        (
+            "{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}",
+            "case.yaml:2:38: cluster.device.memory_byte: is not a known key; did you mean memory_bytes?",
+        ),
+        (
+            "{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}",
+            "case.yaml:2:42: cluster.intra_link.bytes_per_s = 0: must be greater than 0",
+        ),
+        (
+            "{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}",
+            "case.yaml:2:29: cluster.intra_link = nvlink9: is not in the catalogue; "
+            "did you mean nvlink5 or nvlink4 or nvlink3?",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("small_machine")
+def test_clusters_that_cannot_be(tmp_path: Path, cluster: str, sentence: str) -> None:
+    assert refusal(tmp_path, f"{MODEL}cluster: {cluster}\n{REST}") == sentence
+
+
+def test_a_preset_and_a_config_contradict_each_other(tmp_path: Path) -> None:
+    text = "model: {preset: gpt2-124m, hf_config: config.json}\n" + TWO + REST
+    assert refusal(tmp_path, text) == "case.yaml:1:28: model.hf_config: cannot go with preset; keep one of the two"
+
+
+def test_a_scenario_made_in_code_is_checked() -> None:
+    parts = {
+        "name": "code",
+        "model": catalogue.model("gpt2-124m"),
+        "cluster": catalogue.cluster("dgx-h100", 2),
+        "training": TrainingSpec(global_batch_size=8),
+        "software": catalogue.software("torch"),
+    }
+    assert Scenario(**parts, plan=ParallelPlan(pp=2)).num_microbatches == 8  # type: ignore[arg-type]
+    with pytest.raises(NotModelledError, match=r"plan.tp = 2: tensor parallelism is not modelled yet"):
+        Scenario(**parts, plan=ParallelPlan(tp=2))  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="the plan needs 4 devices and the cluster has 2"):
+        Scenario(**parts, plan=ParallelPlan(pp=4))  # type: ignore[arg-type]

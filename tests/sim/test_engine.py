@@ -1,0 +1,181 @@
+"""The engine against closed forms and against an evaluator that shares no code with it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.program.action import Action, ActionKind, Table
+from simplan.program.complete import complete_table
+from simplan.program.lower import lower
+from simplan.program.partition import assign_stage_layers
+from simplan.program.program import COMPUTE_STREAM, Message, Op, Program
+from simplan.program.schedules import gpipe, naive, one_f_one_b
+from simplan.program.timeline import split_of_rank
+from simplan.sim.engine import CoreUse, simulate, timeline
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.training import TrainingSpec
+from tests.program.tables import compute_tables, makespan_s
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+SOFTWARE = SoftwareSpec(
+    id="test",
+    state_bytes={"fp32": StateBytes(parameter=4, gradient=4, activation=4, boundary=4)},
+    bucket_bytes=2**17,
+    first_bucket_bytes=2**16,
+)
+
+
+def program(compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: int = 1) -> Program:
+    p, m = len(compute), 1 + max(action.microbatch or 0 for action in compute[0])
+    model = ModelSpec(
+        family="gpt",
+        num_hidden_layers=p * layers_per_stage,
+        hidden_size=64,
+        num_attention_heads=4,
+        vocab_size=256,
+        seq_len=16,
+        tied_embeddings=False,
+    )
+    return lower(
+        model,
+        TrainingSpec(global_batch_size=m * dp, precision="fp32"),
+        ParallelPlan(pp=p, dp_replicate=dp),
+        SOFTWARE,
+        assign_stage_layers([layers_per_stage] * p),
+        complete_table(compute),
+        level=level,
+        fold_replicas=False,
+    )
+
+
+def durations(found: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:
+    def seconds(op: Op) -> float:
+        if isinstance(op.work, Message):
+            return send_s
+        return {F: forward_s, B: backward_s}.get(op.action.kind, 0.0) if op.work else 0.0
+
+    return [seconds(op) for op in found.ops]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32, 33])
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+def test_bubbles_are_the_closed_forms(p: int, m: int, ratio: int) -> None:
+    """GPipe and 1F1B: (p-1)/(m+p-1); naive: (p-1)/p. Equal stages, free communication; integers, so exactly."""
+    for schedule, makespan in (
+        (gpipe, (m + p - 1) * (1 + ratio)),
+        (one_f_one_b, (m + p - 1) * (1 + ratio)),
+        (naive, m * p * (1 + ratio)),
+    ):
+        found = program(schedule(p, m))
+        step_time_s = simulate(found, durations(found, 1, ratio)).step_time_s
+        assert step_time_s == makespan
+        busy = m * (1 + ratio)
+        bubble = 1 - busy / step_time_s
+        expected = (p - 1) / p if schedule is naive else (p - 1) / (m + p - 1)
+        assert bubble == pytest.approx(expected, rel=1e-12)
+
+
+@given(compute_tables(), st.integers(0, 2**31), st.booleans())
+def test_any_table_takes_as_long_as_the_recursion_says(compute: Table, seed: int, uneven: bool) -> None:
+    """Free communication, random durations of every action."""
+    rng = random.Random(seed)
+    seconds = {action: rng.uniform(0.1, 3.0) if uneven else 1.0 for row in compute for action in row}
+    found = program(compute)
+    given_s = [0.0 if isinstance(op.work, Message) else seconds.get(op.action, 0.0) for op in found.ops]
+    assert simulate(found, given_s).step_time_s == pytest.approx(makespan_s(compute, seconds.__getitem__), rel=1e-12)
+
+
+def test_a_message_delays_the_next_stage_and_overlaps_the_next_forward() -> None:
+    """p=2, m=2, F=2, B=4, send=1: by hand."""
+    found = program(gpipe(2, 2))
+    times = simulate(found, durations(found, 2.0, 4.0, 1.0))
+    started = {
+        str(op.action): (times.start_s[i], times.end_s[i])
+        for i, op in enumerate(found.ops)
+        if op.action.kind in (F, B, ActionKind.SEND_F, ActionKind.SEND_B)
+    }
+    assert started == {
+        "0F0": (0, 2),
+        "0SEND_F0": (2, 3),
+        "0F1": (2, 4),
+        "0SEND_F1": (4, 5),
+        "1F0": (3, 5),
+        "1F1": (5, 7),
+        "1B0": (7, 11),
+        "1SEND_B0": (11, 12),
+        "0B0": (12, 16),
+        "1B1": (11, 15),
+        "1SEND_B1": (15, 16),
+        "0B1": (16, 20),
+    }
+
+
+@given(compute_tables(), st.floats(0.0, 2.0), st.sampled_from([1, 2]))
+def test_shares_sum_to_the_step_and_streams_keep_their_order(compute: Table, send_s: float, level: int) -> None:
+    found = program(compute, dp=2, level=level, layers_per_stage=2)
+    given_s = durations(found, 1.0, 2.0, send_s)
+    times = simulate(found, given_s)
+    spans = timeline(found, times)
+    for rank in found.ranks:
+        split = split_of_rank(spans.of_rank(rank), times.step_time_s)
+        assert split.total_s == pytest.approx(times.step_time_s, rel=1e-12)
+        assert min(split.compute_s, split.exposed_communication_s, split.wait_s + 1e-9) >= 0
+    for indices in found.streams.values():
+        for before, after in zip(indices, indices[1:], strict=False):
+            assert times.end_s[before] <= times.start_s[after]
+    for i, (start_s, end_s) in enumerate(zip(times.start_s, times.end_s, strict=True)):
+        assert end_s - start_s == pytest.approx(given_s[i])
+    for members in found.meetings.values():
+        assert len({(times.start_s[i], times.end_s[i]) for i in members}) == 1
+
+
+def test_ddp_buckets_overlap_backward_at_level_2_and_follow_it_at_level_1() -> None:
+    compute = ((Action(0, F, 0), Action(0, B, 0)),)
+    layers = 6
+    coarse, fine = (program(compute, dp=2, level=level, layers_per_stage=layers) for level in (1, 2))
+    reduce_s = 0.5
+    fine_s = durations(fine, 1.0, 2.0, reduce_s)
+    num_buckets = sum(isinstance(op.work, Message) for op in fine.ops) // 2
+    assert num_buckets > 2
+    # the last bucket ends one reduction after the backward; the others hide
+    compute_s = (layers + 2) * 3.0
+    assert simulate(fine, fine_s).step_time_s == pytest.approx(compute_s + reduce_s)
+    coarse_s = durations(coarse, 1.0 * (layers + 2), 2.0 * (layers + 2), reduce_s * num_buckets)
+    assert simulate(coarse, coarse_s).step_time_s == pytest.approx(compute_s + reduce_s * num_buckets)
+
+
+def test_ranks_beyond_the_cores_slow_down_alike() -> None:
+    """Four data-parallel ranks on two cores take twice as long as on four; on eight no less than on four."""
+    compute = ((Action(0, F, 0), Action(0, B, 0)),)
+    found = program(compute, dp=4)
+    given_s = durations(found, 1.0, 2.0)
+    node, demand = [0] * len(found.ops), [0.0 if isinstance(op.work, Message) else 1.0 for op in found.ops]
+    for cores, expected in ((2, 6.0), (4, 3.0), (8, 3.0), (3, 4.0)):
+        assert simulate(found, given_s, CoreUse(cores, node, demand)).step_time_s == pytest.approx(expected)
+
+
+@given(compute_tables(), st.floats(0.0, 0.5))
+def test_enough_cores_are_as_good_as_none_shared(compute: Table, send_s: float) -> None:
+    found = program(compute)
+    given_s = durations(found, 1.0, 2.0, send_s)
+    plenty = CoreUse(1000, [0] * len(found.ops), [1.0] * len(found.ops))
+    shared, alone = simulate(found, given_s, plenty), simulate(found, given_s)
+    assert shared.step_time_s == pytest.approx(alone.step_time_s, rel=1e-9)
+
+
+def test_compute_is_in_order_on_one_stream_per_rank() -> None:
+    found = program(one_f_one_b(4, 6))
+    assert {stream for rank, stream in found.streams if rank == 1} == {
+        COMPUTE_STREAM,
+        "send_f",
+        "recv_f",
+        "send_b",
+        "recv_b",
+    }

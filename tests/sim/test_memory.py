@@ -1,0 +1,60 @@
+"""The memory walk against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.program.action import Table
+from simplan.program.footprint import layer_footprint
+from simplan.program.program import MemoryCategory
+from simplan.program.schedules import gpipe, naive, one_f_one_b
+from simplan.sim.engine import simulate
+from simplan.sim.memory import memory_peak, memory_trace
+from tests.program.tables import compute_tables
+from tests.sim.test_engine import SOFTWARE, durations, program
+
+BLOCK_PARAMETERS = 12 * 64 * 64 + 13 * 64
+BOUNDARY_BYTES = 16 * 64 * 4
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("m", [1, 4, 9])
+def test_activations_are_those_of_the_microbatches_in_flight(p: int, m: int) -> None:
+    """A middle stage at its worst: in-flight microbatches times a block's activations, plus messages and buffers."""
+    for schedule, in_flight in ((naive, 1), (gpipe, m), (one_f_one_b, min(p - 1, m))):
+        found = program(schedule(p, m))
+        peak = memory_peak(found, 1)
+        assert peak.activations_in_flight == {1: in_flight}
+        if p == 2:
+            continue
+        block = _block()
+        assert peak.by_category[MemoryCategory.ACTIVATIONS] == in_flight * (block.activations - block.input_bytes)
+        assert peak.by_category[MemoryCategory.PARAMETERS] == 4 * BLOCK_PARAMETERS
+        assert peak.by_category[MemoryCategory.OPTIMIZER] == 8 * BLOCK_PARAMETERS
+        # receives of m microbatches both ways are allocated beforehand; sends stay until the end of the step
+        assert peak.by_category[MemoryCategory.BUFFERS] >= 2 * m * BOUNDARY_BYTES
+
+
+def _block():  # type: ignore[no-untyped-def]
+    from simplan.spec.model import ModelSpec
+
+    model = ModelSpec(
+        family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16
+    )
+    return layer_footprint(model.layers[1], 1, SOFTWARE.state_bytes["fp32"])
+
+
+@given(compute_tables(), st.sampled_from([1, 2]), st.integers(1, 2))
+def test_memory_returns_to_its_base_and_both_levels_agree(compute: Table, level: int, dp: int) -> None:
+    found = program(compute, dp=dp, level=level, layers_per_stage=2)
+    other = program(compute, dp=dp, level=3 - level, layers_per_stage=2)
+    times = simulate(found, durations(found, 1.0, 2.0, 0.1))
+    for rank in found.ranks:
+        samples = list(memory_trace(found, rank, times))
+        assert samples[0].by_category == samples[-1].by_category
+        assert [s.time_s for s in samples] == sorted(s.time_s for s in samples)
+        peak = memory_peak(found, rank)
+        assert peak.total_bytes == max(sum(s.by_category.values()) for s in samples)
+        assert peak.total_bytes == memory_peak(other, rank).total_bytes

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.spec import catalogue, machine
+from simplan.units import GIB, MIB
+
+EXACT_COUNTS = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+}
+DEVICES = {
+    "gb300", "gb200", "mi355x", "tpu-v7x", "b300-sxm", "b200-sxm", "gaudi3", "mi325x", "mi300x", "h200-sxm",
+    "h100-sxm-80gb", "gh200", "tpu-v6e", "h100-pcie-80gb", "trainium2", "tpu-v5p", "gaudi2", "mi250x", "l40s",
+    "mi250", "a100-sxm-80gb", "a100-pcie-80gb", "tpu-v4", "tpu-v5e", "mi455x", "rubin-sxm", "ascend-950dt",
+    "v100-sxm2-32gb", "v100-sxm2-16gb", "v100-pcie-16gb", "v100-pcie-32gb", "a100-sxm-40gb", "a100-pcie-40gb",
+    "a10g", "a10", "a6000", "l4", "rtx-4090", "t4", "a40", "tpu-v2", "tpu-v3", "h100-sxm-96gb-500w",
+    "v100-sxm3-32gb",
+}  # fmt: skip
+CLUSTERS = {
+    "dgx-v100", "dgx-a100-40gb", "dgx-a100-80gb", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "this-machine",
+}  # fmt: skip
+
+
+def test_the_names_that_scenarios_rely_on_are_there() -> None:
+    assert set(catalogue.names("devices")) == DEVICES
+    assert set(catalogue.names("clusters")) == CLUSTERS
+    assert set(catalogue.names("models")) == {*EXACT_COUNTS, "gpt3-175b", "mt-nlg-530b"}
+    wanted = ["nvlink2", "nvlink3", "nvlink4", "nvlink5", "pcie3", "pcie4", "pcie5", "xgmi", "ici", "network-400gbit"]
+    assert set(wanted) <= set(catalogue.names("links"))
+
+
+@pytest.mark.parametrize("kind", get_args(catalogue.Kind))
+def test_every_entry_is_valid(kind: catalogue.Kind) -> None:
+    read = getattr(catalogue, kind.removesuffix("s"))
+    for name in catalogue.names(kind):
+        assert read(name).id == name if kind != "models" else read(name).name == name
+
+
+@pytest.mark.parametrize("name", catalogue.names("devices"))
+def test_every_value_of_a_device_names_its_source(name: str) -> None:
+    device = catalogue.device(name)
+    for field in ("memory_bytes", "memory_bandwidth_bytes_per_s", "intra_link"):
+        assert (getattr(device, field) is not None) == bool(device.sources.get(field)), field
+    for field in ("peak_flop_per_s", "matmul_flop_per_s"):
+        for dtype in getattr(device, field):
+            assert device.sources.get(field) or device.sources.get(f"{field}.{dtype}"), (field, dtype)
+    if device.intra_link is not None:
+        catalogue.link(device.intra_link)
+
+
+@pytest.mark.parametrize("name", catalogue.names("links"))
+def test_every_value_of_a_link_names_its_source(name: str) -> None:
+    assert set(catalogue.link(name).sources) == {"bytes_per_s", "latency_s"}
+
+
+def test_short_references_are_written_out() -> None:
+    source = catalogue.device("h100-sxm-80gb").sources["matmul_flop_per_s.bf16"]
+    assert source.startswith("stas00/ml-engineering, compute/accelerator/README.md at 744d01e18b79")
+    assert source.endswith(": 2048x2048x13312, 2.7.0+cu126")
+
+
+def test_datasheet_values() -> None:
+    """NVIDIA's own datasheets, dense: bf16 TFLOP/s H100 SXM 989.4, A100 312; NVLink of B200 1.8 TB/s both ways."""
+    assert catalogue.device("h100-sxm-80gb").peak_flop_per_s["bf16"] == pytest.approx(989.4e12, rel=1e-3)
+    assert catalogue.device("a100-sxm-40gb").peak_flop_per_s["bf16"] == 312e12
+    assert catalogue.device("v100-sxm2-32gb").peak_flop_per_s["fp16"] == 125e12
+    assert catalogue.device("a100-sxm-80gb").memory_bytes == 80 * GIB
+    assert catalogue.link("nvlink5").bytes_per_s == 1.8e12 / 2
+    assert catalogue.link("nvlink4").bytes_per_s == 900e9 / 2
+
+
+def test_a_measured_matmul_rate_is_below_the_peak() -> None:
+    for name in catalogue.names("devices"):
+        device = catalogue.device(name)
+        for dtype, rate in device.matmul_flop_per_s.items():
+            assert rate < device.peak_flop_per_s[dtype], name
+
+
+@pytest.mark.parametrize(("name", "count"), EXACT_COUNTS.items())
+def test_parameter_counts_equal_the_published_ones(name: str, count: int) -> None:
+    assert catalogue.model(name).num_parameters == count == catalogue.published_parameters(name)
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "mt-nlg-530b"])
+def test_parameter_counts_equal_rounded_ones(name: str) -> None:
+    assert catalogue.model(name).num_parameters == pytest.approx(catalogue.published_parameters(name), rel=3e-3)
+
+
+def test_clusters_are_filled_node_by_node() -> None:
+    one = catalogue.cluster("dgx-h100")
+    assert (one.num_devices, one.num_nodes, one.inter_link) == (8, 1, None)
+    two = catalogue.cluster("dgx-h100", 12)
+    assert (two.num_nodes, two.node_of(7), two.node_of(8)) == (2, 0, 1)
+    assert two.inter_link is not None
+    assert two.inter_link.bytes_per_s == 400e9 / 8
+    assert two.intra_link == catalogue.link("nvlink4")
+    assert catalogue.cluster("gb200-nvl72").num_devices == 72
+
+
+def test_torch_profile() -> None:
+    torch = catalogue.software("torch")
+    assert (torch.bucket_bytes, torch.first_bucket_bytes) == (25 * MIB, 1 * MIB)
+    assert torch.state_bytes["bf16"].parameter + torch.state_bytes["bf16"].gradient == 8
+    assert torch.context_bytes["cpu"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sentence"),
+    [
+        ("device", "h100-sxm-80g", "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb or"),
+        ("link", "nvlink", "link = nvlink: is not in the catalogue; did you mean nvlink5"),
+        ("link", "network-0gbit", "link = network-0gbit: is not in the catalogue; did you mean network-50gbit"),
+        ("model", "zzzzz", "model = zzzzz: is not in the catalogue; known: bert-base, bert-large"),
+        ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalogue; did you mean dgx-h100"),
+        ("software", "pytorch", "software = pytorch: is not in the catalogue; did you mean torch"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(kind: str, name: str, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        getattr(catalogue, kind)(name)
+    assert str(caught.value).startswith(sentence)
+    assert not isinstance(caught.value, NotModelledError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "family"),
+    [("model", "t5-11b", "the T5 family"), ("model", "resnet-50", "the ResNet family"), ("software", "nemo", "NeMo")],
+)
+def test_names_that_are_not_modelled_yet_are_refused_by_name(kind: str, name: str, family: str) -> None:
+    with pytest.raises(NotModelledError, match=f"{kind} = {name}: {family} is not modelled yet; modelled: "):
+        getattr(catalogue, kind)(name)
+
+
+def test_this_machine_shares_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    monkeypatch.setattr(machine, "machine_memory_bytes", lambda: 16 * GIB)
+    here = catalogue.cluster("this-machine")
+    assert (here.num_devices, here.devices_per_node, here.num_nodes, here.cores_per_node) == (4, 4, 1, 4)
+    assert here.device.kind == "cpu"
+    assert here.device.memory_bytes == 4 * GIB
+    assert here.device.peak_flop_per_s == {}
+    assert catalogue.cluster("this-machine", 3).num_devices == 3
+
+
+@pytest.mark.parametrize(("cores", "memory_gib", "most"), [(2, 8, 8), (2, 1, 2), (64, 16, 46), (1, 0.1, 1)])
+def test_how_many_ranks_a_machine_holds(cores: int, memory_gib: float, most: int) -> None:
+    """Four per core, 350 MiB each: 16 GiB / 350 MiB = 46.8; one always."""
+    assert machine.max_ranks(cores, int(memory_gib * GIB)) == most
+
+
+def test_this_machine_refuses_more_ranks_than_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 2)
+    monkeypatch.setattr(machine, "machine_memory_bytes", lambda: 8 * GIB)
+    assert catalogue.cluster("this-machine", 8).num_devices == 8
+    with pytest.raises(SpecError, match=r"cluster.num_devices = 9: this machine holds at most 8 ranks: it has 2 cores"):
+        catalogue.cluster("this-machine", 9)
+
+
+def test_reads_cores_and_memory_of_the_operating_system() -> None:
+    with open("/proc/meminfo", encoding="ascii") as stream:  # noqa: PTH123
+        total_kib = int(stream.readline().split()[1])
+    assert machine.machine_memory_bytes() == total_kib * 1024
+    assert machine.num_cores() >= 1

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.rules import check_plan, num_microbatches
+from simplan.spec.training import TrainingSpec
+
+GPT2 = catalogue.model("gpt2-124m")
+TORCH = catalogue.software("torch")
+
+
+def check(
+    plan: dict[str, Any],
+    *,
+    num_devices: int | None = None,
+    model: ModelSpec = GPT2,
+    training: dict[str, Any] | None = None,
+    cluster: ClusterSpec | None = None,
+) -> None:
+    made = ParallelPlan.model_validate(plan)
+    check_plan(
+        model,
+        cluster or catalogue.cluster("dgx-h100", num_devices or made.num_devices),
+        TrainingSpec.model_validate({"global_batch_size": 24, **(training or {})}),
+        made,
+        TORCH,
+    )
+
+
+def problems(*args: Any, **kwargs: Any) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        check(*args, **kwargs)
+    return [problem.sentence() for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp_replicate": 8},
+        {"dp_replicate": 2, "pp": 4, "schedule": "gpipe", "microbatch_size": 3},
+        {"pp": 12, "schedule": "naive", "stage_layers": (1,) * 12},
+        {"zero_stage": 1},
+        {"pp": 2, "stage_layers": (5, 7), "bucket_bytes": 1000},
+    ],
+)
+def test_valid_plans_pass(plan: dict[str, Any]) -> None:
+    check(plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kwargs", "sentence"),
+    [
+        (
+            {"dp_replicate": 3},
+            {"num_devices": 8},
+            "plan = dp_replicate 3 x pp 1: the plan needs 3 devices and the cluster has 8; "
+            "use dp_replicate = 8 or num_devices = 3",
+        ),
+        (
+            {"pp": 2},
+            {"num_devices": 16},
+            "plan = dp_replicate 1 x pp 2: the plan needs 2 devices and the cluster has 16; "
+            "use dp_replicate = 8 or num_devices = 2",
+        ),
+        (
+            {"dp_replicate": 5},
+            {},
+            "training.global_batch_size = 24: must be a multiple of dp x microbatch_size = 5 x 1 = 5; use 20 or 25",
+        ),
+        (
+            {"dp_replicate": 2, "microbatch_size": 5},
+            {},
+            "training.global_batch_size = 24: must be a multiple of dp x microbatch_size = 2 x 5 = 10; "
+            "use 20 or 30, or plan.microbatch_size = 4 or 6",
+        ),
+        ({"dp_replicate": 32}, {}, "training.global_batch_size = 24: must be a multiple of dp x microbatch_size "
+         "= 32 x 1 = 32; use 32"),
+        ({"pp": 13}, {}, "plan.pp = 13: 13 stages must be at most num_hidden_layers = 12; use at most 12"),
+        (
+            {"pp": 2, "schedule": "none"},
+            {},
+            "plan.schedule = none: a pipeline of 2 ranks needs a schedule; use naive, gpipe or 1f1b",
+        ),
+        (
+            {"schedule": "gpipe"},
+            {},
+            "plan.schedule = gpipe: must be none when pp = 1: there is no pipeline; remove it, or use pp = 2 or more",
+        ),
+        (
+            {"pp": 2, "stage_layers": (4, 4, 4)},
+            {},
+            "plan.stage_layers = [4, 4, 4]: has 3 entries and the plan has 2 stages; e.g. [6, 6], or remove it",
+        ),
+        (
+            {"pp": 5, "stage_layers": (2, 2, 2, 2, 2)},
+            {},
+            "plan.stage_layers = [2, 2, 2, 2, 2]: sums to 10 and the model has num_hidden_layers = 12; "
+            "e.g. [3, 3, 2, 2, 2], or remove it",
+        ),
+        (
+            {"pp": 2, "dp_replicate": 2},
+            {"training": {"global_batch_size": 4_000_000}},
+            "training.global_batch_size = 4000000: gives 4,000,000 microbatches x pipeline ranks, more than 2,000,000: "
+            "absurd; use at most 2000000, or a larger microbatch_size",
+        ),
+    ],
+)  # fmt: skip
+def test_a_violation_names_field_value_rule_and_nearest_values(
+    plan: dict[str, Any], kwargs: dict[str, Any], sentence: str
+) -> None:
+    assert problems(plan, **kwargs) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ({"dp_shard": 2}, "plan.dp_shard = 2: sharded data parallelism (FSDP, ZeRO) is not modelled yet; use 1"),
+        ({"tp": 2}, "plan.tp = 2: tensor parallelism is not modelled yet; use 1"),
+        ({"cp": 2}, "plan.cp = 2: context parallelism is not modelled yet; use 1"),
+        ({"ep": 2}, "plan.ep = 2: expert parallelism is not modelled yet; use 1"),
+        (
+            {"sequence_parallel": True},
+            "plan.sequence_parallel = true: sequence parallelism is not modelled yet; use false",
+        ),
+        (
+            {"pp": 2, "virtual_stages": 2},
+            "plan.virtual_stages = 2: several stages on a pipeline rank is not modelled yet; use 1",
+        ),
+        (
+            {"pp": 2, "schedule": "zb-v"},
+            "plan.schedule = zb-v: this schedule is not modelled yet; use naive, gpipe or 1f1b",
+        ),
+        ({"recompute": "full"}, "plan.recompute = full: recomputation of activations is not modelled yet; use none"),
+        (
+            {"grad_sync": "microbatch"},
+            "plan.grad_sync = microbatch: gradient reduction after every microbatch is not modelled yet; use step",
+        ),
+        ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: another dtype for gradients is not modelled yet; remove it"),
+        ({"prefetch_depth": 1}, "plan.prefetch_depth = 1: prefetching of shards is not modelled yet; remove it"),
+    ],
+)
+def test_options_that_are_not_modelled_are_refused_by_name(plan: dict[str, Any], sentence: str) -> None:
+    assert problems(plan) == [sentence]
+    with pytest.raises(NotModelledError):
+        check(plan)
+
+
+@pytest.mark.parametrize(
+    ("training", "sentence"),
+    [
+        (
+            {"precision": "fp8"},
+            "training.precision = fp8: this precision with torch is not modelled yet; use fp32, tf32, bf16 or fp16",
+        ),
+        ({"task": "lora"}, "training.task = lora: this task is not modelled yet; use pretrain"),
+    ],
+)
+def test_trainings_that_are_not_modelled_are_refused_by_name(training: dict[str, Any], sentence: str) -> None:
+    assert problems({}, training=training) == [sentence]
+
+
+def test_all_violations_are_told_at_once_and_mixed_ones_are_no_not_modelled_error() -> None:
+    with pytest.raises(SpecError) as caught:
+        check({"pp": 13, "schedule": "none", "tp": 2, "recompute": "full"}, num_devices=8)
+    assert not isinstance(caught.value, NotModelledError)
+    assert {p.field for p in caught.value.problems} == {"plan", "plan.pp", "plan.schedule", "plan.tp", "plan.recompute"}
+
+
+def model(**fields: Any) -> ModelSpec:
+    shape = {"family": "llama", "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 12, "vocab_size": 100}
+    return ModelSpec.model_validate({**shape, "intermediate_size": 64, "seq_len": 64, **fields})
+
+
+def test_model_rules() -> None:
+    assert problems({}, model=model(num_key_value_heads=5)) == [
+        "model.num_key_value_heads = 5: must divide num_attention_heads = 12; use 4 or 6"
+    ]
+    assert problems({}, model=model(num_attention_heads=32)) == [
+        "model.head_dim = 3: must be even: rotary positions turn pairs; use 2 or 4"
+    ]
+    assert problems({}, model=model(family="gpt", max_position_embeddings=32)) == [
+        "model.seq_len = 64: must be at most max_position_embeddings = 32; "
+        "use 32, or set max_position_embeddings to 64 as well"
+    ]
+
+
+def test_cluster_rules() -> None:
+    whole = catalogue.cluster("dgx-h100", 16)
+    unconnected = whole.model_copy(update={"intra_link": None, "inter_link": None})
+    assert [sentence.split(":")[0] for sentence in problems({"dp_replicate": 8}, cluster=unconnected)][:2] == [
+        "cluster.intra_link",
+        "cluster.inter_link_gbit_per_device",
+    ]
+
+
+@given(st.integers(1, 500), st.integers(1, 12), st.integers(1, 12))
+def test_the_batch_sizes_offered_are_valid(batch: int, dp: int, microbatch_size: int) -> None:
+    plan = {"dp_replicate": dp, "microbatch_size": microbatch_size}
+    if batch % (dp * microbatch_size) == 0:
+        check(plan, training={"global_batch_size": batch})
+        made = ParallelPlan.model_validate(plan)
+        assert num_microbatches(TrainingSpec(global_batch_size=batch), made) * dp * microbatch_size == batch
+        return
+    [sentence] = problems(plan, training={"global_batch_size": batch})
+    sizes, _, microbatches = sentence.partition("; use ")[2].partition(", or plan.microbatch_size = ")
+    for size in sizes.split(" or "):
+        check(plan, training={"global_batch_size": int(size)})
+    for size in microbatches.split(" or ") if microbatches else []:
+        check({**plan, "microbatch_size": int(size)}, training={"global_batch_size": batch})

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.document import parse_yaml
+from simplan.errors import SpecError
+from simplan.io import parse_model, read_json, read_model, read_yaml, write_json, write_model
+from simplan.program.measurement import Measurement
+from simplan.spec import catalogue
+from simplan.spec.hardware import DeviceSpec
+from simplan.spec.plan import ParallelPlan
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SpecError) as caught:
+        read_json(path, schema_version=1)
+    return str(caught.value).replace(str(path), "f")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e9", 1e9),
+        ("1.5E-3", 1.5e-3),
+        (".5", 0.5),
+        ("010", 10),
+        ("0x1f", 31),
+        ("0o17", 15),
+        ("-3", -3),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("1_000", "1_000"),
+        ("True", True),
+        ("~", None),
+        ("'1'", "1"),
+        ("-.inf", float("-inf")),
+        ("1e", "1e"),
+        ("-", None),
+    ],
+)
+def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
+    document = parse_yaml(f"a: {text}" if text != "-" else "a:\n- ", "f")
+    expected = [None] if text == "-" else value
+    assert document.data["a"] == expected
+    assert type(document.data["a"]) is type(expected)
+
+
+numbers = st.integers(-(10**12), 10**12) | st.floats(-1e6, 1e6, allow_nan=False)
+texts = st.text("abc \n:#-[{'\"", max_size=6)
+keys = st.text("ab-:#1", min_size=1, max_size=4)
+plain = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text("xyz", min_size=1, max_size=3), plain, min_size=1))
+def test_reads_what_pyyaml_writes(data: dict[str, object]) -> None:
+    assert parse_yaml(yaml.safe_dump(data), "f").data == data
+    assert parse_yaml(json.dumps(data), "f").data == data
+
+
+def test_places_are_those_of_the_keys() -> None:
+    document = parse_yaml("a: 1\nb:\n  c: {d: 2, e: [3, 4]}\nf: &x {g: 5}\nh: *x\n", "f")
+    assert document.lines == {
+        ("a",): (1, 1),
+        ("b",): (2, 1),
+        ("b", "c"): (3, 3),
+        ("b", "c", "d"): (3, 7),
+        ("b", "c", "e"): (3, 13),
+        ("b", "c", "e", 0): (3, 17),
+        ("b", "c", "e", 1): (3, 20),
+        ("f",): (4, 1),
+        ("f", "g"): (4, 8),
+        ("h",): (5, 1),
+    }
+    assert document.data["h"] == {"g": 5}
+
+
+@pytest.mark.parametrize("levels", [40, 41])
+def test_the_depth_limit(levels: int) -> None:
+    text = "[" * levels + "1" + "]" * levels
+    if levels == 40:
+        assert parse_yaml(text, "f").data
+        return
+    with pytest.raises(SpecError, match="f:1:41: the file is nested deeper than 40 levels"):
+        parse_yaml(text, "f")
+
+
+def test_the_growth_limit_counts_what_aliases_repeat() -> None:
+    row = "[" + "x, " * 999 + "x]"
+
+    def text(repeats: int) -> str:
+        return f"a: &a {row}\nb: [{', '.join(['*a'] * repeats)}]"
+
+    assert len(parse_yaml(text(297), "f").data["b"]) == 297
+    with pytest.raises(SpecError, match=r"f:2:.*: the file holds more than 300,000 values"):
+        parse_yaml(text(300), "f")
+    with pytest.raises(SpecError, match="16 MiB of text, aliases written out"):
+        parse_yaml(f"a: &a {'x' * 1_000_000}\nb: [{', '.join(['*a'] * 20)}]", "f")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1: a", "f:1:1: the key 1 is not text; write a word, or put it in quotes"),
+        ("null: a", "f:1:1: the key null is not text; write a word, or put it in quotes"),
+        ("? [a]\n: b", "f:1:3: a key must be text, not a list or a mapping; write key: value"),
+        ("a: *b", "f:1:4: the alias *b repeats nothing above it; define &b first"),
+        ("a: 1\nb:\n  c: 1\n  c: 2", "f:4:3: the key c is given twice, first in line 3; keep one of the two"),
+        ("a: !!int 3", "f:1:4: the tag !!int is not allowed: files hold plain data only; remove the tag"),
+        ("a: \x01", "f:1: this is not YAML: control characters are not allowed; check quotes, indentation and colons"),
+    ],
+)
+def test_what_is_no_plain_data_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_yaml(text, "f")
+    assert str(caught.value) == sentence
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "bom.yaml"
+    path.write_bytes(b"\xef\xbb\xbfa: 1\n")
+    assert read_yaml(path).data == {"a": 1}
+
+
+def test_all_problems_of_a_model_at_once() -> None:
+    document = parse_yaml(
+        "plan:\n  pp: 0\n  tpp: 2\n  zero_stage: true\n  schedule: gpip\n  stage_layers: [1, a]\n", "f"
+    )
+    with pytest.raises(SpecError) as caught:
+        parse_model(ParallelPlan, document.data["plan"], document.lines, "f", prefix=("plan",))
+    assert set(str(caught.value).splitlines()) == {
+        "f:2:3: plan.pp = 0: must be at least 1",
+        "f:3:3: plan.tpp: is not a known key; did you mean tp or pp?",
+        "f:4:3: plan.zero_stage = true: must be a whole number",
+        'f:5:3: plan.schedule = "gpip": is not a known choice; did you mean gpipe?',
+        'f:6:21: plan.stage_layers.1 = "a": must be a whole number',
+    }
+
+
+def test_problems_inside_mappings_name_the_key() -> None:
+    data = {"id": "x", "kind": "gpuu", "peak_flop_per_s": {"bf17": 1.0, "bf16": -1.0}, "memory_bytes": 2.0**20}
+    with pytest.raises(SpecError) as caught:
+        parse_model(DeviceSpec, data)
+    assert str(caught.value).splitlines() == [
+        'kind = "gpuu": is not a known choice; did you mean gpu?',
+        "memory_bytes = 1048576.0: must be a whole number; write 1048576",
+        "peak_flop_per_s.bf17: is not a known key; did you mean bf16?",
+        "peak_flop_per_s.bf16 = -1.0: must be greater than 0",
+    ]
+
+
+def test_models_survive_a_round_trip(tmp_path: Path) -> None:
+    plan = ParallelPlan.model_validate({"pp": 2, "stage_layers": [1, 2]})
+    write_model(tmp_path / "plan.json", plan)
+    assert read_model(tmp_path / "plan.json", ParallelPlan) == plan
+    write_model(tmp_path / "device.json", catalogue.device("h100-sxm-80gb"))
+    assert read_model(tmp_path / "device.json", DeviceSpec) == catalogue.device("h100-sxm-80gb")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"schema_version": 1, "a": NaN}', "f: the file holds NaN, which is no number; write the file again"),
+        ('{"schema_version": 1, "a": 1e999}', "f: the file holds 1e999, which is no number; write the file again"),
+        ('{"schema_version": 2}', "f: schema_version = 2: must be 1: this program reads nothing else here"),
+        ('{"schema_version": true}', "f: schema_version = true: must be 1: this program reads nothing else here"),
+        ("{}", "f: schema_version: is missing; it must be 1: this program reads nothing else here"),
+        ("[1]", "f: [1]: must be one JSON object"),
+        ('{"a": ', "f:1:7: this is not JSON: Expecting value; give a file that simplan wrote"),
+        ("", "f:1:1: this is not JSON: Expecting value; give a file that simplan wrote"),
+        ("[" * 100_000, "f: the file is nested too deeply or holds an absurd number; give a file that simplan"),
+        ("9" * 5000, "f: the file is nested too deeply or holds an absurd number; give a file that simplan"),
+    ],
+)  # fmt: skip
+def test_bad_json_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    assert refusal(path).startswith(sentence)
+
+
+def test_json_that_is_no_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    write_json(path, {"schema_version": 1, "step_times_s": [1, "2"]})
+    with pytest.raises(SpecError) as caught:
+        read_model(path, Measurement)
+    assert str(caught.value).splitlines() == [
+        f"{path}: job: is missing; add job: ...",
+        f'{path}: step_times_s.1 = "2": must be a number; write 2 without quotes',
+    ]
+
+
+def test_writing_replaces_in_one_piece(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    assert read_json(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["r.json"]  # noqa: PTH208
+
+
+def test_writing_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"r.json: cannot be written: No such file or directory; check that its folder"):
+        write_json(tmp_path / "no" / "r.json", {})
+
+
+def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.json"
+    write_json(path, {"a": 1})
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(SpecError, match="cannot be written: No space left on device"):
+        write_json(path, {"a": 2})
+    assert read_json(path) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_json(path, {"a": 1})
+        assert json.loads(os.read(reader, 1000)) == {"a": 1}
+        assert path.is_fifo()
+    finally:
+        os.close(reader)

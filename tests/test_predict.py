@@ -1,0 +1,151 @@
+"""Predictions as a whole: against closed forms, published counts and each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simplan.errors import SpecError
+from simplan.predict import build_program, predict
+from simplan.prediction import Prediction
+from simplan.program.program import MemoryCategory, Message
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB
+
+TORCH = catalogue.software("torch")
+GPT2 = catalogue.model("gpt2-124m")
+
+
+def ask(plan: ParallelPlan, *, batch: int = 32, model: ModelSpec = GPT2, cluster: str = "dgx-h100") -> Prediction:
+    return predict(
+        "test",
+        model,
+        catalogue.cluster(cluster, num_devices=plan.num_devices),
+        TrainingSpec(global_batch_size=batch),
+        plan,
+        TORCH,
+    )
+
+
+def test_a_single_device_has_no_bubble_and_no_communication() -> None:
+    found = ask(ParallelPlan(microbatch_size=4))
+    assert found.bubble_fraction == pytest.approx(0.0, abs=1e-12)
+    (split,) = found.splits
+    assert split.exposed_communication_s == 0.0
+    assert split.compute_s + split.optimizer_s == pytest.approx(found.step_time_s)
+
+
+def test_mfu_is_model_flops_over_peak() -> None:
+    """6 N per token and 12 L h s per token of full attention (PaLM, appendix B), by hand; causal counts half."""
+    found = ask(ParallelPlan(dp_replicate=8, microbatch_size=2), batch=64)
+    matrices = 12 * 12 * 768**2 + 50257 * 768
+    tokens = 64 * 1024
+    full = tokens * (6 * matrices + 12 * 12 * 768 * 1024)
+    causal = tokens * (6 * matrices + 6 * 12 * 768 * 1024)
+    peak = 8 * 989e12 * found.step_time_s
+    assert found.mfu_full_attention == pytest.approx(full / peak, rel=1e-9)
+    assert found.mfu == found.hfu == pytest.approx(causal / peak, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 8)])
+def test_bubble_is_near_the_closed_form_of_equal_stages(schedule: str, p: int, m: int) -> None:
+    """Stages are equal up to embedding and head, whose share is small here; communication is nearly free."""
+    model = GPT2.model_copy(update={"num_hidden_layers": 48 * p, "vocab_size": 64, "max_position_embeddings": 1024})
+    found = ask(ParallelPlan(pp=p, schedule=schedule), batch=m, model=model)  # type: ignore[arg-type]
+    closed = (p - 1) / p if schedule == "naive" else (p - 1) / (m + p - 1)
+    assert found.bubble_fraction == pytest.approx(closed, abs=0.02)
+
+
+def test_states_of_data_parallel_ranks_are_16_bytes_a_parameter() -> None:
+    found = ask(ParallelPlan(dp_replicate=4), batch=4)
+    for rank in found.memory:
+        states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
+        assert sum(rank.by_category[c] for c in states) == 16 * GPT2.num_parameters
+
+
+def test_a_pipeline_spreads_the_states() -> None:
+    """The tied embedding is held twice, once at each end."""
+    found = ask(ParallelPlan(pp=4), batch=8)
+    held = sum(rank.by_category[MemoryCategory.PARAMETERS] for rank in found.memory)
+    assert held == 4 * (GPT2.num_parameters + 50257 * 768)
+
+
+def test_tied_embeddings_cost_an_all_reduce_between_the_ends() -> None:
+    tied = ask(ParallelPlan(pp=2), batch=8)
+    untied = ask(ParallelPlan(pp=2), batch=8, model=GPT2.model_copy(update={"tied_embeddings": False}))
+
+    def all_reduces(found: Prediction) -> list[Message]:
+        ops = build_program(found, level=2).ops
+        return [op.work for op in ops if isinstance(op.work, Message) and op.work.kind == "all_reduce"]
+
+    assert all_reduces(untied) == []
+    assert all_reduces(tied) == [Message("all_reduce", 4 * 50257 * 768, (0, 1))] * 2
+    assert tied.step_time_s > untied.step_time_s
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "naive"]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 5]),
+)
+def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b: int, m: int) -> None:
+    """What is sent is received; every gradient is reduced once; folding a replica changes nothing."""
+    model = GPT2.model_copy(update={"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 4,
+                                    "num_key_value_heads": 4, "head_dim": 24, "intermediate_size": 384,
+                                    "vocab_size": 500, "seq_len": 32})
+    plan = ParallelPlan(
+        pp=p, dp_replicate=dp, microbatch_size=b, schedule=schedule if p > 1 else "none"  # type: ignore[arg-type]
+    )
+    found = ask(plan, batch=b * m * dp, model=model)
+    program = build_program(found, level=2)
+    sent = [op.work for op in program.ops if op.action.kind.value.startswith("SEND")]
+    received = [op.work for op in program.ops if op.action.kind.value.startswith("RECV")]
+    assert sorted(map(str, sent)) == sorted(map(str, received))
+    assert len(sent) == 2 * m * (p - 1) * dp
+    assert all(isinstance(w, Message) and w.num_bytes == b * 32 * 96 * 2 for w in sent)
+    reduced = sum(
+        op.work.num_bytes for op in program.ops if isinstance(op.work, Message) and op.stream == "grad"
+    )
+    held = sum(rank.by_category[MemoryCategory.GRADIENTS] for rank in found.memory)
+    assert reduced == (held if dp > 1 else 0)
+    folded = build_program(found, level=2, fold_replicas=True)
+    assert len(folded.ops) * dp == len(program.ops)
+    assert [split.total_s for split in found.splits] == pytest.approx([found.step_time_s] * (p * dp), rel=1e-9)
+
+
+def test_json_has_what_others_rely_on() -> None:
+    found = ask(ParallelPlan(pp=2, dp_replicate=2), batch=8)
+    document = json.loads(json.dumps(found.to_json()))
+    assert document["step_time_s"] == found.step_time_s
+    low, high = document["step_time_interval_s"]
+    assert low < found.step_time_s < high
+    assert document["fits"] is True
+    assert set(document["peak_memory_gib"]) == {"allocated", "reserved", "device"}
+    worst = document["ranks"][document["worst_rank"]]
+    assert sum(worst["memory_gib"].values()) * GIB == pytest.approx(
+        found.worst_memory.allocated_bytes + worst["memory_gib"]["context"] * GIB
+    )
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1, 2, 3]
+    assert sum(worst["split"].values()) == pytest.approx(found.step_time_s)
+
+
+def test_what_does_not_fit_still_has_a_time() -> None:
+    found = ask(ParallelPlan(dp_replicate=8), batch=8, model=catalogue.model("llama3-8b"))
+    assert found.fits is False
+    assert found.worst_memory.by_category[MemoryCategory.PARAMETERS] == 4 * 8_030_261_248
+    assert found.step_time_s > 0
+
+
+def test_this_machine_without_a_calibration_says_what_to_run() -> None:
+    with pytest.raises(SpecError, match=r"this-machine: needs a calibration.*run `simplan calibrate SCENARIO`"):
+        ask(ParallelPlan(dp_replicate=2), batch=2, cluster="this-machine")
