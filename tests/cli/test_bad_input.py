@@ -25,15 +25,10 @@ def refused(result: CompletedProcess[str], *parts: str) -> None:
 # what is replaced in the good scenario, by what, and what the message must hold
 MISTAKES = {
     "misspelt key": ("num_attention_heads", "num_atention_heads", ":2:", "did you mean num_attention_heads?"),
-    "wrong type": ("num_hidden_layers: 4", "num_hidden_layers: four", ":2:", "model.num_hidden_layers = four"),
+    "wrong type": ("num_hidden_layers: 4", "num_hidden_layers: four", ":2:", 'model.num_hidden_layers = "four"'),
     "number as text": ("global_batch_size: 8", 'global_batch_size: "8"', ":4:", "training.global_batch_size"),
     "true as a number": ("global_batch_size: 8", "global_batch_size: true", ":4:", "training.global_batch_size"),
-    "plan does not divide": (
-        "global_batch_size: 8",
-        "global_batch_size: 8\nsoftware: torch",
-        ":6:",
-        "plan.microbatch_size",
-    ),
+    "plan does not divide": ("schedule: gpipe", "microbatch_size: 3", ":5:", "plan.microbatch_size"),
     "degrees do not give the devices": ("pp: 2", "pp: 3", ":5:", "plan"),
     "negative": ("hidden_size: 64", "hidden_size: -64", ":2:", "model.hidden_size = -64"),
     "infinite": ("hidden_size: 64", "hidden_size: .inf", ":2:", "model.hidden_size"),
@@ -46,7 +41,7 @@ MISTAKES = {
     "duplicated key": ("plan:", "training: {global_batch_size: 4}\nplan:", ":5:", "training"),
     "not modelled": ("pp: 2", "tp: 2", ":5:", "tp"),
     "tag that builds an object": ("name: small", "name: !!python/object/apply:os.system [ls]", ":1:", "python/object"),
-    "not YAML": ("plan: {", "plan: {{{", ":5:", "YAML"),
+    "not YAML": ("plan: {", "plan: }", ":5:", "this is not YAML"),
 }
 
 
@@ -55,10 +50,7 @@ def test_mistakes_in_a_scenario(name: str, simplan: Simplan, scenario: Path) -> 
     old, new, place, message = MISTAKES[name]
     text = scenario.read_text()
     assert old in text
-    text = text.replace(old, new, 1)
-    if name == "plan does not divide":
-        text = text.replace("{pp: 2, schedule: gpipe}", "{pp: 2, schedule: gpipe, microbatch_size: 3}")
-    scenario.write_text(text)
+    scenario.write_text(text.replace(old, new, 1))
     refused(simplan("predict", scenario), f"{scenario}{place}", message)
 
 
@@ -180,7 +172,6 @@ def test_outputs_that_cannot_be_written(simplan: Simplan, scenario: Path, tmp_pa
 
 
 def test_a_precision_that_cannot_be_run_is_refused_by_name(simplan: Simplan, scenario: Path) -> None:
-    scenario.write_text(scenario.read_text())
     refused(simplan("run", scenario), str(scenario), "training.precision = bf16")
 
 

@@ -1,0 +1,53 @@
+"""``python -m benchmarks [NAME ...]``: runs all or the named benchmarks, prints and stores the table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.accuracy import accuracy
+from benchmarks.closed_forms import closed_forms
+from benchmarks.cold_start import cold_start
+from benchmarks.engine_speed import engine_speed
+from benchmarks.table import Row, to_markdown
+
+_ALL: dict[str, Callable[[], list[Row]]] = {
+    "closed-forms": closed_forms,
+    "engine-speed": engine_speed,
+    "cold-start": cold_start,
+    "accuracy": accuracy,
+}
+_RESULTS = Path(__file__).with_name("RESULTS.md")
+
+
+def main(names: list[str]) -> int:
+    """Runs the benchmarks; only a full run is stored."""
+    unknown = [name for name in names if name not in _ALL]
+    if unknown:
+        print(f"no benchmark {', '.join(unknown)}; there are {', '.join(_ALL)}", file=sys.stderr)
+        return 2
+    rows = [row for name in names or _ALL for row in _ALL[name]()]
+    text = to_markdown(rows)
+    print(text)
+    if not names:
+        _RESULTS.write_text(f"# Results of `make bench`\n\n{_machine()}\n\n{text}\n")
+    return 0 if all(row.ok for row in rows if row.goal) else 1
+
+
+def _machine() -> str:
+    from executor.environment import environment
+
+    facts = environment(2, cuda=False)
+    return (
+        f"{datetime.now(UTC).date()}, {facts['device']}, {len(os.sched_getaffinity(0))} cores, "
+        f"Python {platform.python_version()}, torch {facts['torch']}. Times are of this machine on that day; ratios are "
+        "of two things measured in turn in one run."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""Predicted and measured step times on this machine's CPU, two ranks.
+
+Rounds alternate: odd ones calibrate, even ones run every plan. The prediction is the median over the calibrations, the
+measurement the median over the steps of all runs, so neither has seen the other's data and both saw the same hours.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.table import Row
+from executor.calibrate import calibrate
+from executor.run import run_job
+from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.program.action import format_table
+from simplan.program.job import Job
+from simplan.program.measurement import Measurement
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.validate.compare import Comparison, compare
+
+__all__ = ["accuracy"]
+
+_NUM_RANKS = 2
+_ROUNDS = 8
+_CALIBRATION_S = 10.0
+_STEPS = 6
+
+_MODELS = (
+    ModelSpec(
+        name="gpt",
+        family="gpt",
+        num_hidden_layers=8,
+        hidden_size=256,
+        num_attention_heads=4,
+        vocab_size=4096,
+        seq_len=128,
+    ),
+    ModelSpec(
+        name="llama",
+        family="llama",
+        num_hidden_layers=6,
+        hidden_size=320,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        intermediate_size=864,
+        vocab_size=4096,
+        seq_len=128,
+    ),
+)
+_PLANS = {
+    "DDP": ParallelPlan(dp_replicate=2, microbatch_size=2),
+    "naive": ParallelPlan(pp=2, schedule="naive", microbatch_size=2),
+    "GPipe": ParallelPlan(pp=2, schedule="gpipe", microbatch_size=2),
+    "1F1B": ParallelPlan(pp=2, schedule="1f1b", microbatch_size=2),
+}
+_TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    model: ModelSpec
+    plan_name: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name} {self.plan_name}"
+
+    def predict(self, calibration: Calibration) -> Prediction:
+        return predict(
+            self.name,
+            self.model,
+            catalogue.cluster("this-machine", num_devices=_NUM_RANKS),
+            _TRAINING,
+            _PLANS[self.plan_name],
+            catalogue.software("torch"),
+            calibration,
+        )
+
+
+def accuracy() -> list[Row]:
+    """One row per model and plan, and their mean."""
+    cases = [_Case(model, name) for model in _MODELS for name in _PLANS]
+    calibrations: list[Calibration] = []
+    runs: dict[_Case, list[Measurement]] = {case: [] for case in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(_ROUNDS):
+            print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)  # noqa: T201 - a benchmark talks
+            if number % 2 == 0:
+                calibrations.append(_calibrate())
+            else:
+                for case in cases:
+                    job = _job(case.predict(calibrations[-1]))
+                    runs[case].append(run_job(job, Path(folder) / f"{number} {case.name}"))
+    rows, errors, structures, held = [], [], [], []
+    for case in cases:
+        predictions = [case.predict(calibration) for calibration in calibrations]
+        predicted_s = [found.step_time_s for found in predictions]
+        measured_s = [seconds for run in runs[case] for seconds in run.step_times_s]
+        middle_s, truth_s = statistics.median(predicted_s), statistics.median(measured_s)
+        error = middle_s / truth_s - 1
+        comparisons = [_compared(found, run) for found, run in zip(predictions, runs[case], strict=True)]
+        errors.append(error)
+        structures += [comparison.structure_equal for comparison in comparisons]
+        held += [comparison.interval_holds for comparison in comparisons]
+        rows.append(
+            Row(
+                f"step time, {case.name}, 2 ranks",
+                "",
+                f"predicted {1e3 * middle_s:.0f} ms ({1e3 * min(predicted_s):.0f} to {1e3 * max(predicted_s):.0f}), "
+                f"measured {1e3 * truth_s:.0f} ms (p10 to p90 {_p10_to_p90(measured_s)}): {error:+.1%}",
+                abs(error) <= 0.1,
+            )
+        )
+    mean = statistics.fmean(abs(error) for error in errors)
+    rows.append(
+        Row(
+            "step time, mean absolute error",
+            "at most 10 %",
+            f"{mean:.1%} (largest {max(map(abs, errors)):.1%})",
+            mean <= 0.1,
+        )
+    )
+    rows.append(
+        Row(
+            "actions and collectives as predicted",
+            "all",
+            f"{sum(structures)} of {len(structures)} runs",
+            all(structures),
+        )
+    )
+    rows.append(
+        Row("measured step inside the predicted 90 % interval", "", f"{sum(held)} of {len(held)} runs", True)
+    )
+    return rows
+
+
+def _calibrate() -> Calibration:
+    shapes = tuple(ShapeRequest(model=model, microbatch_size=2) for model in _MODELS)
+    return calibrate(CalibrationRequest(shapes=shapes, num_ranks=_NUM_RANKS, budget_s=_CALIBRATION_S))
+
+
+def _job(found: Prediction) -> Job:
+    return Job(
+        name=found.name,
+        model=found.model,
+        training=found.training,
+        plan=found.plan,
+        software=found.software,
+        boundaries=found.assignment.boundaries,
+        table=tuple(tuple(row) for row in format_table(found.table)),
+        num_steps=_STEPS,
+        num_warmup_steps=2,
+        profile_memory=False,
+    )
+
+
+def _compared(found: Prediction, run: Measurement) -> Comparison:
+    return compare(found.to_json(), run)
+
+
+def _p10_to_p90(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    tenth = int(0.1 * (len(ordered) - 1))
+    return f"{1e3 * ordered[tenth]:.0f} to {1e3 * ordered[-1 - tenth]:.0f}"

@@ -1,0 +1,101 @@
+"""Closed forms over a grid, exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from benchmarks.table import Row
+from simplan.cost.collectives import ring_all_reduce_s
+from simplan.program.action import ActionKind
+from simplan.program.complete import complete_table
+from simplan.program.footprint import resting_bytes
+from simplan.program.lower import lower
+from simplan.program.partition import assign_stage_layers
+from simplan.program.program import Message, Op
+from simplan.program.schedules import SCHEDULES
+from simplan.sim.engine import simulate
+from simplan.sim.memory import memory_peak
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["closed_forms"]
+
+_GRID = [(p, m) for p in (1, 2, 3, 4, 6, 8, 12, 16) for m in (1, 2, 3, 4, 7, 8, 16, 32, 64)]
+
+
+def closed_forms() -> list[Row]:
+    """Bubbles, microbatches in flight, ring all-reduce, bytes a parameter."""
+    bubbles = flights = 0
+    for p, m in _GRID:
+        for name in ("gpipe", "1f1b"):
+            found_bubble, found_flight = _simulated(name, p, m)
+            bubbles += found_bubble == Fraction(p - 1, m + p - 1)
+            flights += found_flight == [m if name == "gpipe" else min(p - rank, m) for rank in range(p)]
+    total = 2 * len(_GRID)
+    rings = [
+        ring_all_reduce_s(num_bytes, n, 1.0, 0.0) == 2 * (n - 1) * (num_bytes / n)
+        for n in range(2, 65)
+        for num_bytes in (n * 1000, n * 4096)
+    ]
+    bytes_right = [_bytes_per_parameter(*case) == expected for case, expected in _STATES]
+    return [
+        Row("bubble of GPipe and 1F1B, p to 16, m to 64", "(p-1)/(m+p-1)", f"{bubbles} of {total}", bubbles == total),
+        Row("microbatches in flight by stage", "m; min(p-r, m)", f"{flights} of {total}", flights == total),
+        Row("ring all-reduce, 2 to 64 ranks", "2 (n-1)/n x bytes", f"{sum(rings)} of {len(rings)}", all(rings)),
+        Row(
+            "bytes a parameter by optimizer and precision",
+            "16, 16, 18, 8",
+            f"{sum(bytes_right)} of {len(bytes_right)}",
+            all(bytes_right),
+        ),
+    ]
+
+
+_STATES = (
+    ((StateBytes(parameter=4, gradient=4, activation=4, boundary=4), "adamw"), 16),
+    ((StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2), "adam"), 16),
+    ((StateBytes(parameter=2, gradient=4, master=4, activation=2, boundary=2), "adam"), 18),
+    ((StateBytes(parameter=4, gradient=4, activation=4, boundary=4), "sgd"), 8),
+)
+
+
+def _model(p: int) -> ModelSpec:
+    return ModelSpec(
+        family="gpt", num_hidden_layers=p, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
+    )
+
+
+def _software(state: StateBytes) -> SoftwareSpec:
+    return SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1)
+
+
+def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
+    model = _model(4)
+    training = TrainingSpec(global_batch_size=1, precision="fp32", optimizer=optimizer)  # type: ignore[arg-type]
+    resting = resting_bytes(model.layers, training, _software(state), dp=1, receive_bytes=0)
+    return sum(resting.values()) / model.num_parameters
+
+
+def _simulated(name: str, p: int, m: int) -> tuple[Fraction, list[int]]:
+    """Bubble fraction and microbatches in flight, stages equal (F = 1, B = 2) and communication free."""
+    program = lower(
+        _model(p),
+        TrainingSpec(global_batch_size=m, precision="fp32"),
+        ParallelPlan(pp=p),
+        _software(_STATES[0][0][0]),
+        assign_stage_layers([1] * p),
+        complete_table(SCHEDULES[name](p, m)),
+        level=1,
+        fold_replicas=True,
+    )
+
+    def seconds(op: Op) -> float:
+        if isinstance(op.work, Message) or not op.work:
+            return 0.0
+        return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(op.action.kind, 0.0)
+
+    step = Fraction(simulate(program, [seconds(op) for op in program.ops]).step_time_s)
+    flights = [memory_peak(program, rank).activations_in_flight[rank] for rank in program.ranks]
+    return 1 - Fraction(3 * m) / step, flights

@@ -1,0 +1,107 @@
+"""The SimPy engine, memory tracking on, beside a bare SimPy loop over the same actions and sends."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator
+
+from simpy import Environment, Event
+
+from benchmarks.table import Row
+from simplan.program.action import Action, ActionKind, Table
+from simplan.program.complete import complete_table
+from simplan.program.lower import lower
+from simplan.program.partition import assign_stage_layers
+from simplan.program.program import Message, Program
+from simplan.program.schedules import one_f_one_b
+from simplan.sim.engine import simulate
+from simplan.sim.memory import memory_peak
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["engine_speed"]
+
+_P, _M, _ROUNDS = 16, 128, 15
+_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
+_SECONDS = {_F: 1.0, _B: 2.0}
+_SEND_S = 0.1
+
+
+def engine_speed() -> list[Row]:
+    """1F1B of 16 ranks and 128 microbatches: 4,096 actions and 3,840 sends."""
+    compute = one_f_one_b(_P, _M)
+    program = _program(complete_table(compute))
+    durations_s = [
+        _SEND_S if isinstance(op.work, Message) else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0
+        for op in program.ops
+    ]
+
+    def engine() -> None:
+        simulate(program, durations_s)
+        for rank in program.ranks:
+            memory_peak(program, rank)
+
+    ratios, ours_s, bare_s = [], [], []
+    for _ in range(_ROUNDS):  # in turn, so that both see the same machine
+        bare_s.append(_time(lambda: _bare(compute)))
+        ours_s.append(_time(engine))
+        ratios.append(ours_s[-1] / bare_s[-1])
+    ratio = statistics.median(ratios)
+    return [
+        Row(
+            "SimPy engine over a bare SimPy loop, 1F1B p=16 m=128, memory on",
+            "at most 2.5",
+            f"{ratio:.2f} (of {_ROUNDS} rounds {min(ratios):.2f} to {max(ratios):.2f}; "
+            f"{1e3 * statistics.median(ours_s):.0f} ms over {1e3 * statistics.median(bare_s):.0f} ms)",
+            ratio <= 2.5,
+        )
+    ]
+
+
+def _time(run: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
+
+
+def _bare(compute: Table) -> None:
+    """One process a rank, one timeout an action, one process with a timeout and an event a send. Nothing else."""
+    env = Environment()
+    arrived = {action: Event(env) for row in compute for action in row}
+
+    def rank(row: tuple[Action, ...]) -> Generator[Event, object, None]:
+        for action in row:
+            stage, kind, microbatch = action
+            source, target = (stage - 1, stage + 1) if kind is _F else (stage + 1, stage - 1)
+            if 0 <= source < _P:
+                yield arrived[action]
+            yield env.timeout(_SECONDS[kind])
+            if 0 <= target < _P:
+                env.process(send(arrived[Action(target, kind, microbatch)]))
+
+    def send(arrival: Event) -> Generator[Event, object, None]:
+        yield env.timeout(_SEND_S)
+        arrival.succeed()
+
+    for row in compute:
+        env.process(rank(row))
+    env.run()
+
+
+def _program(table: Table) -> Program:
+    state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
+    return lower(
+        ModelSpec(
+            family="gpt", num_hidden_layers=_P, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
+        ),
+        TrainingSpec(global_batch_size=_M, precision="fp32"),
+        ParallelPlan(pp=_P),
+        SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
+        assign_stage_layers([1] * _P),
+        table,
+        level=1,
+        fold_replicas=True,
+    )

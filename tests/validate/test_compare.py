@@ -1,0 +1,124 @@
+"""Comparisons against a measurement made by hand from the prediction itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.errors import SpecError
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.program.action import Action, ActionKind, format_table
+from simplan.program.job import Job
+from simplan.program.measurement import MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.program.timeline import SpanKind
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB
+from simplan.validate.compare import compare
+from simplan.validate.measured import measured_timeline, predicted_timeline
+
+
+
+@pytest.fixture(scope="module")
+def prediction() -> Prediction:
+    plan = ParallelPlan(pp=2)
+    model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 4, "tied_embeddings": False})
+    cluster = catalogue.cluster("dgx-h100", num_devices=2)
+    return predict("test", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
+
+
+def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measurement:
+    """A measurement in which every action took ``factor`` times as long as predicted, at ``factor`` times its start."""
+    timed = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
+    ranks = []
+    for rank in range(2):
+        spans = [s for s in found.timeline.spans if s.rank == rank and s.stream == "compute"]
+        actions = []
+        for text in format_table(found.table)[rank]:
+            own = [s for s in spans if s.action == text]
+            kind = Action.parse(text).kind
+            if kind in timed:
+                optim = kind is ActionKind.OPTIM
+                actions.append(
+                    MeasuredSpan(
+                        action=text,
+                        kind=SpanKind.OPTIMIZER if optim else SpanKind.COMPUTE,
+                        start_s=factor * min(s.start_s for s in own),
+                        end_s=factor * max(s.end_s for s in own),
+                    )
+                )
+        memory = PeakMemory(allocated_bytes=3 * GIB, device_bytes=(5 + rank) * GIB)
+        ranks.append(RankMeasurement(rank=rank, peak_memory=memory, actions=tuple(actions), collectives=()))
+    job = Job(
+        name="test",
+        model=found.model,
+        training=found.training,
+        plan=found.plan,
+        software=found.software,
+        boundaries=found.assignment.boundaries,
+        table=tuple(tuple(row) for row in format_table(found.table)),
+    )
+    step_s = factor * found.step_time_s
+    fields: dict[str, Any] = {
+        "job": job,
+        "step_times_s": (0.9 * step_s, step_s, step_s, step_s, 1.1 * step_s),
+        "ranks": tuple(ranks),
+    }
+    return Measurement(**(fields | changes))
+
+
+def test_a_run_as_predicted_has_no_error(prediction: Prediction) -> None:
+    found = compare(prediction.to_json(), measure(prediction))
+    step = found.rows[0]
+    assert (step.name, step.signed_error) == ("step time", pytest.approx(0.0, abs=1e-12))
+    assert found.structure_equal
+    assert found.interval_holds
+    assert found.unexplained_s == pytest.approx(0.0, abs=1e-12)
+    assert {r.name for r in found.rows} >= {"F of stage 0", "B of stage 1", "OPTIM of stage 0"}
+
+
+def test_errors_are_signed_and_relative_to_the_measurement(prediction: Prediction) -> None:
+    """Twice as slow as predicted: every error is -50 %, whatever the part."""
+    found = compare(prediction.to_json(), measure(prediction, factor=2.0))
+    timed = [row for row in found.rows if row.unit == "s"]
+    assert [row.signed_error for row in timed] == pytest.approx([-0.5] * len(timed))
+    assert found.rows[0].within_spread is False
+    assert not found.interval_holds
+
+
+def test_memory_rows_are_of_the_rank_that_needed_most(prediction: Prediction) -> None:
+    rows = {r.name: r for r in compare(prediction.to_json(), measure(prediction)).rows}
+    assert rows["peak memory, device, rank 1"].measured == 6.0
+    assert rows["peak memory, device, rank 1"].predicted == prediction.memory[1].device_bytes / GIB
+    assert not any("reserved" in name for name in rows)
+
+
+def test_another_order_of_actions_is_noticed(prediction: Prediction) -> None:
+    measured = measure(prediction)
+    first = measured.ranks[0]
+    swapped = first.model_copy(update={"actions": (first.actions[1], first.actions[0], *first.actions[2:])})
+    ran = measured.model_copy(update={"ranks": (swapped, measured.ranks[1])})
+    assert not compare(prediction.to_json(), ran).structure_equal
+
+
+def test_another_job_is_refused(prediction: Prediction) -> None:
+    other = measure(prediction)
+    changed = other.job.model_copy(update={"training": TrainingSpec(global_batch_size=8)})
+    with pytest.raises(SpecError, match="training: differs between prediction and measurement"):
+        compare(prediction.to_json(), other.model_copy(update={"job": changed}))
+
+
+def test_a_run_that_ended_before_its_first_steady_step_is_refused(prediction: Prediction) -> None:
+    failed = measure(prediction, step_times_s=(), complete=False, failure="rank 1 was killed by signal 9")
+    with pytest.raises(SpecError, match="holds no steady step \\(rank 1 was killed by signal 9\\)"):
+        compare(prediction.to_json(), failed)
+
+
+def test_timelines_survive_the_file(prediction: Prediction) -> None:
+    assert predicted_timeline(prediction.to_json()) == prediction.timeline
+    measured = measured_timeline(measure(prediction))
+    predicted_compute = {(s.rank, s.action) for s in prediction.timeline.spans if s.stream == "compute"}
+    assert {(s.rank, s.action) for s in measured.spans} == predicted_compute
