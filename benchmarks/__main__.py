@@ -44,8 +44,8 @@ def _machine() -> str:
     facts = environment(2, cuda=False)
     return (
         f"{datetime.now(UTC).date()}, {facts['device']}, {len(os.sched_getaffinity(0))} cores, "
-        f"Python {platform.python_version()}, torch {facts['torch']}. Times are of this machine on that day; ratios are "
-        "of two things measured in turn in one run."
+        f"Python {platform.python_version()}, torch {facts['torch']}. "
+        "Times are of this machine on that day; ratios are of two things measured in turn in one run."
     )
 
 

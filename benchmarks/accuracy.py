@@ -92,7 +92,7 @@ def accuracy() -> list[Row]:
     runs: dict[_Case, list[Measurement]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(_ROUNDS):
-            print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)  # noqa: T201 - a benchmark talks
+            print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)
             if number % 2 == 0:
                 calibrations.append(_calibrate())
             else:
@@ -136,9 +136,7 @@ def accuracy() -> list[Row]:
             all(structures),
         )
     )
-    rows.append(
-        Row("measured step inside the predicted 90 % interval", "", f"{sum(held)} of {len(held)} runs", True)
-    )
+    rows.append(Row("measured step inside the predicted 90 % interval", "", f"{sum(held)} of {len(held)} runs", True))
     return rows
 
 

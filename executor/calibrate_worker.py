@@ -16,8 +16,8 @@ from executor.environment import environment
 from executor.heartbeat import Heartbeat, RankState
 from executor.layer_timing import time_layers
 from executor.link_timing import time_links
-from executor.memory import peak_memory
 from executor.matmul_timing import time_matmuls
+from executor.memory import peak_memory
 from executor.rank import live_as_rank
 from executor.worker import start_rank, use_device
 from simplan.cost.calibration import (

@@ -95,11 +95,11 @@ class _LayerBench:
         inputs = [self._input() for _ in self._copies]
         outputs: list[Tensor] = []
         for copy, x in zip(self._copies, inputs, strict=True):
-            self._seconds["forward"].append(self._watch(lambda copy=copy, x=x: outputs.append(self._forward(copy, x))))
+            self._seconds["forward"].append(self._watch(self._forward, copy, x, outputs))
         gradients = [None if y.dim() == 0 else torch.randn_like(y) for y in outputs]
         while outputs:
             y, gradient = outputs.pop(), gradients.pop()
-            self._seconds["backward"].append(self._watch(lambda y=y, g=gradient: torch.autograd.backward(y, g)))
+            self._seconds["backward"].append(self._watch(torch.autograd.backward, y, gradient))
             del y, gradient
             inputs.pop()
         share = 1 / len(self._copies)
@@ -125,9 +125,9 @@ class _LayerBench:
             return self._tokens
         return self._hidden.clone().requires_grad_()
 
-    def _forward(self, copy: nn.Module, x: Tensor) -> Tensor:
+    def _forward(self, copy: nn.Module, x: Tensor, outputs: list[Tensor]) -> None:
         y: Tensor = copy(x)
-        return cross_entropy(y, self._targets) if self._layer.kind is LayerKind.HEAD else y
+        outputs.append(cross_entropy(y, self._targets) if self._layer.kind is LayerKind.HEAD else y)
 
     def _scale(self) -> None:
         for parameter in self._parameters:

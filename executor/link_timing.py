@@ -42,7 +42,7 @@ def time_links(num_ranks: int, device: torch.device, keep_going: Callable[[int],
         for num_bytes, buffer in buffers.items():
             for size, group in groups.items():
                 together()
-                seconds = watch(lambda buffer=buffer, group=group: dist.all_reduce(buffer, group=group))
+                seconds = watch(dist.all_reduce, buffer, group=group)
                 all_reduces[size, num_bytes].append(seconds)
             together()
             if pair is not None:

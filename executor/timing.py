@@ -19,12 +19,12 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
-    def __call__(self, run: Callable[[], object]) -> float:
-        """Seconds that ``run`` takes."""
+    def __call__(self, run: Callable[..., object], *args: object, **kwargs: object) -> float:
+        """Seconds that ``run(*args, **kwargs)`` takes."""
         if self._cuda:
             torch.cuda.synchronize()
         start_s = time.perf_counter()
-        run()
+        run(*args, **kwargs)
         if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start_s

@@ -218,9 +218,7 @@ def _deviation_s(program: Program, pricing: Pricing, cores: CoreUse | None, step
     for kind in kinds:
         moved = [
             duration_s + (deviation_s if op.kind is kind else 0.0)
-            for op, duration_s, deviation_s in zip(
-                program.ops, pricing.durations_s, pricing.deviations_s, strict=True
-            )
+            for op, duration_s, deviation_s in zip(program.ops, pricing.durations_s, pricing.deviations_s, strict=True)
         ]
         variance += (simulate(program, moved, cores).step_time_s - step_time_s) ** 2
     return float(variance**0.5)
@@ -232,9 +230,7 @@ def _written_out(program: Program, mapping: RankMapping, rank: int) -> int:
     return mapping.rank(pp_rank, dp_rank if program.num_replicas == 1 else 0)
 
 
-def _memory(
-    program: Program, mapping: RankMapping, cluster: ClusterSpec, context_bytes: int
-) -> tuple[RankMemory, ...]:
+def _memory(program: Program, mapping: RankMapping, cluster: ClusterSpec, context_bytes: int) -> tuple[RankMemory, ...]:
     found = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)
@@ -250,9 +246,7 @@ def _memory(
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
         )
-    return tuple(
-        replace(found[_written_out(program, mapping, rank)], rank=rank) for rank in range(mapping.world_size)
-    )
+    return tuple(replace(found[_written_out(program, mapping, rank)], rank=rank) for rank in range(mapping.world_size))
 
 
 def _idle_fraction(spans: Timeline, ranks: tuple[int, ...]) -> float:

@@ -20,8 +20,6 @@ __all__ = ["Prediction", "RankMemory", "Term"]
 PREDICTION_SCHEMA_VERSION = 1
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Memory of one rank at its worst instant.

@@ -100,11 +100,23 @@ def test_tied_embeddings_cost_an_all_reduce_between_the_ends() -> None:
 )
 def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b: int, m: int) -> None:
     """What is sent is received; every gradient is reduced once; folding a replica changes nothing."""
-    model = GPT2.model_copy(update={"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 4,
-                                    "num_key_value_heads": 4, "head_dim": 24, "intermediate_size": 384,
-                                    "vocab_size": 500, "seq_len": 32})
+    model = GPT2.model_copy(
+        update={
+            "num_hidden_layers": 4,
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "intermediate_size": 384,
+            "vocab_size": 500,
+            "seq_len": 32,
+        }
+    )
     plan = ParallelPlan(
-        pp=p, dp_replicate=dp, microbatch_size=b, schedule=schedule if p > 1 else "none"  # type: ignore[arg-type]
+        pp=p,
+        dp_replicate=dp,
+        microbatch_size=b,
+        schedule=schedule if p > 1 else "none",  # type: ignore[arg-type]
     )
     found = ask(plan, batch=b * m * dp, model=model)
     program = build_program(found, level=2)
@@ -113,9 +125,7 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     assert sorted(map(str, sent)) == sorted(map(str, received))
     assert len(sent) == 2 * m * (p - 1) * dp
     assert all(isinstance(w, Message) and w.num_bytes == b * 32 * 96 * 2 for w in sent)
-    reduced = sum(
-        op.work.num_bytes for op in program.ops if isinstance(op.work, Message) and op.stream == "grad"
-    )
+    reduced = sum(op.work.num_bytes for op in program.ops if isinstance(op.work, Message) and op.stream == "grad")
     held = sum(rank.by_category[MemoryCategory.GRADIENTS] for rank in found.memory)
     assert reduced == (held if dp > 1 else 0)
     folded = build_program(found, level=2, fold_replicas=True)

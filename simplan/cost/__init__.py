@@ -1,1 +1,1 @@
-
+"""How long work takes, and how sure that is."""

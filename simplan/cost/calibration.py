@@ -26,6 +26,9 @@ __all__ = [
 TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 
+_Timing = TypeVar("_Timing", bound=Spec)
+
+
 class Sample(Spec):
     """Repeated timings of one thing.
 
@@ -101,9 +104,6 @@ class CommunicationTiming(Spec):
     seconds: Sample
 
 
-_Timing = TypeVar("_Timing", LayerTiming, MatmulTiming, CommunicationTiming)
-
-
 class ShapeRequest(Spec):
     """A model whose layers are to be timed at one microbatch size."""
 
@@ -159,18 +159,21 @@ class Calibration(Spec):
 
     def merged(self, newer: Calibration) -> Calibration:
         """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts."""
-
-        def merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset[str]) -> tuple[_Timing, ...]:
-            def identity(timing: _Timing) -> str:
-                return str({k: v for k, v in timing.__dict__.items() if k not in values})
-
-            return tuple({identity(timing): timing for timing in (*old, *new)}.values())
-
         layer_values = frozenset({"forward_s", "backward_s", "optimizer_s", "scale_s"})
+        seconds = frozenset({"seconds"})
         return newer.model_copy(
             update={
-                "layers": merge(self.layers, newer.layers, layer_values),
-                "matmuls": merge(self.matmuls, newer.matmuls, frozenset({"seconds"})),
-                "communication": merge(self.communication, newer.communication, frozenset({"seconds"})),
+                "layers": _merge(self.layers, newer.layers, layer_values),
+                "matmuls": _merge(self.matmuls, newer.matmuls, seconds),
+                "communication": _merge(self.communication, newer.communication, seconds),
             }
         )
+
+
+def _merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset[str]) -> tuple[_Timing, ...]:
+    """Both, one of each identity: all fields but ``values`` tell what was timed."""
+
+    def identity(timing: _Timing) -> str:
+        return repr([(name, getattr(timing, name)) for name in type(timing).model_fields if name not in values])
+
+    return tuple({identity(timing): timing for timing in (*old, *new)}.values())

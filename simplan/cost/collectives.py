@@ -52,9 +52,7 @@ def message_price(message: Message, cluster: ClusterSpec) -> Price:
         link = _link(cluster, crosses=len(nodes) > 1)
         rate = link.bytes_per_s * LINK_EFFICIENCY
         seconds = send_s(message.num_bytes, rate, link.latency_s)
-        formula = (
-            f"{format_time(link.latency_s)} + {format_bytes(message.num_bytes)} / {format_rate(rate)} ({link.id})"
-        )
+        formula = f"{format_time(link.latency_s)} + {format_bytes(message.num_bytes)} / {format_rate(rate)} ({link.id})"
     elif len(nodes) == 1:
         link = _link(cluster, crosses=False)
         rate = link.bytes_per_s * LINK_EFFICIENCY

@@ -1,1 +1,1 @@
-
+"""Models and plans in other tools' formats."""

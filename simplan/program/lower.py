@@ -118,9 +118,7 @@ class _Shared:
             footprints[0] = first._replace(activations=first.activations - first.input_bytes)
         self.boundary_bytes = model.layers[0].output_elements * plan.microbatch_size * self.state.boundary
         self.tied_bytes = sum(
-            p.num_elements * self.state.gradient
-            for p in model.layers[-1].parameters
-            if p.name in model.layers[-1].tied
+            p.num_elements * self.state.gradient for p in model.layers[-1].parameters if p.name in model.layers[-1].tied
         )
         self.resting = [self._resting(rank, training) for rank in range(len(table))]
         if not software.grad_overlap:

@@ -1,1 +1,1 @@
-
+"""When everything happens, and what memory is held meanwhile."""

@@ -86,9 +86,7 @@ class _Run:
         self.absent = {meeting: len(members) for meeting, members in self.members.items()}
         self.gates: dict[int, Event] = {}
         self.cores = cores
-        self.nodes = (
-            {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
-        )
+        self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
 
     def stream(self, indices: Sequence[int]) -> _Process:
         """Walks the operations of one stream."""
@@ -157,7 +155,5 @@ def timeline(program: Program, times: Times) -> Timeline:
             num_bytes = op.work.num_bytes
             if op.work.kind == "send":
                 peer = next(rank for rank in op.work.ranks if rank != op.rank)
-        spans.append(
-            Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)
-        )
+        spans.append(Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer))
     return Timeline(tuple(spans), len(program.ranks), times.step_time_s)

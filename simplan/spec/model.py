@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,10 @@ class ModelSpec(Spec):
     max_position_embeddings: Count = Field(le=10**8)
     tied_embeddings: bool
     sources: dict[str, str] = Field(default_factory=dict)
+
+    if TYPE_CHECKING:  # fields without a default may be left out when others imply them
+
+        def __init__(self, **fields: Any) -> None: ...
 
     @model_validator(mode="before")
     @classmethod

@@ -6,41 +6,19 @@ torch's own accounting; parameter counts are compared with the published ones.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from simplan.spec.layer import Attention, Gemm, LayerKind, LayerSpec, Lookup, ParameterSpec, Pointwise, Saved
 
-__all__ = ["TransformerShape", "gpt_layers", "llama_layers"]
+if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
+    from simplan.spec.model import ModelSpec
+
+__all__ = ["gpt_layers", "llama_layers"]
 
 _LOSS_BYTES = 4  # the cross-entropy runs in fp32 whatever the precision
 
 
-class TransformerShape(Protocol):
-    """The shape a builder needs; ``ModelSpec`` has it."""
-
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def tied_embeddings(self) -> bool: ...
-
-
-def gpt_layers(model: TransformerShape) -> tuple[LayerSpec, ...]:
+def gpt_layers(model: ModelSpec) -> tuple[LayerSpec, ...]:
     """The GPT-2 architecture: (LayerNorm, attention, LayerNorm, GELU MLP) blocks with biases, learned positions."""
     s, h = model.seq_len, model.hidden_size
     embedding = LayerSpec(
@@ -60,7 +38,7 @@ def gpt_layers(model: TransformerShape) -> tuple[LayerSpec, ...]:
     return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
 
 
-def llama_layers(model: TransformerShape) -> tuple[LayerSpec, ...]:
+def llama_layers(model: ModelSpec) -> tuple[LayerSpec, ...]:
     """The Llama architecture: (RMSNorm, rotary attention, RMSNorm, gated SiLU MLP) blocks without biases."""
     s, h = model.seq_len, model.hidden_size
     embedding = LayerSpec(
@@ -77,11 +55,11 @@ def llama_layers(model: TransformerShape) -> tuple[LayerSpec, ...]:
     return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
 
 
-def _attention_core(model: TransformerShape) -> Attention:
+def _attention_core(model: ModelSpec) -> Attention:
     return Attention(model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.seq_len)
 
 
-def _gpt_block(model: TransformerShape) -> LayerSpec:
+def _gpt_block(model: ModelSpec) -> LayerSpec:
     s, h, i = model.seq_len, model.hidden_size, model.intermediate_size
     q = model.num_attention_heads * model.head_dim
     kv = model.num_key_value_heads * model.head_dim
@@ -133,7 +111,7 @@ def _gpt_block(model: TransformerShape) -> LayerSpec:
     )
 
 
-def _llama_block(model: TransformerShape) -> LayerSpec:
+def _llama_block(model: ModelSpec) -> LayerSpec:
     s, h, i = model.seq_len, model.hidden_size, model.intermediate_size
     q = model.num_attention_heads * model.head_dim
     kv = model.num_key_value_heads * model.head_dim
@@ -190,7 +168,7 @@ def _llama_block(model: TransformerShape) -> LayerSpec:
     )
 
 
-def _head(model: TransformerShape, family: str, *, norm_bias: bool) -> LayerSpec:
+def _head(model: ModelSpec, family: str, *, norm_bias: bool) -> LayerSpec:
     """Final norm, output projection and cross-entropy."""
     s, h, v = model.seq_len, model.hidden_size, model.vocab_size
     norm = [ParameterSpec("norm.weight", (h,))]

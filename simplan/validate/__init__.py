@@ -1,1 +1,1 @@
-
+"""Predictions beside measurements."""

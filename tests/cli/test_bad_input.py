@@ -28,7 +28,7 @@ MISTAKES = {
     "wrong type": ("num_hidden_layers: 4", "num_hidden_layers: four", ":2:", 'model.num_hidden_layers = "four"'),
     "number as text": ("global_batch_size: 8", 'global_batch_size: "8"', ":4:", "training.global_batch_size"),
     "true as a number": ("global_batch_size: 8", "global_batch_size: true", ":4:", "training.global_batch_size"),
-    "plan does not divide": ("schedule: gpipe", "microbatch_size: 3", ":5:", "plan.microbatch_size"),
+    "plan does not divide": ("schedule: gpipe", "microbatch_size: 3", ":4:", "must be a multiple of"),
     "degrees do not give the devices": ("pp: 2", "pp: 3", ":5:", "plan"),
     "negative": ("hidden_size: 64", "hidden_size: -64", ":2:", "model.hidden_size = -64"),
     "infinite": ("hidden_size: 64", "hidden_size: .inf", ":2:", "model.hidden_size"),

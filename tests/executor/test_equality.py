@@ -18,7 +18,8 @@ def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, t
     """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then AdamW."""
     model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    num_samples, size = job.training.global_batch_size, job.plan.microbatch_size
+    num_samples = job.training.global_batch_size
+    num_parts = num_samples // job.plan.microbatch_size
     losses, gradients = [], []
     for step in range(num_steps):
         tokens, targets = make_batch(
@@ -29,7 +30,9 @@ def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, t
             first_sample=0,
             num_samples=num_samples,
         )
-        parts = [cross_entropy(model(x), y) for x, y in zip(tokens.split(size), targets.split(size), strict=True)]
+        parts = [
+            cross_entropy(model(x), y) for x, y in zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True)
+        ]
         loss = torch.stack(parts).mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -19,9 +19,7 @@ from simplan.spec.training import TrainingSpec
 from simplan.units import KIB
 from simplan.validate.compare import compare
 
-GPT = ModelSpec(
-    family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16
-)
+GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
 LLAMA = ModelSpec(
     family="llama",
     num_hidden_layers=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,7 +83,8 @@ def test_gradients_complete_in_the_order_of_the_layers(family: str, tied: bool, 
     stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
     order: list[str] = []
     for name, parameter in stage.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        hook = partial(lambda name, _: order.append(name), name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     batch = torch.randint(spec.vocab_size, (2, BATCH, spec.seq_len))
     cross_entropy(stage(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
     wanted = []

@@ -18,7 +18,11 @@ GPT2 = ModelSpec(
 
 def software(state: StateBytes, **changes: bool) -> SoftwareSpec:
     return SoftwareSpec(
-        id="test", state_bytes={"bf16": state}, bucket_bytes=1, first_bucket_bytes=1, **changes  # type: ignore[arg-type]
+        id="test",
+        state_bytes={"bf16": state},
+        bucket_bytes=1,
+        first_bucket_bytes=1,
+        **changes,  # type: ignore[arg-type]
     )
 
 
@@ -43,9 +47,7 @@ def test_bytes_per_parameter(state: StateBytes, optimizer: str, bytes_per_parame
 def test_buckets_beside_the_gradients_cost_another_copy() -> None:
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
     training = TrainingSpec(global_batch_size=8, precision="bf16")
-    apart = resting_bytes(
-        GPT2.layers, training, software(state, gradient_as_bucket_view=False), dp=2, receive_bytes=0
-    )
+    apart = resting_bytes(GPT2.layers, training, software(state, gradient_as_bucket_view=False), dp=2, receive_bytes=0)
     assert apart[MemoryCategory.BUFFERS] == 4 * 124_439_808
 
 

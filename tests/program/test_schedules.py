@@ -47,7 +47,9 @@ def test_order_is_torchs(name: str, p: int, m: int) -> None:
     schedule._num_stages, schedule._n_microbatches = p, m
     order = schedule._get_pipeline_order()
     for rank in range(p if name == "gpipe" else p - 1):
-        assert [str(a) for a in order[rank] if a is not None and a.microbatch_index is not None] == [str(a) for a in SCHEDULES[name](p, m)[rank]]
+        assert [str(a) for a in order[rank] if a is not None and a.microbatch_index is not None] == [
+            str(a) for a in SCHEDULES[name](p, m)[rank]
+        ]
 
 
 def test_1f1b_of_four_ranks_as_published() -> None:

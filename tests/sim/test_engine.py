@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -128,7 +129,7 @@ def test_shares_sum_to_the_step_and_streams_keep_their_order(compute: Table, sen
         assert split.total_s == pytest.approx(times.step_time_s, rel=1e-12)
         assert min(split.compute_s, split.exposed_communication_s, split.wait_s + 1e-9) >= 0
     for indices in found.streams.values():
-        for before, after in zip(indices, indices[1:], strict=False):
+        for before, after in pairwise(indices):
             assert times.end_s[before] <= times.start_s[after]
     for i, (start_s, end_s) in enumerate(zip(times.start_s, times.end_s, strict=True)):
         assert end_s - start_s == pytest.approx(given_s[i])

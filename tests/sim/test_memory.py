@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.program.action import Table
-from simplan.program.footprint import layer_footprint
+from simplan.program.footprint import LayerFootprint, layer_footprint
 from simplan.program.program import MemoryCategory
 from simplan.program.schedules import gpipe, naive, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, memory_trace
+from simplan.spec.model import ModelSpec
 from tests.program.tables import compute_tables
 from tests.sim.test_engine import SOFTWARE, durations, program
 
@@ -37,9 +38,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(p: int, m: int) -> 
         assert peak.by_category[MemoryCategory.BUFFERS] >= 2 * m * BOUNDARY_BYTES
 
 
-def _block():  # type: ignore[no-untyped-def]
-    from simplan.spec.model import ModelSpec
-
+def _block() -> LayerFootprint:
     model = ModelSpec(
         family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16
     )

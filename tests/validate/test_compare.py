@@ -21,7 +21,6 @@ from simplan.validate.compare import compare
 from simplan.validate.measured import measured_timeline, predicted_timeline
 
 
-
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
     plan = ParallelPlan(pp=2)
@@ -73,7 +72,8 @@ def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measureme
 def test_a_run_as_predicted_has_no_error(prediction: Prediction) -> None:
     found = compare(prediction.to_json(), measure(prediction))
     step = found.rows[0]
-    assert (step.name, step.signed_error) == ("step time", pytest.approx(0.0, abs=1e-12))
+    assert step.name == "step time"
+    assert step.signed_error == pytest.approx(0.0, abs=1e-12)
     assert found.structure_equal
     assert found.interval_holds
     assert found.unexplained_s == pytest.approx(0.0, abs=1e-12)

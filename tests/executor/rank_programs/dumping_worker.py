@@ -47,5 +47,5 @@ def all_reduced_elements(trace: profile) -> list[int]:
 
 
 if __name__ == "__main__":
-    executor.worker.Trainer = DumpingTrainer  # type: ignore[misc]
+    executor.worker.Trainer = DumpingTrainer  # type: ignore[assignment, attr-defined]
     executor.worker.main(sys.argv[1:])

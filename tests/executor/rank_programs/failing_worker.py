@@ -28,5 +28,5 @@ class FailingRecorder(Recorder):
 
 
 if __name__ == "__main__":
-    executor.worker.Recorder = FailingRecorder  # type: ignore[misc]
+    executor.worker.Recorder = FailingRecorder  # type: ignore[attr-defined]
     executor.worker.main(sys.argv[1:])

@@ -1,0 +1,180 @@
+"""Commands that need no ranks: what they print, what they write, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from xml.etree import ElementTree
+
+import pytest
+
+import simplan as package
+
+Simplan = Callable[..., "CompletedProcess[str]"]
+
+
+def test_version_and_help(simplan: Simplan) -> None:
+    assert simplan("--version").stdout == f"simplan {package.__version__}\n"
+    for args in ((), ("--help",), ("predict", "-h")):
+        result = simplan(*args)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith("Usage: simplan")
+
+
+def test_predict_prints_the_verdict_first(simplan: Simplan, scenario: Path) -> None:
+    result = simplan("predict", scenario)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("small: fits: rank ")
+    for word in ("step time", "MFU", "dense bf16 peak", "Where each rank's step goes", "Peak memory per rank", "Next"):
+        assert word in result.stdout
+    assert "\033" not in result.stdout, "no colour off a terminal"
+
+
+def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path) -> None:
+    scenario.write_text(
+        "model: {preset: gpt3-175b}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 8}\n"
+        "plan: {dp_replicate: 8}\n"
+    )
+    result = simplan("predict", scenario)
+    assert result.returncode == 0
+    assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
+
+
+def test_predict_json_is_one_document_and_the_file_is_the_same(
+    simplan: Simplan, scenario: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "out.json"
+    result = simplan("predict", scenario, "--json", "-o", file)
+    document = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert document == json.loads(file.read_text())
+    assert document["schema_version"] == 1
+    low_s, high_s = document["step_time_interval_s"]
+    assert low_s < document["step_time_s"] < high_s
+    assert set(document["peak_memory_gib"]) == {"allocated", "reserved", "device"}
+    for rank in document["ranks"]:
+        assert sum(rank["split"].values()) == pytest.approx(document["step_time_s"])
+    assert {"fits", "worst_rank", "tokens_per_s_per_device", "mfu"} <= document.keys()
+
+
+def test_trace_and_predict_write_the_same_trace(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    result = simplan("trace", scenario, "-o", first)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert "perfetto" in result.stderr
+    simplan("predict", scenario, "--trace", second)
+    document = json.loads(first.read_text())
+    assert document == json.loads(second.read_text())
+    assert {event["pid"] for event in document["traceEvents"]} == {0, 1}
+    assert {"X", "M", "s", "f", "C"} == {event["ph"] for event in document["traceEvents"]}
+    last_us = max(e["ts"] + e["dur"] for e in document["traceEvents"] if e["ph"] == "X")
+    assert last_us / 1e6 == pytest.approx(document["otherData"]["step_time_s"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["devices", "links", "clusters", "models", "software", "schedules", "metrics"])
+def test_show_lists_and_details(kind: str, simplan: Simplan) -> None:
+    listed = json.loads(simplan("show", kind, "--json").stdout)["entries"]
+    text = simplan("show", kind).stdout.splitlines()
+    assert len(text) == len(listed) + 1
+    name = listed[0]["name"]
+    assert text[1].startswith(name)
+    assert name in simplan("show", kind, name).stdout
+    assert json.loads(simplan("show", kind, name, "--json").stdout)["entry"]
+
+
+def test_show_tells_sources(simplan: Simplan) -> None:
+    text = simplan("show", "devices", "h100-sxm-80gb").stdout
+    assert "Sources\n" in text
+    assert "  memory_bytes: " in text
+
+
+def test_check_passes_fails_and_refuses(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    assert simplan("check", tmp_path).returncode == 0
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(scenario.read_text().replace("value: 8", "value: 9"))
+    failed = simplan("check", tmp_path)
+    assert failed.returncode == 1
+    assert "line 7: num_microbatches is 8, expected 9" in failed.stdout
+    bad = tmp_path / "sub" / "bad.yml"
+    bad.parent.mkdir()
+    bad.write_text("nothing: here\n")
+    refused = simplan("check", tmp_path, "--json")
+    assert refused.returncode == 2
+    totals = json.loads(refused.stdout)["totals"]
+    assert (totals["passed"], totals["failed"]) == (3, 1)
+    assert totals["error"] >= 1
+
+
+def test_check_writes_junit_and_annotations(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    scenario.write_text(scenario.read_text().replace("value: 8", "value: 9"))
+    junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
+    result = simplan("check", scenario, "--junit", junit, "--github", env={"GITHUB_STEP_SUMMARY": str(summary)})
+    assert f"::error file={scenario},line=7,title=simplan check%3A num_microbatches::" in result.stdout
+    assert ElementTree.parse(junit).getroot().get("failures") == "1"
+    assert "| num_microbatches | failed |" in summary.read_text()
+
+
+def test_check_skips_this_machine_without_a_calibration(simplan: Simplan, scenario: Path) -> None:
+    scenario.write_text(
+        scenario.read_text().replace("dgx-h100", "this-machine").replace("{global", "{precision: fp32, global")
+    )
+    result = simplan("check", scenario)
+    assert result.returncode == 0
+    assert "skipped: needs this machine's calibration" in result.stdout
+
+
+def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, scenario: Path) -> None:
+    wrong = scenario.read_text() + (
+        "  # the next one is a regression value\n"
+        "  - metric: activations_in_flight\n"
+        "    value: 3   # blessed once\n"
+        "    why: blessed\n"
+    )
+    wrong = wrong.replace("value: 8", "value: 9")
+    scenario.write_bytes(wrong.replace("\n", "\r\n").encode())
+    result = simplan("check", scenario, "--bless")
+    assert result.returncode == 1, "the derived value stays wrong"
+    assert f"{scenario}:10: activations_in_flight: 3 -> 8" in result.stderr
+    assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(scenario: Path, environment: dict[str, str]) -> None:
+    command = f"{sys.executable} -m simplan predict {scenario} --json | head -c 10; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_without_torch_predicting_works_and_running_names_the_extra(
+    simplan: Simplan, scenario: Path, tmp_path: Path
+) -> None:
+    # an interpreter start-up file that hides torch, as on a machine that never installed it
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide" / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
+    )
+    hidden = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "hide"), str(Path(__file__).resolve().parents[2])])}
+    assert simplan("predict", scenario, env=hidden).returncode == 0
+    for args in (("calibrate",), ("demo", "-o", tmp_path / "demo")):
+        result = simplan(*args, env=hidden)
+        assert result.returncode == 2
+        assert 'pip install "simplan[executor]"' in result.stderr
+
+
+def test_a_bug_is_a_sentence_too(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    (tmp_path / "break").mkdir()
+    (tmp_path / "break" / "sitecustomize.py").write_text(
+        "import simplan.scenario as s\ndef broken(path): raise TypeError('oops')\ns.load_scenario = broken\n"
+    )
+    broken = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "break"), str(Path(__file__).resolve().parents[2])])}
+    result = simplan("predict", scenario, env=broken)
+    assert result.returncode == 70
+    assert "Traceback" not in result.stderr
+    assert "this is a bug of simplan (TypeError: oops)" in result.stderr

@@ -1,0 +1,104 @@
+"""Running for real on two ranks: calibrate, run, compare, and what happens when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+Simplan = Callable[..., "CompletedProcess[str]"]
+
+SCENARIO = """\
+name: tiny run
+model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
+cluster: {preset: this-machine, num_devices: 2}
+training: {global_batch_size: 8, precision: fp32}
+plan: {pp: 2, schedule: 1f1b, microbatch_size: 2}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(SCENARIO)
+    return file
+
+
+def test_run_calibrates_runs_and_compares(simplan: Simplan, tiny: Path, tmp_path: Path) -> None:
+    calibrated = simplan("calibrate", tiny, "--budget", "4")
+    assert calibrated.returncode == 0, calibrated.stderr
+    assert "3 layers" in calibrated.stdout
+
+    result = simplan("run", tiny, "--json", "--steps", "5", "--warmup", "1")
+    assert result.returncode == 0, result.stderr
+    assert "calibrating" not in result.stderr, "the calibration of before is enough"
+    document = json.loads(result.stdout)
+    assert len(document["measurement"]["step_times_s"]) == 5
+    assert [rank["rank"] for rank in document["measurement"]["ranks"]] == [0, 1]
+    assert document["comparison"]["structure_equal"] is True
+    assert document["prediction"]["table"][0][0] == "0F0"
+
+    folder = tmp_path / "simplan-out" / "tiny-run"
+    compared = simplan("compare", folder / "prediction.json", folder / "measurement.json", "--json")
+    assert json.loads(compared.stdout) == document["comparison"]
+    assert "step time" in simplan("compare", folder / "prediction.json", folder / "measurement.json").stdout
+    for name in ("predicted", "measured"):
+        trace = json.loads((folder / f"{name}.trace.json").read_text())
+        actions = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 0)]
+        computed = [name for name in actions if name[:2] in ("1F", "1B")]
+        assert computed == [f"1{kind}{microbatch}" for microbatch in range(4) for kind in "FB"]
+
+
+def test_compare_refuses_another_job(simplan: Simplan, tiny: Path, tmp_path: Path) -> None:
+    assert simplan("calibrate", tiny, "--budget", "2").returncode == 0
+    assert simplan("run", tiny, "--steps", "1", "--warmup", "0").returncode == 0
+    tiny.write_text(SCENARIO.replace("1f1b", "gpipe"))
+    assert simplan("predict", tiny, "-o", tmp_path / "other.json").returncode == 0
+    result = simplan("compare", tmp_path / "other.json", tmp_path / "simplan-out" / "tiny-run" / "measurement.json")
+    assert result.returncode == 2
+    assert "plan: differs" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupting_a_run_leaves_nothing_behind(
+    number: int, code: int, simplan: Simplan, tiny: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    assert simplan("calibrate", tiny, "--budget", "2").returncode == 0
+    command = [sys.executable, "-m", "simplan", "run", str(tiny), "--steps", "100000", "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    steps = tmp_path / "out" / "rank0.steps.jsonl"
+    deadline_s = time.monotonic() + 60
+    while not (steps.exists() and steps.read_text().count("\n") >= 5):
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert left_behind(tmp_path) == []
+    measurement = json.loads((tmp_path / "out" / "measurement.json").read_text())
+    assert measurement["complete"] is False
+    assert measurement["step_times_s"], "what was measured is kept"
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of processes that name the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(line)
+    return found
