@@ -13,7 +13,7 @@ from benchmarks.table import Row
 __all__ = ["cold_start"]
 
 _ROUNDS = 9
-_SCENARIO = Path(__file__).resolve().parent.parent / "scenarios" / "gpt2-1f1b.yaml"
+_SCENARIO = Path(__file__).resolve().parent.parent / "scenarios" / "1f1b.yaml"
 
 
 def cold_start() -> list[Row]:

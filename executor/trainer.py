@@ -104,16 +104,17 @@ class Trainer:
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""
         losses = self._engine.run(tokens, targets)
+        self._finish_gradients()
         with self._recorder.span(self._optim_action):
-            self.optimize()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
         return losses
 
-    def optimize(self) -> None:
-        """Updates the weights and zeroes the gradients, which stay allocated."""
+    def _finish_gradients(self) -> None:
+        """Sums the gradients of a tied weight over both ends; part of OPTIM, but mostly waiting, so not in its span."""
+        self._recorder.begin(self._optim_action)
         if self._tied is not None:
             self._sum_tied_gradients(self._tied)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
 
     def _sum_tied_gradients(self, weight: nn.Parameter) -> None:
         """Both ends of the pipeline hold the embedding; each has computed a part of its gradient."""

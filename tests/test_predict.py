@@ -159,3 +159,12 @@ def test_what_does_not_fit_still_has_a_time() -> None:
 def test_this_machine_without_a_calibration_says_what_to_run() -> None:
     with pytest.raises(SpecError, match=r"this-machine: needs a calibration.*run `simplan calibrate SCENARIO`"):
         ask(ParallelPlan(dp_replicate=2), batch=2, cluster="this-machine")
+
+
+def test_terms_add_up_to_what_ranks_spend() -> None:
+    """Seconds times occurrences a rank, over everything that computes, is the mean of the ranks' compute shares."""
+    found = ask(ParallelPlan(pp=2), batch=8)
+    computing = [t for t in found.terms if not t.name.startswith(("send", "all_reduce"))]
+    spent_s = sum(t.seconds * t.count for t in computing)
+    shares_s = [split.compute_s + split.optimizer_s for split in found.splits]
+    assert spent_s == pytest.approx(sum(shares_s) / len(shares_s), rel=1e-9)

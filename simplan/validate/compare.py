@@ -160,14 +160,17 @@ def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float
 
 
 def _hulls(timeline: Timeline) -> dict[tuple[int, Action], tuple[float, float]]:
-    """(rank, action) -> start and end of everything that belongs to it, for the actions that compute."""
+    """(rank, action) -> start and end of everything that belongs to it, for the actions that compute.
+
+    The all-reduce of tied embeddings is left out: most of it is waiting for the other end of the pipeline.
+    """
     actions: dict[str, Action] = {}
     hulls: dict[tuple[int, Action], tuple[float, float]] = {}
     for span in timeline.spans:
         action = actions.get(span.action)
         if action is None:
             action = actions[span.action] = Action.parse(span.action)
-        if action.kind in _TIMED:
+        if action.kind in _TIMED and span.stream != "tied":
             start_s, end_s = hulls.get((span.rank, action), (span.start_s, span.end_s))
             hulls[span.rank, action] = (min(start_s, span.start_s), max(end_s, span.end_s))
     return hulls

@@ -14,6 +14,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 Simplan = Callable[..., "CompletedProcess[str]"]
 
 SCENARIO = """\
@@ -32,14 +34,25 @@ def tiny(tmp_path: Path) -> Path:
     return file
 
 
-def test_run_calibrates_runs_and_compares(simplan: Simplan, tiny: Path, tmp_path: Path) -> None:
-    calibrated = simplan("calibrate", tiny, "--budget", "4")
-    assert calibrated.returncode == 0, calibrated.stderr
-    assert "3 layers" in calibrated.stdout
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One calibration for all tests here: it is the slowest part."""
+    folder = tmp_path_factory.mktemp("calibration")
+    (folder / "tiny.yaml").write_text(SCENARIO)
+    command = [sys.executable, "-m", "simplan", "calibrate", "tiny.yaml", "--budget", "3", "--calibration", "c.json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 layers" in done.stdout
+    return folder / "c.json"
 
-    result = simplan("run", tiny, "--json", "--steps", "5", "--warmup", "1")
+
+def test_run_and_compare(simplan: Simplan, tiny: Path, tmp_path: Path, calibration: Path) -> None:
+    result = simplan("run", tiny, "--json", "--steps", "5", "--warmup", "1", "--calibration", calibration)
     assert result.returncode == 0, result.stderr
-    assert "calibrating" not in result.stderr, "the calibration of before is enough"
+    assert "calibrating" not in result.stderr, "the calibration given is enough"
     document = json.loads(result.stdout)
     assert len(document["measurement"]["step_times_s"]) == 5
     assert [rank["rank"] for rank in document["measurement"]["ranks"]] == [0, 1]
@@ -47,32 +60,29 @@ def test_run_calibrates_runs_and_compares(simplan: Simplan, tiny: Path, tmp_path
     assert document["prediction"]["table"][0][0] == "0F0"
 
     folder = tmp_path / "simplan-out" / "tiny-run"
-    compared = simplan("compare", folder / "prediction.json", folder / "measurement.json", "--json")
+    prediction, measurement = folder / "prediction.json", folder / "measurement.json"
+    compared = simplan("compare", prediction, measurement, "--json")
     assert json.loads(compared.stdout) == document["comparison"]
-    assert "step time" in simplan("compare", folder / "prediction.json", folder / "measurement.json").stdout
+    assert "step time" in simplan("compare", prediction, measurement).stdout
     for name in ("predicted", "measured"):
         trace = json.loads((folder / f"{name}.trace.json").read_text())
         actions = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 0)]
         computed = [name for name in actions if name[:2] in ("1F", "1B")]
         assert computed == [f"1{kind}{microbatch}" for microbatch in range(4) for kind in "FB"]
 
-
-def test_compare_refuses_another_job(simplan: Simplan, tiny: Path, tmp_path: Path) -> None:
-    assert simplan("calibrate", tiny, "--budget", "2").returncode == 0
-    assert simplan("run", tiny, "--steps", "1", "--warmup", "0").returncode == 0
     tiny.write_text(SCENARIO.replace("1f1b", "gpipe"))
-    assert simplan("predict", tiny, "-o", tmp_path / "other.json").returncode == 0
-    result = simplan("compare", tmp_path / "other.json", tmp_path / "simplan-out" / "tiny-run" / "measurement.json")
-    assert result.returncode == 2
-    assert "plan: differs" in result.stderr
+    assert simplan("predict", tiny, "-o", tmp_path / "other.json", "--calibration", calibration).returncode == 0
+    refused = simplan("compare", tmp_path / "other.json", measurement)
+    assert refused.returncode == 2
+    assert "plan: differs" in refused.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupting_a_run_leaves_nothing_behind(
-    number: int, code: int, simplan: Simplan, tiny: Path, tmp_path: Path, environment: dict[str, str]
+    number: int, code: int, tiny: Path, tmp_path: Path, calibration: Path, environment: dict[str, str]
 ) -> None:
-    assert simplan("calibrate", tiny, "--budget", "2").returncode == 0
     command = [sys.executable, "-m", "simplan", "run", str(tiny), "--steps", "100000", "-o", str(tmp_path / "out")]
+    command += ["--calibration", str(calibration)]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     steps = tmp_path / "out" / "rank0.steps.jsonl"
     deadline_s = time.monotonic() + 60

@@ -34,3 +34,8 @@ def test_own_split_puts_embedding_first_and_head_last(
     stage_layers: tuple[int, ...], boundaries: tuple[int, ...]
 ) -> None:
     assert assign_stage_layers(stage_layers).boundaries == boundaries
+
+
+def test_the_slowest_stage_counts_before_evenness() -> None:
+    """(0, 3, 6, 8) has the least sum of squares, 13^2 + 9^2 + 10^2 = 350, but a stage of 13; here the slowest is 12."""
+    assert balanced_assignment([6, 2, 5, 3, 4, 2, 3, 7], 3).boundaries == (0, 2, 5, 8)

@@ -20,7 +20,7 @@ def files() -> list[CheckedFile]:
             "b, c.yaml",
             (
                 CheckedCase("mfu", CheckStatus.FAILED, "mfu is 0.5 <\x00>,\nexpected 100 %", "a | paper", 7),
-                CheckedCase("step_time_s", CheckStatus.SKIPPED, "no calibration"),
+                CheckedCase("step_time_s", CheckStatus.SKIPPED, "no | calibration"),
             ),
         ),
         CheckedFile("d.yaml", (CheckedCase("scenario", CheckStatus.ERROR, "plan.pp = 5: must divide", line=3),)),

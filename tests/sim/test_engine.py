@@ -180,3 +180,16 @@ def test_compute_is_in_order_on_one_stream_per_rank() -> None:
         "send_b",
         "recv_b",
     }
+
+
+def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None:
+    """DDP's end of backward waits for the buckets: so do the message of the last microbatch and the optimizer."""
+    found = program(one_f_one_b(2, 2), dp=2, level=2)
+    given_s = [5.0 if op.stream == "grad" else 1.0 if op.work else 0.0 for op in found.ops]
+    times = simulate(found, given_s)
+    for rank in found.ranks:
+        of_rank = [(found.ops[i], times.start_s[i], times.end_s[i]) for i in found.by_rank[rank]]
+        reduced_s = max(end_s for op, _, end_s in of_rank if op.stream == "grad")
+        later = [start_s for op, start_s, _ in of_rank if str(op.action) in ("1SEND_B1", f"{rank // 2}OPTIM")]
+        assert len(later) == (1 if rank < 2 else 2)
+        assert min(later) >= reduced_s

@@ -1,0 +1,92 @@
+"""The reports in words, against figures worked out from the same data by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.report.comparison import comparison_text
+from simplan.report.text import prediction_text, verdict
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB
+from simplan.validate.compare import Comparison, ComparisonRow
+
+
+@pytest.fixture(scope="module")
+def prediction() -> Prediction:
+    plan = ParallelPlan(pp=2, dp_replicate=4, microbatch_size=2)
+    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=64), plan)
+    return predict("small", *asked, catalogue.software("torch"))
+
+
+def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
+    memory = tuple(replace(m, device_bytes=device_bytes - m.rank) for m in prediction.memory)
+    capacity = 80 * GIB
+    return replace(prediction, memory=memory, capacity_bytes=capacity, fits=device_bytes <= capacity)
+
+
+def test_the_verdict_tells_the_headroom(prediction: Prediction) -> None:
+    assert (
+        verdict(with_need(prediction, 60 * GIB))
+        == "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) to spare"
+    )
+
+
+def test_the_verdict_tells_what_is_missing(prediction: Prediction) -> None:
+    text = verdict(with_need(prediction, 100 * GIB))
+    assert text == "does not fit: rank 0 needs 100.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) too much"
+
+
+def test_an_unknown_capacity_is_no_verdict(prediction: Prediction) -> None:
+    text = verdict(replace(prediction, capacity_bytes=None, fits=None))
+    assert "fit" not in text
+    assert "does not know the memory of h100-sxm-80gb" in text
+
+
+def test_mfu_shows_a_numerator_and_a_denominator_that_give_it(prediction: Prediction) -> None:
+    line = next(line for line in prediction_text(prediction).splitlines() if "MFU" in line)
+    percent, tflop, time, unit, devices, peak = re.search(  # type: ignore[union-attr]
+        r"MFU +([\d.]+) % = ([\d.,]+) TFLOP .* / \(([\d.]+) (m?s) x (\d+) devices x ([\d.]+) TFLOP/s", line
+    ).groups()
+    seconds = float(time) / (1000 if unit == "ms" else 1)
+    utilization = float(tflop.replace(",", "")) / (seconds * int(devices) * float(peak))
+    assert utilization == pytest.approx(float(percent) / 100, rel=0.01)
+    # 6 FLOPs a parameter and token, plus attention: between the two for a model of this size
+    assert float(tflop.replace(",", "")) * 1e12 == pytest.approx(6 * 124.4e6 * 1024 * 64, rel=0.1)
+
+
+def test_ranks_that_read_the_same_share_a_line(prediction: Prediction) -> None:
+    text = prediction_text(prediction)
+    assert len(re.findall(r"^  0-3 ", text, re.MULTILINE)) == 2  # where the step goes, and memory
+    assert len(re.findall(r"^  4-7 ", text, re.MULTILINE)) == 2
+
+
+def test_columns_that_are_zero_everywhere_are_left_out(prediction: Prediction) -> None:
+    text = prediction_text(prediction)
+    assert "recompute " not in text.split("Where each rank")[1].splitlines()[1]
+    assert "wait" in text.split("Where each rank")[1].splitlines()[1]
+
+
+def test_assumptions_and_next_steps_are_listed(prediction: Prediction) -> None:
+    text = prediction_text(replace(prediction, assumptions=("the moon is full",)), ["do this"])
+    assert "Assumptions\n  - the moon is full" in text
+    assert text.endswith("Next\n  do this")
+
+
+def test_a_comparison_shows_sign_spread_and_reading() -> None:
+    rows = (
+        ComparisonRow("step time", 0.9, 1.0, "s", -0.1, 0.2, True),
+        ComparisonRow("peak memory", 3.0, 2.0, "GiB", 0.5, None, None),
+    )
+    text = comparison_text(Comparison(rows, False, True, 0.001, ("a note",)))
+    assert re.search(r"step time +900 ms +1\.000 s +-10\.0 % +\+/- 20\.0 % +within the spread", text)
+    assert re.search(r"peak memory +3\.00 GiB +2\.00 GiB +\+50\.0 %$", text, re.MULTILINE)
+    assert "their order, are NOT those predicted" in text
+    assert "lies in the predicted interval" in text
+    assert text.endswith("- a note")
