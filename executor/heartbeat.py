@@ -65,7 +65,8 @@ class Heartbeat:
         """Writes the record; ``step`` stays as it was when not given."""
         if step is not None:
             self._step = step
-        _RECORD.pack_into(self._memory, 0, self._pid, time.monotonic(), self._step, state, doing.encode()[:64])
+        # one copy: pack_into would clear the record first, and the launcher reads at any time
+        self._memory[:] = _RECORD.pack(self._pid, time.monotonic(), self._step, state, doing.encode()[:64])
 
 
 def read_beat(path: Path) -> Beat | None:
