@@ -29,7 +29,7 @@ from simplan.validate.compare import Comparison, compare
 __all__ = ["accuracy"]
 
 _NUM_RANKS = 2
-_ROUNDS = 8
+_ROUNDS = 6
 _CALIBRATION_S = 10.0
 _STEPS = 6
 
@@ -89,7 +89,7 @@ def accuracy() -> list[Row]:
     """One row per model and plan, and their mean."""
     cases = [_Case(model, name) for model in _MODELS for name in _PLANS]
     calibrations: list[Calibration] = []
-    runs: dict[_Case, list[Measurement]] = {case: [] for case in cases}
+    runs: dict[str, list[Measurement]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(_ROUNDS):
             print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)
@@ -98,15 +98,15 @@ def accuracy() -> list[Row]:
             else:
                 for case in cases:
                     job = _job(case.predict(calibrations[-1]))
-                    runs[case].append(run_job(job, Path(folder) / f"{number} {case.name}"))
+                    runs[case.name].append(run_job(job, Path(folder) / f"{number} {case.name}"))
     rows, errors, structures, held = [], [], [], []
     for case in cases:
         predictions = [case.predict(calibration) for calibration in calibrations]
         predicted_s = [found.step_time_s for found in predictions]
-        measured_s = [seconds for run in runs[case] for seconds in run.step_times_s]
+        measured_s = [seconds for run in runs[case.name] for seconds in run.step_times_s]
         middle_s, truth_s = statistics.median(predicted_s), statistics.median(measured_s)
         error = middle_s / truth_s - 1
-        comparisons = [_compared(found, run) for found, run in zip(predictions, runs[case], strict=True)]
+        comparisons = [_compared(found, run) for found, run in zip(predictions, runs[case.name], strict=True)]
         errors.append(error)
         structures += [comparison.structure_equal for comparison in comparisons]
         held += [comparison.interval_holds for comparison in comparisons]

@@ -17,7 +17,7 @@ from executor.heartbeat import Heartbeat, RankState
 from executor.layer_timing import time_layers
 from executor.link_timing import time_links
 from executor.matmul_timing import time_matmuls
-from executor.memory import peak_memory
+from executor.memory import context_bytes
 from executor.rank import live_as_rank
 from executor.worker import start_rank, use_device
 from simplan.cost.calibration import (
@@ -47,7 +47,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
     device = use_device("auto", num_ranks)
     start_rank(device, request.budget_s + 60)
     dist.barrier()  # so that the connections count
-    context_bytes = peak_memory(device).device_bytes or 0
+    context = context_bytes(device)
     layers: list[LayerTiming] = []
     matmuls: list[MatmulTiming] = []
     links: list[CommunicationTiming] = []
@@ -91,7 +91,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
             device_kind="gpu" if device.type == "cuda" else "cpu",
             num_cores=len(os.sched_getaffinity(0)),
             memory_bytes=_memory_bytes(device),
-            context_bytes=context_bytes,
+            context_bytes=context,
             layers=tuple(layers),
             matmuls=tuple(matmuls),
             communication=tuple(links),

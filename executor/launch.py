@@ -23,6 +23,10 @@ _GRACE_S = 5.0  # between asking torchrun to stop and killing everything
 _SECONDARY = ("Connection closed by peer", "Connection reset by peer", "timed out", "NCCL")
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
+_KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
+"""For glibc on CPU ranks: freed tensors stay with the process, as a caching allocator keeps them on a GPU. Without it
+every large tensor is mapped and faulted in anew, so that a kernel's time depends on what was freed before it."""
+
 Beats = tuple[Beat | None, ...]
 
 
@@ -95,7 +99,7 @@ def _environment() -> dict[str, str]:
     """Children import the same packages as we do, and nothing from the folder they happen to start in."""
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun would set and announce one thread per rank; the ranks set their own number.
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    return {**_KEEP_FREED_MEMORY, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _stalled(beats: Beats, started_s: float, timeout_s: float) -> str | None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from simplan.program.measurement import PeakMemory
 
-__all__ = ["peak_allocated_bytes", "peak_memory"]
+__all__ = ["context_bytes", "peak_allocated_bytes", "peak_memory"]
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -30,6 +32,20 @@ def peak_memory(device: torch.device) -> PeakMemory:
             device_bytes=total - free,
         )
     return PeakMemory(device_bytes=_peak_resident_bytes())
+
+
+def context_bytes(device: torch.device) -> int:
+    """What this process takes on its device before it trains anything of size: to be asked first.
+
+    One step of a tiny network makes torch load what any training needs.
+    """
+    layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()).to(device)
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+    heads = layers(torch.ones(4, 16, device=device)).view(1, 1, 4, 16)
+    attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).view(4, 16)
+    F.cross_entropy(attended, torch.zeros(4, dtype=torch.long, device=device)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return peak_memory(device).device_bytes or 0
 
 
 def _peak_resident_bytes() -> int:

@@ -119,7 +119,7 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = Q
 
 def _shape(scenario: Scenario) -> ShapeRequest:
     precision = scenario.training.precision
-    if precision not in ("fp32", "tf32", "bf16", "fp16"):
+    if precision not in ("fp32", "tf32"):
         problem = Problem(field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32")
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(
