@@ -1,7 +1,7 @@
 """Predicted and measured step times on this machine's CPU, two ranks.
 
 Rounds alternate: odd ones calibrate, even ones run every plan. The prediction is the median over the calibrations, the
-measurement the median over the steps of all runs, so neither has seen the other's data and both saw the same hours.
+measurement the median over the steps of all runs, so neither has seen the other's data and both saw the same minutes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from simplan.validate.compare import Comparison, compare
 __all__ = ["accuracy"]
 
 _NUM_RANKS = 2
-_ROUNDS = 6
-_CALIBRATION_S = 10.0
-_STEPS = 6
+_ROUNDS = 8
+_CALIBRATION_S = 24.0
+_STEPS = 5
 
 _MODELS = (
     ModelSpec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -37,7 +38,7 @@ def together() -> None:
 
 
 def sample_of(seconds: Sequence[float]) -> Sample:
-    """Median and 10th and 90th percentile of the timings of all ranks; every rank must call this."""
+    """Winsorized mean and 10th and 90th percentile of the timings of all ranks; every rank must call this."""
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, list(seconds))
     ordered = sorted(value for values in gathered for value in values)
@@ -48,4 +49,6 @@ def sample_of(seconds: Sequence[float]) -> Sample:
         high = min(low + 1, len(ordered) - 1)
         return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
-    return Sample(median_s=quantile(0.5), low_s=quantile(0.1), high_s=quantile(0.9), num_repeats=len(ordered))
+    low_s, high_s = quantile(0.05), quantile(0.95)
+    mean_s = statistics.fmean(min(max(value, low_s), high_s) for value in ordered)
+    return Sample(mean_s=mean_s, low_s=quantile(0.1), high_s=quantile(0.9), num_repeats=len(ordered))

@@ -62,10 +62,10 @@ class CalibratedCost:
             std = max(std, _EXTRAPOLATED_STD)
         times = "" if factor == 1.0 else f" x {factor:.3g}"
         return Price(
-            sample.median_s * factor,
+            sample.mean_s * factor,
             provenance,
             std,
-            f"{format_time(sample.median_s)}{times} (median of {sample.num_repeats}, "
+            f"{format_time(sample.mean_s)}{times} (mean of {sample.num_repeats}, "
             f"p10 to p90 {format_time(sample.low_s)} to {format_time(sample.high_s)})",
         )
 
@@ -77,9 +77,9 @@ class CalibratedCost:
             factor = work.microbatch_size / nearest.microbatch_size
             return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
         rates = [
-            2 * t.m * t.n * t.k / t.seconds.median_s
+            2 * t.m * t.n * t.k / t.seconds.mean_s
             for t in self._calibration.matmuls
-            if t.dtype == self._dtype and t.seconds.median_s > 0
+            if t.dtype == self._dtype and t.seconds.mean_s > 0
         ]
         if not rates:
             raise SpecError(
@@ -153,9 +153,9 @@ def _interpolate(curve: Sequence[CommunicationTiming], num_bytes: int) -> tuple[
     first, last = curve[0], curve[-1]
     if num_bytes <= first.num_bytes or len(curve) == 1:
         scale = max(1.0, num_bytes / first.num_bytes)
-        return first.seconds.median_s * scale, num_bytes <= first.num_bytes
+        return first.seconds.mean_s * scale, num_bytes <= first.num_bytes
     upper = next((i for i, t in enumerate(curve) if t.num_bytes >= num_bytes), len(curve) - 1)
     low, high = curve[upper - 1], curve[upper]
-    slope = (high.seconds.median_s - low.seconds.median_s) / (high.num_bytes - low.num_bytes)
-    seconds = low.seconds.median_s + max(0.0, slope) * (num_bytes - low.num_bytes)
+    slope = (high.seconds.mean_s - low.seconds.mean_s) / (high.num_bytes - low.num_bytes)
+    seconds = low.seconds.mean_s + max(0.0, slope) * (num_bytes - low.num_bytes)
     return seconds, num_bytes <= last.num_bytes

@@ -32,22 +32,26 @@ _Timing = TypeVar("_Timing", bound=Spec)
 class Sample(Spec):
     """Repeated timings of one thing.
 
+    A step is a sum of many of them, so what counts is their mean, not their median: timings on a busy machine are
+    skewed. The slowest and fastest twentieth are moved to the 5th and 95th percentile first (a winsorized mean), so
+    that a single stall of the machine does not count.
+
     Attributes:
-        median_s: Median over all repeats of all ranks.
+        mean_s: Winsorized mean over all repeats of all ranks.
         low_s: 10th percentile.
         high_s: 90th percentile.
         num_repeats: How many timings there were.
     """
 
-    median_s: NonNegative
+    mean_s: NonNegative
     low_s: NonNegative
     high_s: NonNegative
     num_repeats: Count
 
     @property
     def relative_std(self) -> float:
-        """A robust relative standard deviation: (p90 - p10) / 2.56 / median."""
-        return (self.high_s - self.low_s) / 2.56 / self.median_s if self.median_s > 0 else 0.0
+        """A robust relative standard deviation of one timing: (p90 - p10) / 2.56 / mean."""
+        return (self.high_s - self.low_s) / 2.56 / self.mean_s if self.mean_s > 0 else 0.0
 
 
 class LayerTiming(Spec):

@@ -19,7 +19,7 @@ BLOCK = MODEL.layers[1]
 
 
 def sample(seconds: float) -> Sample:
-    return Sample(median_s=seconds, low_s=0.9 * seconds, high_s=1.1 * seconds, num_repeats=20)
+    return Sample(mean_s=seconds, low_s=0.9 * seconds, high_s=1.1 * seconds, num_repeats=20)
 
 
 def link(kind: str, num_bytes: int, seconds: float, num_ranks: int = 2) -> CommunicationTiming:
@@ -65,7 +65,7 @@ def work(phase: Phase, microbatch_size: int = 2, num_parameters: int = BLOCK.num
     return LayerWork(BLOCK, phase, microbatch_size, num_parameters)
 
 
-def test_a_timed_layer_costs_its_median() -> None:
+def test_a_timed_layer_costs_its_mean() -> None:
     assert COST.compute(work(Phase.FORWARD)).seconds == 0.010
     price = COST.compute(work(Phase.BACKWARD))
     assert (price.seconds, price.provenance) == (0.020, Provenance.CALIBRATED)
@@ -134,7 +134,7 @@ def test_merging_keeps_what_only_one_has_and_takes_the_newer_of_both() -> None:
     )
     merged = CALIBRATION.merged(newer)
     assert merged.layers == CALIBRATION.layers
-    found = {(c.kind, c.num_bytes): c.seconds.median_s for c in merged.communication}
+    found = {(c.kind, c.num_bytes): c.seconds.mean_s for c in merged.communication}
     assert found[("send", 1000)] == 0.5
     assert len(found) == 5
 
