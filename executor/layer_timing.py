@@ -114,8 +114,8 @@ class _LayerBench:
             dtype=self._shape.dtype,
             num_ranks=num_ranks,
             optimizer=self._shape.optimizer,
-            forward_s=sample_of(self._seconds["forward"]),
-            backward_s=sample_of(self._seconds["backward"]),
+            forward_s=sample_of(self._seconds["forward"], len(self._copies)),
+            backward_s=sample_of(self._seconds["backward"], len(self._copies)),
             optimizer_s=sample_of(self._seconds["optimizer"]),
             scale_s=sample_of(self._seconds["scale"]),
         )

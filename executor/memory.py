@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,8 +41,8 @@ def context_bytes(device: torch.device) -> int:
     layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()).to(device)
     optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
     heads = layers(torch.ones(4, 16, device=device)).view(1, 1, 4, 16)
-    attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).view(4, 16)
-    F.cross_entropy(attended, torch.zeros(4, dtype=torch.long, device=device)).backward()  # type: ignore[no-untyped-call]
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).view(4, 16)
+    nn.functional.cross_entropy(attended, torch.zeros(4, dtype=torch.long, device=device)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return peak_memory(device).device_bytes or 0
 

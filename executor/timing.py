@@ -13,6 +13,8 @@ from simplan.cost.calibration import Sample
 
 __all__ = ["Stopwatch", "sample_of", "together"]
 
+_P10_TO_P90 = 2.563  # of a normal distribution, in standard deviations
+
 
 class Stopwatch:
     """Times calls on a device; on CUDA a call ends when its kernels have."""
@@ -37,18 +39,35 @@ def together() -> None:
         dist.barrier()
 
 
-def sample_of(seconds: Sequence[float]) -> Sample:
-    """Winsorized mean and 10th and 90th percentile of the timings of all ranks; every rank must call this."""
+def sample_of(seconds: Sequence[float], per_round: int = 1) -> Sample:
+    """What the timings of all ranks come to; every rank must call this.
+
+    Args:
+        seconds: This rank's timings in order.
+        per_round: How many of them belong to one round.
+    """
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, list(seconds))
     ordered = sorted(value for values in gathered for value in values)
-
-    def quantile(share: float) -> float:
-        position = share * (len(ordered) - 1)
-        low = int(position)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-    low_s, high_s = quantile(0.05), quantile(0.95)
+    low_s, high_s = _quantile(ordered, 0.05), _quantile(ordered, 0.95)
+    rounds = sorted(
+        statistics.fmean(values[first : first + per_round])
+        for values in gathered
+        for first in range(0, len(values), per_round)
+    )
     mean_s = statistics.fmean(min(max(value, low_s), high_s) for value in ordered)
-    return Sample(mean_s=mean_s, low_s=quantile(0.1), high_s=quantile(0.9), num_repeats=len(ordered))
+    return Sample(
+        mean_s=mean_s,
+        low_s=_quantile(ordered, 0.1),
+        high_s=_quantile(ordered, 0.9),
+        round_std=(_quantile(rounds, 0.9) - _quantile(rounds, 0.1)) / _P10_TO_P90 / mean_s,
+        num_repeats=len(ordered),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the neighbours, as numpy's."""
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

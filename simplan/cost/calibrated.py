@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from simplan.cost.base import Price, Provenance
@@ -57,7 +58,7 @@ class CalibratedCost:
         sample = _sample(timing, work.phase)
         if work.phase in (Phase.SCALE, Phase.OPTIMIZER):
             factor = work.num_parameters / work.layer.num_parameters
-        std = (sample.relative_std**2 / sample.num_repeats + _SYSTEMATIC_STD**2) ** 0.5
+        std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5
         if provenance is Provenance.EXTRAPOLATED:
             std = max(std, _EXTRAPOLATED_STD)
         times = "" if factor == 1.0 else f" x {factor:.3g}"
@@ -129,7 +130,7 @@ class CalibratedCost:
         exact = group == (n, self._num_ranks) and inside
         if nearest.num_ranks != n and kind == "all_reduce":  # ring: bytes moved grow as (n-1)/n
             seconds *= ((n - 1) / n) / ((nearest.num_ranks - 1) / nearest.num_ranks)
-        spread = max(t.seconds.relative_std / t.seconds.num_repeats**0.5 for t in curve)
+        spread = statistics.median(t.seconds.round_std for t in curve)
         return Price(
             seconds,
             Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,

@@ -40,18 +40,16 @@ class Sample(Spec):
         mean_s: Winsorized mean over all repeats of all ranks.
         low_s: 10th percentile.
         high_s: 90th percentile.
+        round_std: Relative standard deviation of the means of rounds, robustly from their 10th and 90th percentile. A
+            round is a fraction of a second, so this is how much one step differs from the next on this machine.
         num_repeats: How many timings there were.
     """
 
     mean_s: NonNegative
     low_s: NonNegative
     high_s: NonNegative
+    round_std: NonNegative
     num_repeats: Count
-
-    @property
-    def relative_std(self) -> float:
-        """A robust relative standard deviation of one timing: (p90 - p10) / 2.56 / mean."""
-        return (self.high_s - self.low_s) / 2.56 / self.mean_s if self.mean_s > 0 else 0.0
 
 
 class LayerTiming(Spec):

@@ -1,0 +1,82 @@
+"""A real calibration of two ranks, small, and the statistics it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from executor.calibrate import calibrate
+from executor.link_timing import group_sizes
+from executor.timing import sample_of
+from simplan.cost.calibrated import CalibratedCost
+from simplan.cost.calibration import CalibrationRequest, ShapeRequest
+from simplan.spec.model import ModelSpec
+
+MODEL = ModelSpec(
+    family="llama",
+    num_hidden_layers=3,
+    hidden_size=64,
+    num_attention_heads=4,
+    intermediate_size=96,
+    vocab_size=128,
+    seq_len=16,
+)
+
+
+def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
+    told: list[str] = []
+    shape = ShapeRequest(model=MODEL, microbatch_size=2)
+    request = CalibrationRequest(shapes=(shape,), num_ranks=2, budget_s=1.0)
+    found = calibrate(request, lambda done, of, what: told.append(what))
+    assert {timing.key for timing in found.layers} == {layer.key for layer in MODEL.layers}
+    for timing in found.layers:
+        assert 0 < timing.forward_s.low_s <= timing.forward_s.high_s
+        assert timing.forward_s.low_s <= timing.forward_s.mean_s
+        assert timing.backward_s.mean_s > 0
+        assert timing.optimizer_s.mean_s > 0
+    assert {t.kind for t in found.communication} == {"all_reduce", "send"}
+    assert all(t.seconds.mean_s > 0 for t in found.communication)
+    assert found.matmuls
+    # a process that has imported torch and trained takes hundreds of MB, and less than the machine
+    assert 100e6 < found.context_bytes < found.memory_bytes
+    cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
+    assert cost.covers([layer.key for layer in MODEL.layers], 2)
+    assert any("layers" in what for what in told)
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [2]), (3, [3]), (4, [2, 4]), (6, [2, 3, 6])])
+def test_groups_divide_the_ranks(num_ranks: int, sizes: list[int]) -> None:
+    assert group_sizes(num_ranks) == sizes
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_sample_statistics_by_hand() -> None:
+    """Against torch's quantiles; one stall among a hundred timings hardly moves the mean."""
+    seconds = [1.0 + 0.01 * (i % 10) for i in range(100)]
+    calm = sample_of(seconds, 10)
+    values = torch.tensor(seconds, dtype=torch.float64)
+    assert calm.low_s == pytest.approx(values.quantile(0.1).item())
+    assert calm.high_s == pytest.approx(values.quantile(0.9).item())
+    assert calm.mean_s == pytest.approx(1.045, abs=1e-3)
+    assert calm.round_std == pytest.approx(0.0, abs=1e-9)  # every round of ten has the same mean
+    stalled = sample_of([*seconds[:-1], 1000.0], 10)
+    assert stalled.mean_s == pytest.approx(calm.mean_s, abs=2e-3)
+
+
+@pytest.mark.usefixtures("alone")
+def test_drift_shows_in_the_rounds() -> None:
+    """Rounds at 1 and at 1.2 by turns: mean 1.1, p10 to p90 is 0.2."""
+    seconds = [1.0 + 0.2 * ((i // 5) % 2) for i in range(100)]
+    assert sample_of(seconds, 5).round_std == pytest.approx(0.2 / 2.563 / 1.1, rel=1e-6)
