@@ -121,6 +121,7 @@ class CalibrationRequest(Spec):
     Attributes:
         shapes: Layers to time.
         num_ranks: Processes that run at the same time.
+        device: What they compute on.
         budget_s: Time to spend on the measurements, start-up excluded.
         communication: Time collectives and sends too.
         matmuls: Time a grid of matrix products too.
@@ -129,6 +130,7 @@ class CalibrationRequest(Spec):
     schema_version: Literal[1] = 1
     shapes: tuple[ShapeRequest, ...]
     num_ranks: Count
+    device: Literal["cpu", "cuda"] = "cpu"
     budget_s: Positive = 60.0
     communication: bool = True
     matmuls: bool = True
