@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from simplan.program.action import Action, ActionKind, Table
@@ -77,7 +77,7 @@ def lower(
     for pp_rank in range(plan.pp):
         for dp_rank in replicas:
             rank = mapping.rank(pp_rank, dp_rank)
-            lowering = _RankLowering(shared, pp_rank, dp_rank)
+            lowering = _RankLowering(shared, pp_rank, dp_rank, len(ops))
             ops.extend(lowering.run(table[pp_rank]))
             ranks.append(rank)
             resting[rank] = shared.resting[pp_rank]
@@ -154,6 +154,7 @@ class _RankLowering:
     shared: _Shared
     pp_rank: int
     dp_rank: int
+    first: int  # index of the rank's first operation in the Program
     ops: list[Op] = field(default_factory=list)
     received: dict[Action, int] = field(default_factory=dict)
     last_compute: int | None = None
@@ -190,12 +191,12 @@ class _RankLowering:
         kind: SpanKind,
         work: tuple[LayerWork, ...] | Message,
         waits: Sequence[int | None] = (),
-        meeting: int | None = None,
+        meeting: Hashable | None = None,
         memory: Sequence[MemoryEffect] = (),
     ) -> int:
         known = tuple(wait for wait in waits if wait is not None)
         self.ops.append(Op(self.rank, stream, name, action, kind, work, known, meeting, tuple(memory)))
-        return len(self.ops) - 1
+        return self.first + len(self.ops) - 1
 
     def _compute(
         self,
@@ -252,7 +253,7 @@ class _RankLowering:
                     SpanKind.COMMUNICATION,
                     Message("all_reduce", bucket.num_bytes, group),
                     (ended[bucket.ready_layer],),
-                    _meeting("reduce", stage, number, 0),
+                    ("reduce", stage, number),
                 )
             )
         self._compute(action, "wait for gradients", (), indices)
@@ -276,7 +277,7 @@ class _RankLowering:
             SpanKind.COMMUNICATION,
             Message("send", num_bytes, ends),
             (self.last_compute,),
-            _meeting("F" if forward else "B", source_stage, microbatch, self.dp_rank),
+            ("F" if forward else "B", source_stage, microbatch, self.dp_rank),
             effect,
         )
         if sends:
@@ -298,7 +299,7 @@ class _RankLowering:
                     SpanKind.COMMUNICATION,
                     Message("all_reduce", shared.tied_bytes, ends),
                     (*self.sends, self.last_compute),
-                    _meeting("tied", 0, 0, self.dp_rank),
+                    ("tied", self.dp_rank),
                 )
             )
         work = tuple(item for stage in stages for item in self._parameter_work(stage, Phase.OPTIMIZER))
@@ -330,11 +331,3 @@ class _RankLowering:
 
     def _parameter_work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
         return tuple(self._layer_work(stage, i, phase) for i in range(len(self.shared.layers[stage])))
-
-
-_PURPOSES = {"F": 0, "B": 1, "reduce": 2, "tied": 3}
-
-
-def _meeting(purpose: str, stage: int, number: int, replica: int) -> int:
-    """A number both ends compute alike."""
-    return ((_PURPOSES[purpose] * 1_000_000 + stage) * 10_000_000 + number) * 1_000_000 + replica

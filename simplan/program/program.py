@@ -9,6 +9,7 @@ across ranks the members of one ``meeting`` start together once all of them can.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -101,8 +102,9 @@ class Op:
         action: The Level 1 action it is part of.
         kind: What its time counts as.
         work: Layer phases to compute, or a message; an empty tuple takes no time.
-        waits: Indices of operations of the same rank that must end first, besides its predecessor on the stream.
-        meeting: Number shared with the operations of other ranks that start together with this one, or None.
+        waits: Indices into ``Program.ops`` of operations of the same rank that must end first, besides its predecessor
+            on the stream.
+        meeting: Key shared with the operations of other ranks that start together with this one, or None.
         memory: Changes of memory.
     """
 
@@ -113,7 +115,7 @@ class Op:
     kind: SpanKind
     work: tuple[LayerWork, ...] | Message
     waits: tuple[int, ...] = ()
-    meeting: int | None = None
+    meeting: Hashable | None = None
     memory: tuple[MemoryEffect, ...] = ()
 
 
@@ -154,9 +156,9 @@ class Program:
         return {key: tuple(indices) for key, indices in found.items()}
 
     @cached_property
-    def meetings(self) -> dict[int, tuple[int, ...]]:
+    def meetings(self) -> dict[Hashable, tuple[int, ...]]:
         """Meeting -> indices of its operations."""
-        found: dict[int, list[int]] = defaultdict(list)
+        found: dict[Hashable, list[int]] = defaultdict(list)
         for index, op in enumerate(self.ops):
             if op.meeting is not None:
                 found[op.meeting].append(index)

@@ -28,19 +28,18 @@ class SharedCores:
         self._updated_at_s = 0.0
         self._version = 0
 
-    def run(self, work_s: float, demand: float) -> Event:
-        """An event that happens once the work is done.
+    def run(self, done: Event, work_s: float, demand: float) -> None:
+        """Runs work; ``done`` happens at its end.
 
         Args:
+            done: An event not yet triggered.
             work_s: Time it takes alone.
             demand: Cores it keeps busy.
         """
         self._advance()
-        done = Event(self._env)
         self._remaining_s[done] = work_s
         self._demand[done] = demand
         self._schedule()
-        return done
 
     @property
     def _speed(self) -> float:

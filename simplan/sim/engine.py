@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 
 from simpy import Environment, Event
-from simpy.events import Timeout
+from simpy.events import NORMAL
 
 from simplan.program.program import Message, Program
 from simplan.program.timeline import Span, Timeline
@@ -64,84 +64,88 @@ def simulate(program: Program, durations_s: Sequence[float], cores: CoreUse | No
     for indices in program.streams.values():
         run.env.process(run.stream(indices))
     run.env.run()
-    assert len(run.ended) == len(program.ops), "deadlock in a checked Program"
+    assert not any(run.missing), "deadlock in a checked Program"
     return Times(run.start_s, run.end_s)
 
 
+class _Completion(Event):
+    """The end of an operation: an event that is scheduled once its start is known, as simpy's Timeout is at once."""
+
+    def after(self, delay_s: float) -> None:
+        """Happens ``delay_s`` from now."""
+        self._ok = True
+        self._value = None
+        self.env.schedule(self, NORMAL, delay_s)
+
+
 class _Run:
-    """State of one simulation."""
+    """State of one simulation.
+
+    A meeting is run by the first of its members: ``leader`` maps every operation to the one that stands for it, itself
+    when it meets nobody. ``missing`` counts what a leader still lacks before it can start: each member's turn on its
+    stream and each operation that a member waits for.
+    """
 
     def __init__(self, program: Program, durations_s: Sequence[float], cores: CoreUse | None) -> None:
-        num_ops = len(program.ops)
-        assert len(durations_s) == num_ops
+        ops = program.ops
+        assert len(durations_s) == len(ops)
         self.env = Environment()
         self.durations_s = durations_s
-        self.start_s = [0.0] * num_ops
-        self.end_s = [0.0] * num_ops
-        self.ended: set[int] = set()
-        self.awaited: dict[int, Event] = {}
-        self.waits = _global_waits(program)
-        self.meeting = [op.meeting for op in program.ops]
-        self.members = program.meetings
-        self.absent = {meeting: len(members) for meeting, members in self.members.items()}
-        self.gates: dict[int, Event] = {}
+        self.start_s = [0.0] * len(ops)
+        self.end_s = [0.0] * len(ops)
+        self.leader = list(range(len(ops)))
+        self.missing = [0] * len(ops)
+        self.followers: list[list[int]] = [[] for _ in ops]
+        self.completion: list[_Completion | None] = [None] * len(ops)
+        met: dict[Hashable, int] = {}
+        for index, op in enumerate(ops):
+            leader = index if op.meeting is None else met.setdefault(op.meeting, index)
+            self.leader[index] = leader
+            self.missing[leader] += 1 + len(op.waits)
+            for wait in op.waits:
+                self.followers[wait].append(leader)
         self.cores = cores
+        self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
 
     def stream(self, indices: Sequence[int]) -> _Process:
         """Walks the operations of one stream."""
-        env, ended, awaited, durations_s = self.env, self.ended, self.awaited, self.durations_s
+        env, missing, completions, followers = self.env, self.missing, self.completion, self.followers
+        start_s, end_s = self.start_s, self.end_s
         for index in indices:
-            for wait in self.waits[index]:
-                if wait not in ended:
-                    event = awaited.get(wait)
-                    if event is None:
-                        event = awaited[wait] = Event(env)
-                    yield event
-            meeting = self.meeting[index]
-            members: Sequence[int] = (index,)
-            if meeting is not None:
-                self.absent[meeting] -= 1
-                if self.absent[meeting]:
-                    gate = self.gates.get(meeting)
-                    if gate is None:
-                        gate = self.gates[meeting] = Event(env)
-                    yield gate
-                    continue
-                members = self.members[meeting]
-            start_s = env.now
-            duration_s = durations_s[index]
-            if duration_s > 0.0:
-                yield Timeout(env, duration_s) if self.cores is None else self._shared(index, members)
-            self._end(members, start_s)
-            if meeting is not None and meeting in self.gates:
-                self.gates[meeting].succeed()
+            leader = self.leader[index]
+            completion = completions[leader]
+            if completion is None:
+                completion = completions[leader] = _Completion(env)
+            missing[leader] -= 1
+            if not missing[leader]:
+                self.start(leader)
+            yield completion
+            start_s[index] = start_s[leader]
+            end_s[index] = env.now
+            for follower in followers[index]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    self.start(follower)
 
-    def _shared(self, index: int, members: Sequence[int]) -> Event:
-        """The operation on cores shared with others; a meeting uses cores for all its members."""
+    def start(self, leader: int) -> None:
+        """Everything is there: the operation, or the meeting, runs from now."""
+        self.start_s[leader] = self.env.now
+        completion = self.completion[leader]
+        assert completion is not None
+        duration_s = self.durations_s[leader]
+        if self.cores is None or duration_s <= 0.0:
+            completion.after(duration_s)
+        else:
+            self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
+
+    def _leader_demand(self) -> list[float]:
+        """Cores that an operation keeps busy; a meeting's are those of all its members."""
         assert self.cores is not None
-        demand = sum(self.cores.demand[member] for member in members)
-        return self.nodes[self.cores.node[index]].run(self.durations_s[index], demand)
-
-    def _end(self, members: Sequence[int], start_s: float) -> None:
-        now = self.env.now
-        for member in members:
-            self.start_s[member] = start_s
-            self.end_s[member] = now
-            self.ended.add(member)
-            event = self.awaited.pop(member, None)
-            if event is not None:
-                event.succeed()
-
-
-def _global_waits(program: Program) -> list[tuple[int, ...]]:
-    waits: list[tuple[int, ...]] = [()] * len(program.ops)
-    for indices in program.by_rank.values():
-        for index in indices:
-            local = program.ops[index].waits
-            if local:
-                waits[index] = tuple(indices[wait] for wait in local)
-    return waits
+        demand = [0.0] * len(self.leader)
+        for index, leader in enumerate(self.leader):
+            demand[leader] += self.cores.demand[index]
+        return demand
 
 
 def timeline(program: Program, times: Times) -> Timeline:

@@ -16,7 +16,9 @@ def ends(num_cores: int, jobs: list[tuple[float, float, float]]) -> list[float]:
 
     def job(i: int, arrival: float, work: float, demand: float):  # type: ignore[no-untyped-def]
         yield env.timeout(arrival)
-        yield cores.run(work, demand)
+        done = env.event()
+        cores.run(done, work, demand)
+        yield done
         found[i] = env.now
 
     for i, (arrival, work, demand) in enumerate(jobs):
