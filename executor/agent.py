@@ -7,11 +7,12 @@ Run as ``python -m executor.agent FAILURES.json <arguments of torchrun>``. What 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
 
-from executor.processes import die_with_parent
+from executor.processes import PARENT_VARIABLE, die_with_parent
 
 __all__ = ["main"]
 
@@ -23,6 +24,7 @@ def main(argv: list[str]) -> int:
     signal.
     """
     die_with_parent()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
 
 from executor.launch import Beats, launch_ranks
 from simplan.cost.calibration import Calibration, CalibrationRequest
-from simplan.errors import RunError
+from simplan.errors import Problem, RunError, SpecError
 
 __all__ = ["Progress", "calibrate"]
 
@@ -22,16 +24,19 @@ def calibrate(request: CalibrationRequest, on_progress: Progress | None = None) 
     """Times what the request names on ``num_ranks`` ranks at once.
 
     Raises:
+        SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started.
         RunError: A rank failed or hung; all are ended.
     """
-    told = ""
+    _check(request)
+    told: tuple[str, int] | None = None
 
     def on_poll(beats: Beats) -> None:
         nonlocal told
-        if on_progress is None or not beats or beats[0] is None or beats[0].doing == told:
+        beat = beats[0]
+        if on_progress is None or beat is None or (beat.doing, beat.step) == told:
             return
-        told = beats[0].doing
-        on_progress(min(100, beats[0].step), 100, told)
+        told = beat.doing, beat.step
+        on_progress(min(100, beat.step), 100, beat.doing)
 
     with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
         out_dir = Path(folder)
@@ -48,3 +53,23 @@ def calibrate(request: CalibrationRequest, on_progress: Progress | None = None) 
         if not result_file.exists():
             raise RunError("the ranks ended without a calibration")
         return Calibration.model_validate_json(result_file.read_bytes())
+
+
+def _check(request: CalibrationRequest) -> None:
+    problems = list(_problems(request))
+    if problems:
+        raise SpecError(problems)
+
+
+def _problems(request: CalibrationRequest) -> Iterator[Problem]:
+    num_gpus = torch.cuda.device_count()
+    if request.device == "cuda" and request.num_ranks > num_gpus:
+        yield Problem(
+            field="device",
+            value="cuda",
+            rule=f"{request.num_ranks} ranks need as many CUDA devices; this machine has {num_gpus}",
+            fix="use device cpu" if num_gpus == 0 else f"use num_ranks = {num_gpus}, or device cpu",
+        )
+    for index, shape in enumerate(request.shapes):
+        if request.device == "cpu" and shape.dtype == "tf32":
+            yield Problem(field=f"shapes.{index}.dtype", value="tf32", rule="needs CUDA devices", fix="use fp32")

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int) -> None:
     request = CalibrationRequest.model_validate_json(request_file.read_bytes())
     num_ranks = request.num_ranks
-    device = use_device("auto", num_ranks)
+    device = use_device(request.device, num_ranks)
     start_rank(device, request.budget_s + 60)
     dist.barrier()  # so that the connections count
     context = context_bytes(device)
@@ -75,11 +75,13 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
         return keep_going
 
     for shape in request.shapes:
+        _compute_in(shape.dtype)
         going = budget(f"layers of {shape.model.name}", _SHARES["layers"] / len(request.shapes))
         layers += time_layers(shape, num_ranks, device, going)
     if request.matmuls:
         dtypes = sorted({shape.dtype for shape in request.shapes}) or ["fp32"]
         for dtype in dtypes:
+            _compute_in(dtype)
             going = budget(f"matmuls in {dtype}", _SHARES["matmuls"] / len(dtypes))
             matmuls += time_matmuls(dtype, num_ranks, device, going)
     if with_links:
@@ -99,6 +101,11 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
         result_file.write_text(result.model_dump_json())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _compute_in(dtype: TimedDtype) -> None:
+    """tf32 is fp32 whose matrix products may round their factors."""
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
 
 
 def _of_rank_0(value: bool) -> bool:

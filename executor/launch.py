@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from executor.heartbeat import Beat, RankState, read_beat
-from executor.processes import kill_sessions
+from executor.processes import PARENT_VARIABLE, kill_sessions
 from executor.rank import RankFiles
 from simplan.errors import RunError
 
@@ -91,7 +93,7 @@ def launch_ranks(
 
 def _command(failures: Path, module: str, args: Sequence[str], num_ranks: int) -> list[str]:
     torchrun = ["--nnodes=1", f"--nproc-per-node={num_ranks}", "--standalone", "--local-addr=127.0.0.1"]
-    torchrun += ["--max-restarts=0", "-m", module, *args]
+    torchrun += ["--max-restarts=0", "-m", "executor.rank_main", module, *args]
     return [sys.executable, "-m", "executor.agent", str(failures), *torchrun]
 
 
@@ -99,26 +101,32 @@ def _environment() -> dict[str, str]:
     """Children import the same packages as we do, and nothing from the folder they happen to start in."""
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun would set and announce one thread per rank; the ranks set their own number.
-    return {**_KEEP_FREED_MEMORY, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
+    return {**_KEEP_FREED_MEMORY, **os.environ, **ours}
 
 
 def _stalled(beats: Beats, started_s: float, timeout_s: float) -> str | None:
-    """The sentence about a hang, or None while every rank shows signs of life."""
+    """The sentence about a hang, or None while there is none.
+
+    A rank may wait for longer than ``timeout_s`` on others that still work; it is a hang when a rank that does not
+    wait, or every rank that has not finished, is silent for so long.
+    """
     now_s = time.monotonic()
 
     def silent_s(beat: Beat | None) -> float:
         return now_s - (started_s if beat is None else beat.time_s)
 
     alive = [rank for rank, beat in enumerate(beats) if beat is None or beat.state is not RankState.FINISHED]
-    if not alive or max(silent_s(beats[rank]) for rank in alive) <= timeout_s:
-        return None
 
     def waits(rank: int) -> bool:
         beat = beats[rank]
         return beat is not None and beat.state is RankState.WAITING
 
+    silent = [rank for rank in alive if silent_s(beats[rank]) > timeout_s]
+    if not silent or (len(silent) < len(alive) and all(waits(rank) for rank in silent)):
+        return None
     # Who waits for a message is a victim; of the others, the one silent longest stopped first.
-    culprit = max(alive, key=lambda rank: (not waits(rank), silent_s(beats[rank])))
+    culprit = max(silent, key=lambda rank: (not waits(rank), silent_s(beats[rank])))
     others = "".join(f"; rank {rank} was {_doing(beats[rank])}" for rank in range(len(beats)) if rank != culprit)
     beat = beats[culprit]
     if beat is None:
@@ -157,36 +165,50 @@ def _end(agent: subprocess.Popen[bytes], files: list[RankFiles]) -> None:
 
 
 def _why(failures: Path, files: list[RankFiles], beats: Beats, out_dir: Path) -> str:
-    """The sentence about ranks that ended early; the first cause, not the ranks it pulled down."""
-    try:
-        exits = {entry["rank"]: entry["exitcode"] for entry in json.loads(failures.read_text())}
-    except (OSError, ValueError):
-        exits = {}
-    for rank, code in sorted(exits.items()):
-        if code < 0:
-            return f"rank {rank} was killed by signal {-code}{_at(beats[rank])}"
-    errors = {}
-    for rank, file in enumerate(files):
-        try:
-            errors[rank] = json.loads(file.error.read_text())
-        except (OSError, ValueError):
-            continue
-    silent = sorted(rank for rank in exits if rank not in errors)
-    for rank in silent:
+    """The sentence about ranks that ended early; the first cause, not the ranks it pulled down.
+
+    A signal comes first, except SIGTERM, which torchrun sends to the ranks that are left when one has failed. Errors
+    about communication come after ranks that left without a word, whose peers raise them.
+    """
+    exits: dict[int, int] = {entry["rank"]: entry["exitcode"] for entry in _read_json(failures) or []}
+    errors = {rank: error for rank, file in enumerate(files) if (error := _read_json(file.error)) is not None}
+
+    def is_secondary(rank: int) -> bool:
+        return any(text in errors[rank]["message"] for text in _SECONDARY)
+
+    def killed(rank: int) -> str:
+        return f"rank {rank} was killed by signal {-exits[rank]}{_at(beats[rank])}"
+
+    def left(rank: int) -> str:
         return f"rank {rank} ended with exit code {exits[rank]}{_at(beats[rank])}; its output is in {files[rank].log}"
-    if errors:
 
-        def cause(rank: int) -> tuple[bool, float]:
-            error = errors[rank]
-            return any(text in error["message"] for text in _SECONDARY), error["time_s"]
-
-        rank = min(errors, key=cause)
+    def raised(rank: int) -> str:
         message = " ".join(str(errors[rank]["message"]).split())
         return (
             f"rank {rank} raised {errors[rank]['type']}: {message[:500]}{_at(beats[rank])}; "
             f"the traceback is in {files[rank].log}"
         )
-    return f"torchrun ended without having run the ranks; its output is in {out_dir / 'torchrun.log'}"
+
+    signalled = [rank for rank in sorted(exits) if exits[rank] < 0]
+    terminated = [rank for rank in signalled if exits[rank] == -signal.SIGTERM]
+    by_time = sorted(errors, key=lambda rank: float(errors[rank]["time_s"]))
+    causes = (
+        *(killed(rank) for rank in signalled if rank not in terminated),
+        *(raised(rank) for rank in by_time if not is_secondary(rank)),
+        *(left(rank) for rank in sorted(exits) if exits[rank] > 0 and rank not in errors),
+        *(raised(rank) for rank in by_time if is_secondary(rank)),
+        *(killed(rank) for rank in terminated),
+        f"torchrun ended without having run the ranks; its output is in {out_dir / 'torchrun.log'}",
+    )
+    return causes[0]
+
+
+def _read_json(file: Path) -> Any:
+    """None when there is no such file, or half of one: its writer may have been killed."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _at(beat: Beat | None) -> str:

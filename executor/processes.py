@@ -9,19 +9,25 @@ import signal
 import sys
 from collections.abc import Iterable
 
-__all__ = ["die_with_parent", "kill_sessions"]
+__all__ = ["PARENT_VARIABLE", "die_with_parent", "kill_sessions"]
+
+PARENT_VARIABLE = "SIMPLAN_PARENT"
+"""Environment variable in which a process tells its children its id."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends, however that happens; elsewhere does nothing."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux to send this process a signal when its parent ends, however that happens; elsewhere does nothing.
+
+    A parent that has told its id in ``PARENT_VARIABLE`` may have ended before this call: then the signal comes now.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def kill_sessions(leaders: Iterable[int]) -> None:

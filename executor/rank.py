@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from executor.heartbeat import Heartbeat, RankState
-from executor.processes import die_with_parent
 
 __all__ = ["RankFiles", "live_as_rank"]
 
@@ -44,7 +43,6 @@ def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
     stdout and stderr go to the rank's log. An exception is written to the rank's error file and ends the process at
     once with exit code 1: threads of torch may be stuck in communication with ranks that are gone.
     """
-    die_with_parent()
     rank = int(os.environ["RANK"])
     files = RankFiles(out_dir, rank)
     log = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

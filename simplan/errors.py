@@ -123,8 +123,12 @@ class RunError(SimplanError, RuntimeError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The fix for a misspelt word: the nearest known ones, or all when few, or an empty string.
 
+    >>> did_you_mean("gpip", ["naive", "gpipe", "1f1b"])
+    'did you mean gpipe?'
     >>> did_you_mean("h100-sxm-80g", ["h100-sxm-80gb", "a100-sxm-80gb"])
-    'did you mean h100-sxm-80gb?'
+    'did you mean h100-sxm-80gb or a100-sxm-80gb?'
+    >>> did_you_mean("zigzag", ["naive", "gpipe", "1f1b"])
+    'known: 1f1b, gpipe, naive'
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(str(word), names, n=3, cutoff=0.7)

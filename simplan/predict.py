@@ -64,7 +64,9 @@ def predict(
     check_table(table, plan.num_stages, microbatches)
 
     on_cpu = cluster.cores_per_node is not None
-    written_out = plan.dp if on_cpu else 1
+    mapping = RankMapping(plan.pp, plan.dp)
+    fold_replicas = not on_cpu and _replicas_are_alike(mapping, cluster)
+    written_out = 1 if fold_replicas else plan.dp
     expand_all = 2 * len(model.layers) * microbatches * written_out <= _MOST_OPERATIONS
     coarse, fine = (
         lower(
@@ -75,7 +77,7 @@ def predict(
             assignment,
             table,
             level=level,
-            fold_replicas=not on_cpu,
+            fold_replicas=fold_replicas,
             expand_all=expand_all,
         )
         for level in (1, 2)
@@ -85,9 +87,8 @@ def predict(
     times = simulate(fine, fine_pricing.durations_s, core_use(fine, cluster))
     spans = timeline(fine, times)
     step_time_s = times.step_time_s
-    half_width_s = _NINE_IN_TEN * _deviation_s(coarse, coarse_pricing, core_use(coarse, cluster), level1_step_time_s)
+    half_width_s = _NINE_IN_TEN * _deviation_s(fine, fine_pricing, core_use(fine, cluster), step_time_s)
 
-    mapping = RankMapping(plan.pp, plan.dp)
     context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
     if on_cpu and calibration is not None:
         context_bytes = calibration.context_bytes
@@ -193,6 +194,19 @@ def core_use(program: Program, cluster: ClusterSpec) -> CoreUse | None:
         [cluster.node_of(op.rank) for op in program.ops],
         [1.0 if isinstance(op.work, Message) else float(threads) for op in program.ops],
     )
+
+
+def _replicas_are_alike(mapping: RankMapping, cluster: ClusterSpec) -> bool:
+    """Whether the messages of every replica use the same links: one of them can then stand for all."""
+    pairs = [(p, (p + 1) % mapping.pp) for p in range(mapping.pp)]  # neighbours, and the ends that share an embedding
+    crossings = {
+        tuple(
+            cluster.node_of(mapping.rank(one, replica)) != cluster.node_of(mapping.rank(other, replica))
+            for one, other in pairs
+        )
+        for replica in range(mapping.dp)
+    }
+    return len(crossings) == 1
 
 
 def _assignment(model: ModelSpec, plan: ParallelPlan, cost: CostModel) -> StageAssignment:

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simplan.cost.pricing import price_program
 from simplan.errors import SpecError
-from simplan.predict import build_program, predict
+from simplan.predict import build_program, cost_model, predict
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory, Message
+from simplan.sim.engine import simulate
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -124,7 +126,7 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     received = [op.work for op in program.ops if op.action.kind.value.startswith("RECV")]
     assert sorted(map(str, sent)) == sorted(map(str, received))
     assert len(sent) == 2 * m * (p - 1) * dp
-    assert all(isinstance(w, Message) and w.num_bytes == b * 32 * 96 * 2 for w in sent)
+    assert all(isinstance(w, Message) and w.num_bytes == b * 32 * 96 * found.software.state_bytes["bf16"].boundary for w in sent)
     reduced = sum(op.work.num_bytes for op in program.ops if isinstance(op.work, Message) and op.stream == "grad")
     held = sum(rank.by_category[MemoryCategory.GRADIENTS] for rank in found.memory)
     assert reduced == (held if dp > 1 else 0)
@@ -168,3 +170,17 @@ def test_terms_add_up_to_what_ranks_spend() -> None:
     spent_s = sum(t.seconds * t.count for t in computing)
     shares_s = [split.compute_s + split.optimizer_s for split in found.splits]
     assert spent_s == pytest.approx(sum(shares_s) / len(shares_s), rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_devices", "alike"), [(8, True), (12, False), (16, True)])
+def test_one_replica_stands_for_all_only_when_they_use_the_same_links(num_devices: int, alike: bool) -> None:
+    """Twelve devices in nodes of eight, two stages: only some of the six pipelines cross nodes."""
+    plan = ParallelPlan(pp=2, dp_replicate=num_devices // 2)
+    found = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
+    whole = build_program(found, level=2)
+    cost = cost_model(found.cluster, found.training, plan, TORCH, None)
+    step_time_s = simulate(whole, price_program(whole, cost).durations_s).step_time_s
+    assert found.step_time_s == pytest.approx(step_time_s, rel=1e-9)
+    folded = build_program(found, level=2, fold_replicas=True)
+    folded_s = simulate(folded, price_program(folded, cost).durations_s).step_time_s
+    assert (folded_s == pytest.approx(step_time_s, rel=1e-9)) is alike

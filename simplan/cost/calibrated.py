@@ -9,7 +9,7 @@ from simplan.cost.base import Price, Provenance
 from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Sample
 from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Message, Phase
-from simplan.units import format_bytes, format_count, format_flop_per_s, format_time
+from simplan.units import format_bytes, format_time
 
 __all__ = ["CalibratedCost"]
 
@@ -20,6 +20,9 @@ _EXTRAPOLATED_STD = 0.3
 
 class CalibratedCost:
     """A ``CostModel`` that looks timings up, and says so when it has to extrapolate.
+
+    Timings were taken with all ranks busy. Where these asked for more cores than there are, a timing holds the wait for
+    a core; a price is the time alone, for the simulator shares the cores out itself, so that wait is taken off.
 
     Args:
         calibration: The timings.
@@ -62,46 +65,36 @@ class CalibratedCost:
         if provenance is Provenance.EXTRAPOLATED:
             std = max(std, _EXTRAPOLATED_STD)
         times = "" if factor == 1.0 else f" x {factor:.3g}"
+        crowding = self._crowding(timing.num_ranks, max(1, self._calibration.num_cores // timing.num_ranks))
+        if crowding > 1.0:
+            times += f" / {crowding:.3g} (ranks per core)"
         return Price(
-            sample.mean_s * factor,
+            sample.mean_s * factor / crowding,
             provenance,
             std,
             f"{format_time(sample.mean_s)}{times} (mean of {sample.num_repeats}, "
             f"p10 to p90 {format_time(sample.low_s)} to {format_time(sample.high_s)})",
         )
 
+    def _crowding(self, num_ranks: int, threads: int) -> float:
+        """Cores that all ranks asked for while they were timed, over those there are; 1 on devices of their own."""
+        if self._calibration.device_kind != "cpu":
+            return 1.0
+        return max(1.0, num_ranks * threads / self._calibration.num_cores)
+
     def _extrapolated_compute(self, work: LayerWork) -> Price:
-        """From the nearest timed microbatch size of the same layer, else from the matmul rate."""
+        """From the nearest timed microbatch size of the same layer; a layer never timed here has no honest price."""
         same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
         if same:
             nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
             factor = work.microbatch_size / nearest.microbatch_size
             return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
-        rates = [
-            2 * t.m * t.n * t.k / t.seconds.mean_s
-            for t in self._calibration.matmuls
-            if t.dtype == self._dtype and t.seconds.mean_s > 0
-        ]
-        if not rates:
-            raise SpecError(
-                Problem(
-                    field="calibration",
-                    rule=f"has neither the layer {work.layer.key} in {self._dtype} nor matmuls to extrapolate from",
-                    fix="run `simplan calibrate SCENARIO` with this scenario",
-                )
+        raise SpecError(
+            Problem(
+                field="calibration",
+                rule=f"has no timing of the layer {work.layer.key} in {self._dtype} on {self._num_ranks} ranks",
+                fix="run `simplan calibrate SCENARIO` with this scenario",
             )
-        rate = max(rates)
-        flops = {
-            Phase.FORWARD: work.layer.flops() * work.microbatch_size,
-            Phase.BACKWARD: 2 * work.layer.flops() * work.microbatch_size,
-            Phase.SCALE: 2 * work.num_parameters,
-            Phase.OPTIMIZER: 20 * work.num_parameters,
-        }[work.phase]
-        return Price(
-            flops / rate,
-            Provenance.EXTRAPOLATED,
-            _EXTRAPOLATED_STD,
-            f"{format_count(flops)} FLOPs / {format_flop_per_s(rate)} (best calibrated matmul)",
         )
 
     def message(self, message: Message) -> Price:
@@ -130,6 +123,7 @@ class CalibratedCost:
         exact = group == (n, self._num_ranks) and inside
         if nearest.num_ranks != n and kind == "all_reduce":  # ring: bytes moved grow as (n-1)/n
             seconds *= ((n - 1) / n) / ((nearest.num_ranks - 1) / nearest.num_ranks)
+        seconds /= self._crowding(nearest.world_size, 1)
         spread = statistics.median(t.seconds.round_std for t in curve)
         return Price(
             seconds,

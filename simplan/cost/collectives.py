@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from simplan.cost.base import Price, Provenance
 from simplan.errors import Problem, SpecError
 from simplan.program.program import Message
@@ -45,14 +47,16 @@ def message_price(message: Message, cluster: ClusterSpec) -> Price:
     Raises:
         SpecError: The cluster names no link for a tier that the message crosses.
     """
-    nodes = {cluster.node_of(rank) for rank in message.ranks}
+    nodes = Counter(cluster.node_of(rank) for rank in message.ranks)
     n = len(message.ranks)
-    local = max(1, n // len(nodes))
+    local = min(nodes.values())  # the ring is as slow as the node with the fewest devices in it
     if message.kind == "send":
         link = _link(cluster, crosses=len(nodes) > 1)
         rate = link.bytes_per_s * LINK_EFFICIENCY
         seconds = send_s(message.num_bytes, rate, link.latency_s)
         formula = f"{format_time(link.latency_s)} + {format_bytes(message.num_bytes)} / {format_rate(rate)} ({link.id})"
+    elif message.kind != "all_reduce":
+        raise AssertionError(f"no price for {message.kind}")
     elif len(nodes) == 1:
         link = _link(cluster, crosses=False)
         rate = link.bytes_per_s * LINK_EFFICIENCY

@@ -4,52 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.spec.plan import StageAssignment
 
 __all__ = ["assign_stage_layers", "balanced_assignment"]
 
+_ROUNDING = 1 + 1e-9  # sums of equal layers at different places differ by rounding, which must not choose the split
+
+_Floats = NDArray[np.float64]
+
 
 def balanced_assignment(layer_times_s: Sequence[float], num_stages: int) -> StageAssignment:
-    """The contiguous split whose slowest stage is fastest, by dynamic programming; exact.
+    """The contiguous split whose slowest stage is fastest; among those, the one with the least sum of squares. Exact.
 
-    Among equally good splits it takes the one whose stages are most even (least sum of squares). Embedding and head
-    count like any layer, so a stage that holds one gets fewer blocks. Every stage holds at least one block: the
-    first and the last layer are never alone in a stage.
+    Two steps, because the second aim cannot be reached stage by stage while the slowest is still unknown: first the
+    smallest possible slowest stage, then the most even split of which no stage is slower.
+
+    Embedding and head count like any layer, so a stage that holds one gets fewer blocks. Every stage holds at least
+    one block: the first and the last layer are never alone in a stage.
 
     Args:
         layer_times_s: Forward plus backward time of every layer of one microbatch, embedding first, head last.
         num_stages: Stages to make; at most the number of blocks.
 
-    Complexity: O(num_stages * layers^2).
+    Complexity: O(num_stages * blocks^2) elements of numpy, O(blocks^2) memory.
     """
-    num_layers = len(layer_times_s)
-    num_blocks = num_layers - 2
+    num_blocks = len(layer_times_s) - 2
     assert 1 <= num_stages <= num_blocks, (num_stages, num_blocks)
-    before = [0.0, *accumulate(layer_times_s)]
+    # before[b]: time before block b, where the embedding belongs to the first block and the head to the last
+    before = np.concatenate(([0.0], np.cumsum(layer_times_s)[1:-2], [sum(layer_times_s)]))
+    # times_s[end, start] of a stage of blocks start to end - 1; endless where there is no block in it
+    times_s = before[:, None] - before[None, :]
+    times_s[np.triu_indices(num_blocks + 1)] = np.inf
+    slowest_s = _smallest_slowest(times_s, num_stages) * _ROUNDING
+    inner = _most_even(np.where(times_s <= slowest_s, times_s**2, np.inf), num_stages)
+    return StageAssignment((0, *(block + 1 for block in inner), len(layer_times_s)))
 
-    def cost(first: int, last: int) -> tuple[float, float]:
-        time_s = before[last] - before[first]
-        return time_s, time_s * time_s
 
-    # best[j]: (slowest stage, sum of squares, boundaries) of the first j layers in the stages so far
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+def _smallest_slowest(times_s: _Floats, num_stages: int) -> float:
+    """The least time that no stage of some split exceeds: it is the time of some interval, so bisect these.
+
+    A time is enough when stages that each take as many blocks as they can within it are at most ``num_stages``:
+    splitting stages further never makes one slower.
+    """
+    num_blocks = len(times_s) - 1
+    candidates = np.unique(times_s[np.isfinite(times_s)])
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        reached = np.arange(num_blocks + 1) + (times_s <= candidates[middle]).sum(axis=0)
+        end = 0
+        for _ in range(num_stages):
+            end = int(reached[end])
+        low, high = (low, middle) if end == num_blocks else (middle + 1, high)
+    return float(candidates[low])
+
+
+def _most_even(squares: _Floats, num_stages: int) -> list[int]:
+    """Inner boundaries, in blocks, of the split with the least sum of squares; by dynamic programming.
+
+    Args:
+        squares: ``[end, start]``, infinite for a stage that may not be.
+        num_stages: Stages to make.
+    """
+    # a stage starts at one of `places` blocks: each stage before it and after it needs a block
+    places = len(squares) - num_stages
+    least = np.full(places, np.inf)
+    least[0] = 0.0
+    choices: list[NDArray[np.signedinteger[Any]]] = []
     for stage in range(num_stages):
-        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        # a first stage needs the embedding and a block, a last one a block and the head
-        shortest = 2 if stage == 0 else 1
-        ends = [num_layers] if stage == num_stages - 1 else range(shortest, num_layers - 1)
-        for end in ends:
-            options = []
-            for start, (slowest, squares, boundaries) in best.items():
-                enough = end - start >= (shortest if end < num_layers else (2 if stage else 3))
-                if start < end and enough:
-                    time_s, square = cost(start, end)
-                    options.append((max(slowest, time_s), squares + square, (*boundaries, end)))
-            if options:
-                following[end] = min(options)
-        best = following
-    return StageAssignment(best[num_layers][2])
+        sums = least + squares[stage + 1 : stage + 1 + places, stage : stage + places]
+        choices.append(sums.argmin(axis=1))
+        least = sums.min(axis=1)
+    place, inner = places - 1, []
+    for stage in range(num_stages - 1, 0, -1):
+        place = int(choices[stage][place])
+        inner.append(place + stage)
+    return inner[::-1]
 
 
 def assign_stage_layers(stage_layers: Sequence[int]) -> StageAssignment:

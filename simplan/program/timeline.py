@@ -76,7 +76,7 @@ class Split:
     Attributes:
         compute_s: Forward and backward.
         recompute_s: Forward run again for the backward pass.
-        exposed_communication_s: Bytes of this rank move while its compute stream idles.
+        exposed_communication_s: Bytes of this rank move while it computes nothing, on whatever stream.
         wait_s: Bubble, a late peer.
         host_s: The host is behind.
         optimizer_s: The optimizer step.
@@ -116,7 +116,7 @@ def split_of_rank(spans: Iterable[Span], step_time_s: float) -> Split:
     busy: list[tuple[float, float]] = []
     moving: list[tuple[float, float]] = []
     for span in spans:
-        if span.stream == "compute":
+        if span.stream == "compute" and span.kind is not SpanKind.COMMUNICATION:
             by_kind[span.kind] += span.end_s - span.start_s
             busy.append((span.start_s, span.end_s))
         else:

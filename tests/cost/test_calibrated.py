@@ -84,11 +84,23 @@ def test_another_microbatch_size_is_extrapolated() -> None:
     assert price.relative_std >= 0.3
 
 
-def test_an_unknown_layer_costs_its_flops_at_the_best_matmul_rate() -> None:
+def test_ranks_that_shared_cores_when_timed_are_priced_alone() -> None:
+    """Eight ranks on two cores: each was timed four times slower than it runs alone; so were the messages."""
+    crowded = CALIBRATION.model_copy(
+        update={
+            "layers": tuple(t.model_copy(update={"num_ranks": 8}) for t in CALIBRATION.layers),
+            "communication": tuple(t.model_copy(update={"world_size": 8}) for t in CALIBRATION.communication),
+        }
+    )
+    cost = CalibratedCost(crowded, dtype="fp32", optimizer="adamw", num_ranks=8)
+    assert cost.compute(work(Phase.FORWARD)).seconds == pytest.approx(0.010 / 4)
+    assert cost.message(Message("all_reduce", 1000, (0, 1))).seconds == pytest.approx(0.001 / 4)
+
+
+def test_a_layer_that_was_never_timed_is_refused() -> None:
     other = MODEL.model_copy(update={"hidden_size": 128}).layers[1]
-    price = COST.compute(LayerWork(other, Phase.FORWARD, 1, other.num_parameters))
-    assert price.seconds == pytest.approx(other.flops() / 1e11)
-    assert price.provenance is Provenance.EXTRAPOLATED
+    with pytest.raises(SpecError, match="has no timing of the layer gpt-block:h128"):
+        COST.compute(LayerWork(other, Phase.FORWARD, 1, other.num_parameters))
 
 
 @pytest.mark.parametrize(

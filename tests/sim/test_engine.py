@@ -15,7 +15,7 @@ from simplan.program.lower import lower
 from simplan.program.partition import assign_stage_layers
 from simplan.program.program import COMPUTE_STREAM, Message, Op, Program
 from simplan.program.schedules import gpipe, naive, one_f_one_b
-from simplan.program.timeline import split_of_rank
+from simplan.program.timeline import Span, SpanKind, split_of_rank
 from simplan.sim.engine import CoreUse, simulate, timeline
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -193,3 +193,13 @@ def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None
         later = [start_s for op, start_s, _ in of_rank if str(op.action) in ("1SEND_B1", f"{rank // 2}OPTIM")]
         assert len(later) == (1 if rank < 2 else 2)
         assert min(later) >= reduced_s
+
+
+def test_communication_on_the_compute_stream_is_exposed() -> None:
+    spans = [
+        Span(0, COMPUTE_STREAM, "a", "0F0", SpanKind.COMPUTE, 0.0, 1.0),
+        Span(0, COMPUTE_STREAM, "b", "0F0", SpanKind.COMMUNICATION, 1.0, 1.5),
+        Span(0, "grad", "c", "0B0", SpanKind.COMMUNICATION, 0.5, 1.25),
+    ]
+    split = split_of_rank(spans, 2.0)
+    assert (split.compute_s, split.exposed_communication_s, split.wait_s, split.total_s) == (1.0, 0.5, 0.5, 2.0)
