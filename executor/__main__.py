@@ -15,6 +15,7 @@ from types import FrameType
 
 from pydantic import ValidationError
 
+from executor.processes import die_with_parent
 from simplan.errors import Problem, SimplanError, SpecError
 
 _INTERRUPTED = 130
@@ -99,4 +100,5 @@ def _bad(file: Path, error: ValidationError) -> SpecError:
 
 
 if __name__ == "__main__":
+    die_with_parent(signal.SIGTERM)  # in order: what was measured is kept
     sys.exit(main())

@@ -26,6 +26,7 @@ from simplan.cost.calibration import (
     CommunicationTiming,
     LayerTiming,
     MatmulTiming,
+    TimedDtype,
 )
 
 __all__ = ["main"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.program.action import Table
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
 
@@ -30,7 +31,11 @@ def check_job(job: Job) -> None:
     problems = [*_inconsistent(job), *_too_many_ranks(job)]
     if problems:
         raise SpecError(problems)
-    check_executable(job.parsed_table(), job.plan, job.software)
+    table = job.parsed_table()
+    check_executable(table, job.plan, job.software)
+    misplaced = list(_misplaced(table))
+    if misplaced:
+        raise NotModelledError(misplaced)
 
 
 def runs_on_cuda(job: Job) -> bool:
@@ -103,6 +108,18 @@ def _inconsistent(job: Job) -> Iterator[Problem]:
             value=str(list(job.boundaries)),
             rule=f"must split {len(job.model.layers)} layers into {plan.num_stages} stages",
         )
+
+
+def _misplaced(table: Table) -> Iterator[Problem]:
+    for rank, row in enumerate(table):
+        stages = sorted({action.stage for action in row if action.stage != rank})
+        if stages:
+            yield Problem(
+                field=f"table.{rank}",
+                value=f"stage {stages[0]}",
+                rule="the executor runs stage s on pipeline rank s only",
+                fix=f"give row {rank} the actions of stage {rank}",
+            )
 
 
 def _too_many_ranks(job: Job) -> Iterator[Problem]:

@@ -74,6 +74,7 @@ def lower(
     ops: list[Op] = []
     ranks: list[int] = []
     resting: dict[int, dict[MemoryCategory, int]] = {}
+    rebuild: dict[int, int] = {}
     for pp_rank in range(plan.pp):
         for dp_rank in replicas:
             rank = mapping.rank(pp_rank, dp_rank)
@@ -81,7 +82,8 @@ def lower(
             ops.extend(lowering.run(table[pp_rank]))
             ranks.append(rank)
             resting[rank] = shared.resting[pp_rank]
-    return Program(level, table, tuple(ops), tuple(ranks), plan.dp if fold_replicas else 1, resting)
+            rebuild[rank] = resting[rank][MemoryCategory.GRADIENTS] if plan.dp > 1 else 0
+    return Program(level, table, tuple(ops), tuple(ranks), plan.dp if fold_replicas else 1, resting, rebuild)
 
 
 class _Shared:

@@ -130,6 +130,8 @@ class Program:
         ranks: The ranks that have operations, ascending. With ``num_replicas`` above 1 only those of one replica.
         num_replicas: Data-parallel replicas that do exactly the same, of which one is written out.
         resting_bytes: Per rank, memory held between steps by category.
+        rebuild_bytes: Per rank, buffers held once beside that, when DDP rebuilds its buckets before the second step:
+            the old and the new ones are alive together.
     """
 
     level: int
@@ -138,6 +140,7 @@ class Program:
     ranks: tuple[int, ...]
     num_replicas: int
     resting_bytes: dict[int, dict[MemoryCategory, int]]
+    rebuild_bytes: dict[int, int]
 
     @cached_property
     def by_rank(self) -> dict[int, tuple[int, ...]]:

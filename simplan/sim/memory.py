@@ -46,13 +46,15 @@ class MemorySample:
 def memory_peak(program: Program, rank: int) -> MemoryPeak:
     """Walks one rank's operations.
 
-    Memory is back at what it was when the step ends; anything else is a bug of the lowering.
+    Memory is back at what it was when the step ends; anything else is a bug of the lowering. The one moment outside of
+    a step that counts is DDP's rebuilding of its buckets.
     """
     resting = program.resting_bytes[rank]
     ops = [op for op in (program.ops[index] for index in program.by_rank[rank]) if op.memory]
     # the total alone first: it is all that is needed to find the worst instant
     held_bytes = base_bytes = sum(resting.values())
-    most_bytes, worst = held_bytes, -1
+    rebuild_bytes = program.rebuild_bytes[rank]
+    most_bytes, worst = held_bytes + rebuild_bytes, -1
     for position, op in enumerate(ops):
         during_bytes = after_bytes = 0
         for effect in op.memory:
@@ -63,6 +65,8 @@ def memory_peak(program: Program, rank: int) -> MemoryPeak:
         held_bytes += after_bytes
     assert held_bytes == base_bytes, "memory is not back to its base"
     by_category = dict.fromkeys(MemoryCategory, 0) | resting
+    if worst < 0:
+        by_category[MemoryCategory.BUFFERS] += rebuild_bytes
     for op in ops[: worst + 1]:
         for effect in op.memory:
             by_category[effect.category] += effect.during_bytes if op is ops[worst] else effect.after_bytes

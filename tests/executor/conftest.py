@@ -95,10 +95,14 @@ class Run:
 
 
 CASES: dict[str, Callable[[], Job]] = {
+    "one-device-gpt-tied": lambda: _job(dtype="fp64"),
     "ddp2-gpt-tied": lambda: _job(dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
     "naive-pp2-llama": lambda: _job("naive", pp=2, model=_model("llama"), dtype="fp64"),
     "gpipe-pp2-llama-tied": lambda: _job("gpipe", pp=2, model=_model("llama", tied_embeddings=True), dtype="fp64"),
     "1f1b-pp2-gpt-tied": lambda: _job("1f1b", pp=2, dtype="fp64"),
+    "gpipe-pp2-ddp2-llama": lambda: _job(
+        "gpipe", pp=2, dp=2, model=_model("llama"), plan={"bucket_bytes": 40_000}, dtype="fp64"
+    ),
     "1f1b-pp2-ddp2-gpt-tied": lambda: _job("1f1b", pp=2, dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
 }
 

@@ -14,6 +14,7 @@ from executor.link_timing import group_sizes
 from executor.timing import sample_of
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
+from simplan.errors import SpecError
 from simplan.spec.model import ModelSpec
 
 MODEL = ModelSpec(
@@ -28,10 +29,10 @@ MODEL = ModelSpec(
 
 
 def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
-    told: list[str] = []
+    told: list[tuple[int, str]] = []
     shape = ShapeRequest(model=MODEL, microbatch_size=2)
     request = CalibrationRequest(shapes=(shape,), num_ranks=2, budget_s=1.0)
-    found = calibrate(request, lambda done, of, what: told.append(what))
+    found = calibrate(request, lambda done, of, what: told.append((done, what)))
     assert {timing.key for timing in found.layers} == {layer.key for layer in MODEL.layers}
     for timing in found.layers:
         assert 0 < timing.forward_s.low_s <= timing.forward_s.high_s
@@ -45,7 +46,20 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
     assert 100e6 < found.context_bytes < found.memory_bytes
     cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
     assert cost.covers([layer.key for layer in MODEL.layers], 2)
-    assert any("layers" in what for what in told)
+    layers_told = [done for done, what in told if "layers" in what]
+    assert len(layers_told) > 1
+    assert layers_told == sorted(set(layers_told))
+
+
+def test_a_request_that_this_machine_cannot_serve_is_refused() -> None:
+    num_gpus = torch.cuda.device_count()
+    request = CalibrationRequest(shapes=(), num_ranks=num_gpus + 1, device="cuda")
+    rule = f"{num_gpus + 1} ranks need as many CUDA devices; this machine has {num_gpus}"
+    with pytest.raises(SpecError, match=f"^device = cuda: {rule}"):
+        calibrate(request)
+    shape = ShapeRequest(model=MODEL, microbatch_size=2, dtype="tf32")
+    with pytest.raises(SpecError, match=r"^shapes.0.dtype = tf32: needs CUDA devices; use fp32"):
+        calibrate(CalibrationRequest(shapes=(shape,), num_ranks=1))
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [2]), (3, [3]), (4, [2, 4]), (6, [2, 3, 6])])

@@ -38,8 +38,8 @@ def processes_of(out_dir: Path) -> list[str]:
     return found
 
 
-def wait_until_gone(out_dir: Path) -> None:
-    end = time.monotonic() + PATIENCE_S
+def wait_until_gone(out_dir: Path, within_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + within_s
     while processes_of(out_dir) and time.monotonic() < end:
         time.sleep(0.05)
     assert processes_of(out_dir) == []
@@ -82,7 +82,7 @@ def test_a_failing_rank_ends_the_run(
 
 @pytest.fixture
 def endless_run(tmp_path: Path, make_job: Any) -> Iterator[subprocess.Popen[str]]:
-    """``python -m executor run`` in the middle of very many steps."""
+    """``python -m executor run`` of very many steps, just started."""
     job_file = tmp_path / "job.json"
     job_file.write_text(make_job(dp=2, num_steps=10**6).model_dump_json())
     with subprocess.Popen(
@@ -91,16 +91,20 @@ def endless_run(tmp_path: Path, make_job: Any) -> Iterator[subprocess.Popen[str]
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline()) == {"event": "step", "step": 1, "of": 10**6 + 1}
         yield process
         process.kill()
+
+
+def wait_for_a_step(run: subprocess.Popen[str]) -> None:
+    assert run.stdout is not None
+    assert json.loads(run.stdout.readline()) == {"event": "step", "step": 1, "of": 10**6 + 1}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupting_the_launcher_ends_all(
     endless_run: subprocess.Popen[str], number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
+    wait_for_a_step(endless_run)
     endless_run.send_signal(number)
     _, messages = endless_run.communicate(timeout=PATIENCE_S)
     assert endless_run.returncode == code
@@ -112,9 +116,34 @@ def test_interrupting_the_launcher_ends_all(
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    wait_for_a_step(endless_run)
     assert len(processes_of(tmp_path)) >= 4  # launcher, torchrun, two ranks
     endless_run.kill()
     wait_until_gone(tmp_path)
+
+
+def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Killed as soon as the ranks exist, so before they have imported torch."""
+    end = time.monotonic() + PATIENCE_S
+    while len(processes_of(tmp_path)) < 4 and time.monotonic() < end:
+        time.sleep(0.005)
+    endless_run.kill()
+    wait_until_gone(tmp_path, within_s=10.0)
+    assert list((tmp_path / "out").glob("*.heartbeat")) == []
+
+
+def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -> None:
+    """It is asked, not killed, so that it keeps what it has measured."""
+    job_file, out_dir = tmp_path / "job.json", tmp_path / "out"
+    job_file.write_text(make_job(dp=2, num_steps=10**6).model_dump_json())
+    command = [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(out_dir)]
+    parent_program = f"import subprocess; subprocess.run({command!r})"
+    with subprocess.Popen([sys.executable, "-c", parent_program], stdout=subprocess.PIPE, text=True) as parent:
+        wait_for_a_step(parent)
+        parent.kill()
+    wait_until_gone(tmp_path)
+    kept = Measurement.model_validate_json((out_dir / "measurement.json").read_bytes())
+    assert kept.failure == "the run was interrupted"
 
 
 @pytest.mark.slow
