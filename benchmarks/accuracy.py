@@ -61,6 +61,7 @@ _PLANS = {
     "GPipe": ParallelPlan(pp=2, schedule="gpipe", microbatch_size=2),
     "1F1B": ParallelPlan(pp=2, schedule="1f1b", microbatch_size=2),
 }
+_STAGE_LAYERS = {"gpt": (5, 3), "llama": (4, 2)}  # fixed, so that every calibration predicts the split that runs
 _TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 
 
@@ -73,13 +74,18 @@ class _Case:
     def name(self) -> str:
         return f"{self.model.name} {self.plan_name}"
 
+    @property
+    def plan(self) -> ParallelPlan:
+        plan = _PLANS[self.plan_name]
+        return plan.model_copy(update={"stage_layers": _STAGE_LAYERS[self.model.name]}) if plan.pp > 1 else plan
+
     def predict(self, calibration: Calibration) -> Prediction:
         return predict(
             self.name,
             self.model,
             catalogue.cluster("this-machine", num_devices=_NUM_RANKS),
             _TRAINING,
-            _PLANS[self.plan_name],
+            self.plan,
             catalogue.software("torch"),
             calibration,
         )
@@ -157,6 +163,7 @@ def _job(found: Prediction) -> Job:
         num_steps=_STEPS,
         num_warmup_steps=2,
         profile_memory=False,
+        device="cpu",
     )
 
 

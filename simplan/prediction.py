@@ -50,7 +50,7 @@ class Term:
     Attributes:
         name: E.g. ``block forward``, ``all_reduce over 2 ranks``.
         seconds: Time of one occurrence.
-        count: Occurrences on the worst rank's critical resources (all ranks' sum divided by ranks).
+        count: Occurrences on a rank, mean over ranks.
         provenance: ``datasheet``, ``published``, ``calibrated`` or ``extrapolated``.
         relative_std: How sure: relative standard deviation of ``seconds``.
         formula: The formula with numbers filled in.
@@ -72,7 +72,8 @@ class Prediction:
         step_time_s: Time of one optimizer step (Level 2).
         step_time_interval_s: Interval that should hold the truth in 9 of 10 cases, from the provenance of the costs.
         level1_step_time_s: The same from whole actions, without the overlap inside them.
-        bubble_fraction: Share of the step in which compute streams idle, mean over ranks.
+        bubble_fraction: Share of the time from the first to the last computation of any rank (without the optimizer
+            step) in which compute streams idle, mean over ranks.
         capacity_bytes: Memory of one device; None when the catalogue does not know.
         fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
         memory: Per rank.

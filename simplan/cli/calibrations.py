@@ -16,9 +16,36 @@ from simplan.io import write_model
 from simplan.scenario import Scenario
 from simplan.spec.machine import THIS_MACHINE
 
-__all__ = ["covers", "ensure", "measure", "read", "requests_for"]
+__all__ = ["covers", "ensure", "is_needed", "measure", "read", "refuse_unneeded", "requests_for"]
 
 QUICK_BUDGET_S = 30.0
+
+
+def is_needed(scenario: Scenario) -> bool:
+    """Whether the scenario is priced from a calibration: its ranks are processes that share this machine's cores.
+
+    Everything else is priced from the catalogue, devices of this machine that a scenario names included.
+    """
+    return scenario.cluster.cores_per_node is not None
+
+
+def refuse_unneeded(scenario: Scenario, file: Path | None) -> None:
+    """Refuses a calibration that was given for a scenario that is not priced from one.
+
+    Raises:
+        SpecError: The scenario needs none; or the file is missing or is no calibration.
+    """
+    if file is None or is_needed(scenario):
+        return
+    read(file)
+    problem = Problem(
+        field="--calibration",
+        value=str(file),
+        rule=f"{scenario.cluster.device.id} devices are not priced from a calibration in this version, only CPU ranks "
+        "of this-machine are",
+        fix="leave the option out",
+    )
+    raise SpecError(problem, file=scenario.file)
 
 
 def read(file: Path | None) -> Calibration | None:
@@ -39,8 +66,8 @@ def read(file: Path | None) -> Calibration | None:
 
 
 def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
-    """Whether everything the scenario's plan runs was timed; always so when it is not about this machine."""
-    if scenario.cluster.id != THIS_MACHINE:
+    """Whether everything the scenario's plan runs was timed; always so when it needs no calibration."""
+    if not is_needed(scenario):
         return True
     if calibration is None:
         return False
@@ -62,18 +89,20 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
         budget_s: Time for all measurements.
 
     Raises:
-        SpecError: A scenario is about another cluster and ``num_ranks`` is not given.
+        SpecError: A scenario is not about CPU ranks of this machine and ``num_ranks`` is not given.
     """
     shapes: dict[int, dict[str, ShapeRequest]] = {} if scenarios else {num_ranks or 2: {}}
     for scenario in scenarios:
-        if num_ranks is None and scenario.cluster.id != THIS_MACHINE:
-            rule = f"is not {THIS_MACHINE}, so the number of ranks to time here is unknown"
+        if num_ranks is None and not is_needed(scenario):
+            rule = f"is not the CPU ranks of {THIS_MACHINE}, so the number of ranks to time here is unknown"
             problem = Problem(field="cluster", value=scenario.cluster.id, rule=rule, fix="give --ranks N")
             raise SpecError(problem, file=scenario.file)
         shape = _shape(scenario)
         shapes.setdefault(num_ranks or scenario.plan.num_devices, {})[shape.model_dump_json()] = shape
     return [
-        CalibrationRequest(shapes=tuple(found.values()), num_ranks=ranks, budget_s=budget_s / len(shapes))
+        CalibrationRequest(
+            shapes=tuple(found.values()), num_ranks=ranks, device="cpu", budget_s=budget_s / len(shapes)
+        )
         for ranks, found in shapes.items()
     ]
 
@@ -110,7 +139,7 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None) -> Calibr
 
 def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = QUICK_BUDGET_S) -> Calibration | None:
     """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one."""
-    if all(scenario.cluster.id != THIS_MACHINE for scenario in scenarios):
+    if not any(is_needed(scenario) for scenario in scenarios):
         return None
     calibration = load(file or default_path())
     missing = [scenario for scenario in scenarios if not covers(calibration, scenario)]

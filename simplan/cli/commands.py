@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simplan.cli.calibrations import covers, ensure, measure, read, requests_for
+from simplan.cli.calibrations import covers, ensure, is_needed, measure, read, refuse_unneeded, requests_for
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.traces import write_predicted_trace
@@ -60,6 +60,7 @@ def run_command(
 ) -> int:
     """``simplan run``."""
     scenario = load_scenario(file)
+    refuse_unneeded(scenario, calibration_file)
     calibration = ensure([scenario], calibration_file)
     outcome = execute(scenario, calibration, output or default_folder(scenario), options)
     if as_json:
@@ -113,7 +114,8 @@ def calibrate_command(
 
 
 def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
-    if scenario.cluster.id != THIS_MACHINE:
+    refuse_unneeded(scenario, file)
+    if not is_needed(scenario):
         return None
     calibration = read(file)
     if calibration is not None and not covers(calibration, scenario):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from simplan.cli.processes import require_executor
 from simplan.report.comparison import format_error, format_spread
 from simplan.report.table import format_table_text
 from simplan.scenario import load_scenario
+from simplan.spec.machine import num_cores
 from simplan.units import GIB, format_bytes, format_time
 
 __all__ = ["demo_command"]
 
 _SCENARIOS = ("ddp", "gpipe", "1f1b")
 _CALIBRATION_BUDGET_S = 30.0
+_BUSY_LOAD_PER_CORE = 0.5  # mean over the last minute, from which ranks and other programs get into each other's way
 _OPTIONS = RunOptions(num_steps=15, num_warmup_steps=2, timeout_s=60.0)
 
 
@@ -30,6 +33,8 @@ def demo_command(folder: Path, *, as_json: bool) -> int:
     calibration_file = folder / "calibration.json"
     calibration_file.unlink(missing_ok=True)  # timings of an earlier day are no measure of now
     say(f"simplan demo: a small GPT on two ranks of this machine, files in {folder}")
+    if busy := _busy():
+        say(busy)
     calibration = measure(requests_for(scenarios, None, _CALIBRATION_BUDGET_S), calibration_file)
     outcomes = [
         execute(scenario, calibration, folder / name, _OPTIONS)
@@ -42,6 +47,16 @@ def demo_command(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
+def _busy() -> str:
+    """A note when other programs keep the machine busy, else nothing."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, cores = os.getloadavg()[0], num_cores()
+    if load <= _BUSY_LOAD_PER_CORE * cores:
+        return ""
+    return f"note: other programs keep this machine busy (load {load:.1f} on {cores} cores): timings will scatter"
+
+
 def _copy(name: str, folder: Path) -> Path:
     """The scenario as a file of the user's own, to be edited and run again."""
     text = resources.files("simplan").joinpath("data", "demo", f"{name}.yaml").read_text(encoding="utf-8")
@@ -52,7 +67,8 @@ def _copy(name: str, folder: Path) -> Path:
 
 def _report(outcomes: list[Outcome], files: list[Path], calibration_file: Path) -> str:
     model, cluster = outcomes[0].prediction.model, outcomes[0].prediction.cluster
-    headers = ["plan", "predicted", "9 of 10 cases", "measured", "spread", "error", "memory predicted", "measured"]
+    headers = ["plan", "predicted", "9 of 10 cases", "measured", "in it", "spread", "error"]
+    headers += ["memory predicted", "measured"]
     rows = []
     for outcome in outcomes:
         prediction, measurement = outcome.prediction, outcome.measurement
@@ -65,6 +81,7 @@ def _report(outcomes: list[Outcome], files: list[Path], calibration_file: Path) 
                 format_time(prediction.step_time_s),
                 f"{format_time(low_s)} to {format_time(high_s)}",
                 format_time(measurement.step_time_s),
+                "yes" if outcome.comparison.interval_holds else "no",
                 format_spread(measurement.spread),
                 format_error(step.signed_error),
                 *(format_bytes(value * GIB) for row in memory for value in (row.predicted, row.measured)),
@@ -82,6 +99,7 @@ def _report(outcomes: list[Outcome], files: list[Path], calibration_file: Path) 
             "",
             f"  step time: the median of {len(steps)} steps; spread: half of p10 to p90; "
             "error = (predicted - measured) / measured",
+            "  in it: whether the measured step lies in the interval predicted for 9 of 10 cases",
             "  memory: tensors of the rank that needs most",
             f"  actions: {'exactly those' if same else 'NOT those'} that were predicted, in their order",
             "",

@@ -36,7 +36,8 @@ def balanced_assignment(layer_times_s: Sequence[float], num_stages: int) -> Stag
     num_blocks = len(layer_times_s) - 2
     assert 1 <= num_stages <= num_blocks, (num_stages, num_blocks)
     # before[b]: time before block b, where the embedding belongs to the first block and the head to the last
-    before = np.concatenate(([0.0], np.cumsum(layer_times_s)[1:-2], [sum(layer_times_s)]))
+    total = np.cumsum(layer_times_s)
+    before = np.concatenate(([0.0], total[1:-2], total[-1:]))
     # times_s[end, start] of a stage of blocks start to end - 1; endless where there is no block in it
     times_s = before[:, None] - before[None, :]
     times_s[np.triu_indices(num_blocks + 1)] = np.inf

@@ -34,7 +34,7 @@ class ModelSpec(Spec):
 
     name: str = "inline"
     family: Literal["gpt", "llama"]
-    num_hidden_layers: Count = Field(le=10_000)
+    num_hidden_layers: Count = Field(le=2_000)
     hidden_size: Count = Field(le=10**6)
     num_attention_heads: Count = Field(le=10**5)
     num_key_value_heads: Count = Field(le=10**5)

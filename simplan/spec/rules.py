@@ -17,8 +17,8 @@ from simplan.spec.training import TrainingSpec
 
 __all__ = ["MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
 
-MAX_PIPELINE_CELLS = 2_000_000
-"""Most microbatches times pipeline ranks; beyond it a step is a typing error, not a plan."""
+MAX_PIPELINE_CELLS = 100_000
+"""Most microbatches times pipeline ranks; a prediction of more takes minutes and gigabytes, and is hardly a plan."""
 
 _MODELLED_SCHEDULES = ("naive", "gpipe", "1f1b")
 
@@ -42,6 +42,7 @@ def check_plan(
         *_model_rules(model),
         *_cluster_rules(cluster),
         *_device_count(model, cluster, plan),
+        *_precision_rules(cluster, training),
         *_batch_rules(training, plan),
         *_pipeline_rules(model, training, plan),
     ]
@@ -131,6 +132,16 @@ def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
         )
 
 
+def _precision_rules(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Problem]:
+    if cluster.device.kind == "cpu" and training.precision != "fp32":
+        yield Problem(
+            field="training.precision",
+            value=training.precision,
+            rule=f"must be fp32 on a CPU ({cluster.device.id}): the others are those of accelerators",
+            fix="use fp32",
+        )
+
+
 def _device_count(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> Iterator[Problem]:
     needed, there = plan.num_devices, cluster.num_devices
     if needed == there:
@@ -204,7 +215,7 @@ def _pipeline_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan
         yield Problem(
             field="training.global_batch_size",
             value=str(training.global_batch_size),
-            rule=f"gives {cells:,} microbatches x pipeline ranks, more than {MAX_PIPELINE_CELLS:,}: absurd",
+            rule=f"gives {cells:,} microbatches x pipeline ranks, more than {MAX_PIPELINE_CELLS:,}",
             fix=f"use at most {most}, or a larger microbatch_size" if most else "use fewer pipeline ranks",
         )
 

@@ -14,10 +14,9 @@ from simplan.program.measurement import Measurement
 from simplan.program.timeline import Timeline
 from simplan.units import GIB
 from simplan.validate.measured import measured_timeline, predicted_timeline
+from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_predicted
 
 __all__ = ["Comparison", "ComparisonRow", "compare"]
-
-_TIMED = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,8 @@ class ComparisonRow:
         predicted, measured: In ``unit``.
         unit: ``s`` or ``GiB``.
         signed_error: (predicted - measured) / measured; None when the measured value is 0.
-        spread: Half the distance of the 10th and 90th percentile of the repeats, relative; None without repeats.
+        spread: Half the distance of the 10th and 90th percentile, relative: of the steps for the step time, of the
+            microbatches and ranks of one step for its parts; None for fewer than five.
         within_spread: Whether the error is no larger than the spread, so that nothing can be read off it.
     """
 
@@ -48,7 +48,8 @@ class Comparison:
 
     Attributes:
         rows: Step time first, then memory, then the parts of the step.
-        structure_equal: Every rank ran exactly the actions of the predicted table, in order.
+        structure_equal: Every rank ran exactly the actions of the predicted table and issued exactly the collectives
+            and messages of Level 2 (kind, group, bytes), both in order.
         interval_holds: The measured step time lies in the predicted interval.
         unexplained_s: Measured step minus the sum, on the rank where it is largest, of measured actions and predicted
             communication and wait: time between actions that the prediction does not account for (negative when it
@@ -82,7 +83,9 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     rows = [_row("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
     rows += _memory_rows(prediction, measurement)
     predicted_s, measured_s = _action_times(predicted), _action_times(measured)
-    for stage_kind in sorted(predicted_s.keys() & measured_s.keys(), key=lambda key: (_TIMED.index(key[1]), key[0])):
+    for stage_kind in sorted(
+        predicted_s.keys() & measured_s.keys(), key=lambda key: (TIMED_KINDS.index(key[1]), key[0])
+    ):
         stage, kind = stage_kind
         rows.append(
             _row(
@@ -100,7 +103,7 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(
         rows=tuple(rows),
-        structure_equal=_structure(prediction) == _ran(measurement),
+        structure_equal=ran_as_predicted(measurement) and issued_as_predicted(measurement),
         interval_holds=low_s <= measurement.step_time_s <= high_s,
         unexplained_s=unexplained_s,
         notes=tuple(notes),
@@ -111,8 +114,15 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
     inputs, job = prediction["inputs"], measurement.job
     problems = [
         Problem(field=name, rule="differs between prediction and measurement", fix="predict the job that was run")
-        for name, value in (("model", job.model), ("training", job.training), ("plan", job.plan))
-        if inputs[name] != value.model_dump(mode="json")
+        for name, given, value in (
+            ("model", inputs["model"], job.model.model_dump(mode="json")),
+            ("training", inputs["training"], job.training.model_dump(mode="json")),
+            ("plan", inputs["plan"], job.plan.model_dump(mode="json")),
+            ("software", inputs["software"], job.software.id),
+            ("stage_boundaries", prediction["stage_boundaries"], list(job.boundaries)),
+            ("table", prediction["table"], [list(row) for row in job.table]),
+        )
+        if given != value
     ]
     if not measurement.step_times_s:
         problems.append(
@@ -170,7 +180,7 @@ def _hulls(timeline: Timeline) -> dict[tuple[int, Action], tuple[float, float]]:
         action = actions.get(span.action)
         if action is None:
             action = actions[span.action] = Action.parse(span.action)
-        if action.kind in _TIMED and span.stream != "tied":
+        if action.kind in TIMED_KINDS and span.stream != "tied":
             start_s, end_s = hulls.get((span.rank, action), (span.start_s, span.end_s))
             hulls[span.rank, action] = (min(start_s, span.start_s), max(end_s, span.end_s))
     return hulls
@@ -198,14 +208,3 @@ def _gaps(timeline: Timeline) -> dict[int, float]:
     for (rank, _), (start_s, end_s) in _hulls(timeline).items():
         gaps[rank] -= end_s - start_s
     return dict(gaps)
-
-
-def _structure(prediction: Mapping[str, Any]) -> list[list[str]]:
-    """The computing actions of every rank, as predicted."""
-    table = prediction["table"]
-    replicas = len(prediction["ranks"]) // len(table)
-    return [[a for a in row if Action.parse(a).kind in _TIMED] for row in table for _ in range(replicas)]
-
-
-def _ran(measurement: Measurement) -> list[list[str]]:
-    return [[span.action for span in rank.actions] for rank in measurement.ranks]

@@ -9,8 +9,11 @@ from subprocess import CompletedProcess
 import pytest
 
 from simplan.cli.listing import KINDS
+from simplan.cost.calibration import Calibration
+from simplan.cost.store import save
 
 Simplan = Callable[..., "CompletedProcess[str]"]
+CALIBRATION = Calibration(created="2026-01-01T00:00:00Z", device_kind="cpu", num_cores=2, memory_bytes=2**30)
 
 
 def refused(result: CompletedProcess[str], *parts: str) -> None:
@@ -178,3 +181,34 @@ def test_a_precision_that_cannot_be_run_is_refused_by_name(simplan: Simplan, sce
 def test_every_kind_that_help_names_exists(simplan: Simplan) -> None:
     text = " ".join(simplan("show", "--help").stdout.split())
     assert f"{', '.join(KINDS[:-1])} or {KINDS[-1]}" in text
+
+
+@pytest.mark.parametrize("command", [["predict"], ["trace", "-o", "t.json"], ["run"]])
+def test_a_calibration_that_would_not_be_used_is_refused(
+    command: list[str], simplan: Simplan, scenario: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.json"
+    refused(simplan(*command, scenario, "--calibration", file), "c.json", "does not exist")
+    save(file, CALIBRATION)
+    result = simplan(*command, scenario, "--calibration", file)
+    refused(result, f"--calibration = {file}: h100-sxm-80gb devices are not priced from a calibration in this version")
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_check_needs_the_calibration_to_exist_but_not_to_be_used(
+    simplan: Simplan, scenario: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.json"
+    refused(simplan("check", scenario, "--calibration", file), "c.json", "does not exist")
+    file.write_text("{}")
+    refused(simplan("check", scenario, "--calibration", file), "c.json")
+    save(file, CALIBRATION)
+    assert simplan("check", scenario, "--calibration", file).returncode == 0
+
+
+def test_accelerators_of_this_machine_are_priced_from_the_catalogue(simplan: Simplan, scenario: Path) -> None:
+    here = "{preset: this-machine, device: h100-sxm-80gb, num_devices: 2}"
+    scenario.write_text(scenario.read_text().replace("{preset: dgx-h100, num_devices: 2}", here))
+    assert simplan("predict", scenario).returncode == 0
+    assert "skipped" not in simplan("check", scenario).stdout
+    refused(simplan("calibrate", scenario), "is not the CPU ranks of this-machine", "--ranks N")

@@ -112,6 +112,8 @@ def test_torch_profile() -> None:
     assert (torch.bucket_bytes, torch.first_bucket_bytes) == (25 * MIB, 1 * MIB)
     assert torch.state_bytes["bf16"].parameter + torch.state_bytes["bf16"].gradient == 8
     assert torch.context_bytes["cpu"] == 0
+    for precision in ("bf16", "fp16"):  # under autocast the residual stream stays in the dtype of the weights
+        assert torch.state_bytes[precision].boundary == torch.state_bytes[precision].parameter == 4
 
 
 @pytest.mark.parametrize(

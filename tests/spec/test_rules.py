@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.program.schedules import SCHEDULES
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -110,8 +111,8 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
         (
             {"pp": 2, "dp_replicate": 2},
             {"training": {"global_batch_size": 4_000_000}},
-            "training.global_batch_size = 4000000: gives 4,000,000 microbatches x pipeline ranks, more than 2,000,000: "
-            "absurd; use at most 2000000, or a larger microbatch_size",
+            "training.global_batch_size = 4000000: gives 4,000,000 microbatches x pipeline ranks, more than 100,000; "
+            "use at most 100000, or a larger microbatch_size",
         ),
     ],
 )  # fmt: skip
@@ -201,6 +202,35 @@ def test_cluster_rules() -> None:
         "cluster.intra_link",
         "cluster.inter_link_gbit_per_device",
     ]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_cpu_ranks_compute_in_fp32(precision: str) -> None:
+    here = catalogue.cluster("this-machine", 1)
+    assert problems({}, cluster=here, training={"precision": precision}) == [
+        f"training.precision = {precision}: must be fp32 on a CPU (this-machine-cpu): "
+        "the others are those of accelerators; use fp32"
+    ]
+    check({}, cluster=here, training={"precision": "fp32"})
+
+
+def test_the_rules_let_through_exactly_the_schedules_that_exist() -> None:
+    """The rules may not import the schedules, so they name them; this keeps the two lists equal."""
+    known = get_args(ParallelPlan.model_fields["schedule"].annotation)
+    let_through = set()
+    for name in known:
+        try:
+            check({"schedule": name} if name == "none" else {"pp": 2, "schedule": name})
+        except NotModelledError:
+            continue
+        let_through.add(name)
+    assert let_through == set(SCHEDULES)
+
+
+def test_the_number_of_layers_has_a_limit() -> None:
+    assert model(num_hidden_layers=2000).num_hidden_layers == 2000
+    with pytest.raises(ValueError, match="2000"):
+        model(num_hidden_layers=2001)
 
 
 @given(st.integers(1, 500), st.integers(1, 12), st.integers(1, 12))

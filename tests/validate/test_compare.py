@@ -11,7 +11,7 @@ from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind, format_table
 from simplan.program.job import Job
-from simplan.program.measurement import MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.program.timeline import SpanKind
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
@@ -19,6 +19,7 @@ from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.compare import compare
 from simplan.validate.measured import measured_timeline, predicted_timeline
+from simplan.validate.structure import predicted_messages
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,15 @@ def prediction() -> Prediction:
 def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measurement:
     """A measurement in which every action took ``factor`` times as long as predicted, at ``factor`` times its start."""
     timed = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
+    job = Job(
+        name="test",
+        model=found.model,
+        training=found.training,
+        plan=found.plan,
+        software=found.software,
+        boundaries=found.assignment.boundaries,
+        table=tuple(tuple(row) for row in format_table(found.table)),
+    )
     ranks = []
     for rank in range(2):
         spans = [s for s in found.timeline.spans if s.rank == rank and s.stream == "compute"]
@@ -49,17 +59,12 @@ def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measureme
                         end_s=factor * max(s.end_s for s in own),
                     )
                 )
+        collectives = tuple(
+            MeasuredCollective(kind=kind, ranks=ranks_, num_bytes=size, action=text, start_s=0.0)  # type: ignore[arg-type]
+            for kind, ranks_, size, text in predicted_messages(job)[rank]
+        )
         memory = PeakMemory(allocated_bytes=3 * GIB, device_bytes=(5 + rank) * GIB)
-        ranks.append(RankMeasurement(rank=rank, peak_memory=memory, actions=tuple(actions), collectives=()))
-    job = Job(
-        name="test",
-        model=found.model,
-        training=found.training,
-        plan=found.plan,
-        software=found.software,
-        boundaries=found.assignment.boundaries,
-        table=tuple(tuple(row) for row in format_table(found.table)),
-    )
+        ranks.append(RankMeasurement(rank=rank, peak_memory=memory, actions=tuple(actions), collectives=collectives))
     step_s = factor * found.step_time_s
     fields: dict[str, Any] = {
         "job": job,
@@ -101,6 +106,18 @@ def test_another_order_of_actions_is_noticed(prediction: Prediction) -> None:
     first = measured.ranks[0]
     swapped = first.model_copy(update={"actions": (first.actions[1], first.actions[0], *first.actions[2:])})
     ran = measured.model_copy(update={"ranks": (swapped, measured.ranks[1])})
+    assert not compare(prediction.to_json(), ran).structure_equal
+
+
+@pytest.mark.parametrize("change", [{"num_bytes": 1}, {"ranks": (1, 0)}, {"kind": "recv"}, {"action": "0SEND_F1"}])
+def test_another_message_is_noticed(prediction: Prediction, change: dict[str, Any]) -> None:
+    measured = measure(prediction)
+    first = measured.ranks[0]
+    wrong = first.model_copy(
+        update={"collectives": (first.collectives[0].model_copy(update=change), *first.collectives[1:])}
+    )
+    ran = measured.model_copy(update={"ranks": (wrong, measured.ranks[1])})
+    assert compare(prediction.to_json(), measured).structure_equal
     assert not compare(prediction.to_json(), ran).structure_equal
 
 

@@ -1,7 +1,8 @@
 """Schedules: each is one function that returns the compute actions of every pipeline rank.
 
-A new schedule is one such function and one line in ``SCHEDULES``; from then on it is checked, simulated, drawn,
-executed and compared like the others.
+A new schedule is one such function, one line in ``SCHEDULES``, and its name among the modelled ones in
+``simplan.spec.rules``, which may not import this package (a test keeps the two equal); from then on it is checked,
+simulated, drawn, executed and compared like the others.
 """
 
 from __future__ import annotations

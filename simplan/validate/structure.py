@@ -1,0 +1,60 @@
+"""What ranks must do and issue, by the Program, beside what they did and issued."""
+
+from __future__ import annotations
+
+from simplan.program.action import ActionKind
+from simplan.program.job import Job
+from simplan.program.lower import lower
+from simplan.program.measurement import Measurement
+from simplan.program.program import Message
+from simplan.spec.plan import RankMapping
+
+__all__ = ["TIMED_KINDS", "Issued", "issued_as_predicted", "predicted_messages", "ran_as_predicted"]
+
+TIMED_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
+"""Kinds of actions that a measurement has spans of; messages are recorded apart."""
+
+Issued = tuple[str, tuple[int, ...], int, str]
+"""Kind, ranks, bytes and action of a collective or message."""
+
+
+def ran_as_predicted(measurement: Measurement) -> bool:
+    """Whether every rank ran exactly the actions of its row of the table, in order."""
+    job, table = measurement.job, measurement.job.parsed_table()
+    mapping = RankMapping(job.plan.pp, job.plan.dp)
+    return all(
+        [span.action for span in rank.actions]
+        == [str(action) for action in table[mapping.place(rank.rank)[0]] if action.kind in TIMED_KINDS]
+        for rank in measurement.ranks
+    )
+
+
+def issued_as_predicted(measurement: Measurement) -> bool:
+    """Whether every rank issued exactly the collectives and messages of Level 2: kind, group, bytes, order."""
+    predicted = predicted_messages(measurement.job)
+    return all(
+        [(c.kind, c.ranks, c.num_bytes, c.action) for c in rank.collectives] == predicted[rank.rank]
+        for rank in measurement.ranks
+    )
+
+
+def predicted_messages(job: Job) -> dict[int, list[Issued]]:
+    """By rank, what Level 2 of the job's Program issues, in host order."""
+    program = lower(
+        job.model,
+        job.training,
+        job.plan,
+        job.software,
+        job.assignment,
+        job.parsed_table(),
+        level=2,
+        fold_replicas=False,
+        expand_all=False,
+    )
+    found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
+    for op in program.ops:
+        if isinstance(op.work, Message):
+            receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
+            kind = "recv" if receives else op.work.kind
+            found[op.rank].append((kind, op.work.ranks, op.work.num_bytes, str(op.action)))
+    return found
