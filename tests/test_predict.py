@@ -162,8 +162,10 @@ def test_what_does_not_fit_still_has_a_time() -> None:
 
 
 def test_this_machine_without_a_calibration_says_what_to_run() -> None:
+    plan, training = ParallelPlan(dp_replicate=2), TrainingSpec(global_batch_size=2, precision="fp32")
+    cluster = catalogue.cluster("this-machine", num_devices=2)
     with pytest.raises(SpecError, match=r"this-machine: needs a calibration.*run `simplan calibrate SCENARIO`"):
-        ask(ParallelPlan(dp_replicate=2), batch=2, cluster="this-machine")
+        predict("test", GPT2, cluster, training, plan, TORCH)
 
 
 def test_terms_add_up_to_what_ranks_spend() -> None:

@@ -100,9 +100,7 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
         shape = _shape(scenario)
         shapes.setdefault(num_ranks or scenario.plan.num_devices, {})[shape.model_dump_json()] = shape
     return [
-        CalibrationRequest(
-            shapes=tuple(found.values()), num_ranks=ranks, device="cpu", budget_s=budget_s / len(shapes)
-        )
+        CalibrationRequest(shapes=tuple(found.values()), num_ranks=ranks, device="cpu", budget_s=budget_s / len(shapes))
         for ranks, found in shapes.items()
     ]
 

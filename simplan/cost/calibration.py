@@ -27,6 +27,7 @@ TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 
 _Timing = TypeVar("_Timing", bound=Spec)
+_CONDITIONS = ("device", "num_cores", "backend", "torch")
 
 
 class Sample(Spec):
@@ -162,7 +163,13 @@ class Calibration(Spec):
     communication: tuple[CommunicationTiming, ...] = ()
 
     def merged(self, newer: Calibration) -> Calibration:
-        """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts."""
+        """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts.
+
+        Timings of another processor, number of cores, backend or version of torch are no measure of now: where one of
+        these changed, only the newer timings are left.
+        """
+        if any(self.environment.get(fact) != newer.environment.get(fact) for fact in _CONDITIONS):
+            return newer
         layer_values = frozenset({"forward_s", "backward_s", "optimizer_s", "scale_s"})
         seconds = frozenset({"seconds"})
         return newer.model_copy(

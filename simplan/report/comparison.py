@@ -27,9 +27,9 @@ def comparison_text(comparison: Comparison) -> str:
     actions = "exactly those predicted" if comparison.structure_equal else "NOT those predicted"
     notes = [
         f"the measured step time {interval} the predicted interval",
-        f"the actions that ran, and their order, are {actions}",
+        f"actions, collectives and messages, and their order, are {actions}",
         f"unexplained, between actions: {format_time(comparison.unexplained_s)} of the step",
-        "error = (predicted - measured) / measured; spread = half of p10 to p90 of the repeats",
+        "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
     ]
     return format_table_text(headers, rows, indent=0) + "\n\n" + "\n".join(f"- {note}" for note in notes)

@@ -152,6 +152,11 @@ def test_merging_keeps_what_only_one_has_and_takes_the_newer_of_both() -> None:
     assert len(found) == 5
 
 
+def test_timings_under_another_torch_are_dropped() -> None:
+    newer = CALIBRATION.model_copy(update={"environment": {"torch": "2.99"}, "layers": ()})
+    assert CALIBRATION.merged(newer) == newer
+
+
 def test_store_reads_what_it_wrote_and_refuses_what_it_did_not(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "calibration.json"
     assert load(path) is None
