@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,15 +34,16 @@ class ModelSpec(Spec):
 
     name: str = "inline"
     family: Literal["gpt", "llama"]
-    num_hidden_layers: Count = Field(le=2_000)
-    hidden_size: Count = Field(le=10**6)
-    num_attention_heads: Count = Field(le=10**5)
-    num_key_value_heads: Count = Field(le=10**5)
-    head_dim: Count = Field(le=10**5)
-    intermediate_size: Count = Field(le=10**7)
-    vocab_size: Count = Field(le=10**8)
-    seq_len: Count = Field(le=10**8)
-    max_position_embeddings: Count = Field(le=10**8)
+    # the limits are written inside Annotated: after an equals sign they would lose against Count's own
+    num_hidden_layers: Annotated[Count, Field(le=2_000)]
+    hidden_size: Annotated[Count, Field(le=10**6)]
+    num_attention_heads: Annotated[Count, Field(le=10**5)]
+    num_key_value_heads: Annotated[Count, Field(le=10**5)]
+    head_dim: Annotated[Count, Field(le=10**5)]
+    intermediate_size: Annotated[Count, Field(le=10**7)]
+    vocab_size: Annotated[Count, Field(le=10**8)]
+    seq_len: Annotated[Count, Field(le=10**8)]
+    max_position_embeddings: Annotated[Count, Field(le=10**8)]
     tied_embeddings: bool
     sources: dict[str, str] = Field(default_factory=dict)
 

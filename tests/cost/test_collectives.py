@@ -63,6 +63,13 @@ def test_a_group_over_nodes_uses_the_network_of_all_its_devices() -> None:
     assert thin == pytest.approx(2 * 5e-6 + 1e9 / (50e9 * LINK_EFFICIENCY))
 
 
+def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
+    """Twelve ranks in nodes of 8 and 4: four network ports carry the ring out of the smaller one."""
+    found = message_price(Message("all_reduce", 10**9, tuple(range(12))), cluster(12)).seconds
+    latency_s = 2 * 5e-6 + 2 * 3 * 2e-6
+    assert found == pytest.approx(latency_s + 2 * 11 / 12 * 1e9 / (4 * 50e9 * LINK_EFFICIENCY))
+
+
 def test_a_missing_link_is_named() -> None:
     with pytest.raises(SpecError, match=r"cluster\.inter_link_gbit_per_device: is needed"):
         message_price(Message("send", 1, (0, 8)), cluster(16, inter=None))

@@ -147,8 +147,11 @@ def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job: Any) -> None:
-    """A rank that takes no signals but KILL, as one stuck in a driver."""
+def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job: Any, make_model: Any) -> None:
+    """A rank that takes no signals but KILL, as one stuck in a driver.
+
+    A pipeline without tied weights: a rank inside an all-reduce does not say that it waits.
+    """
     stopped: list[int] = []
 
     def stop_rank_1(step: int, of: int) -> None:
@@ -158,8 +161,9 @@ def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job:
             os.kill(beat.pid, signal.SIGSTOP)
             stopped.append(beat.pid)
 
+    job = make_job("1f1b", pp=2, model=make_model("llama"), num_steps=10**6, timeout_s=12.0)
     with pytest.raises(RunError, match=r"^rank 1 made no progress for 12 s|^no rank made progress for 12 s"):
-        run_job(make_job(dp=2, num_steps=10**6, timeout_s=12.0), tmp_path, stop_rank_1)
+        run_job(job, tmp_path, stop_rank_1)
     assert stopped
     wait_until_gone(tmp_path)
 

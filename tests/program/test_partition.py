@@ -48,7 +48,7 @@ def test_the_slowest_stage_counts_before_evenness() -> None:
 
 
 def test_the_rounding_of_sums_does_not_choose_the_split() -> None:
-    """Blocks of 0.1 s: in floats, three of them take more or less by where they are; even stages come out all the same."""
+    """In floats, three blocks of 0.1 s take more or less by where they are; the stages come out even all the same."""
     boundaries = balanced_assignment([0.0, *(0.1,) * 21, 0.0], 7).boundaries
     assert [b - a for a, b in pairwise(boundaries)] == [4, 3, 3, 3, 3, 3, 4]
 
@@ -58,4 +58,4 @@ def test_the_rounding_of_sums_does_not_choose_the_split() -> None:
 def test_the_largest_model_is_split(num_stages: int) -> None:
     found = balanced_assignment([0.5, *(1.0,) * 2000, 1.5], num_stages).boundaries
     assert len(found) == num_stages + 1
-    assert set(b - a for a, b in pairwise(found)) <= {2000 // num_stages + d for d in (-2, -1, 0, 1, 2)}
+    assert {b - a for a, b in pairwise(found)} <= {2000 // num_stages + d for d in (-2, -1, 0, 1, 2)}

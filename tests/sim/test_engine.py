@@ -203,3 +203,12 @@ def test_communication_on_the_compute_stream_is_exposed() -> None:
     ]
     split = split_of_rank(spans, 2.0)
     assert (split.compute_s, split.exposed_communication_s, split.wait_s, split.total_s) == (1.0, 0.5, 0.5, 2.0)
+
+
+def test_a_message_uses_cores_on_both_ends() -> None:
+    """One send of 1 s between two ranks of one machine, nothing else: two cores are enough for it, one is not."""
+    found = program(gpipe(2, 1))
+    given_s = [1.0 if op.action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else 0.0 for op in found.ops]
+    ones = [1.0] * len(found.ops)
+    for cores, expected in ((2, 1.0), (1, 2.0)):
+        assert simulate(found, given_s, CoreUse(cores, [0] * len(found.ops), ones)).step_time_s == expected

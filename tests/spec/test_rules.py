@@ -227,10 +227,13 @@ def test_the_rules_let_through_exactly_the_schedules_that_exist() -> None:
     assert let_through == set(SCHEDULES)
 
 
-def test_the_number_of_layers_has_a_limit() -> None:
-    assert model(num_hidden_layers=2000).num_hidden_layers == 2000
-    with pytest.raises(ValueError, match="2000"):
-        model(num_hidden_layers=2001)
+@pytest.mark.parametrize(
+    ("field", "most"), [("num_hidden_layers", 2000), ("hidden_size", 10**6), ("vocab_size", 10**8), ("seq_len", 10**8)]
+)
+def test_sizes_of_a_model_have_limits(field: str, most: int) -> None:
+    assert getattr(model(**{"head_dim": 8, field: most}), field) == most
+    with pytest.raises(ValueError, match=f"less than or equal to {most}"):
+        model(**{"head_dim": 8, field: most + 1})
 
 
 @given(st.integers(1, 500), st.integers(1, 12), st.integers(1, 12))

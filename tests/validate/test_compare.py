@@ -128,6 +128,13 @@ def test_another_job_is_refused(prediction: Prediction) -> None:
         compare(prediction.to_json(), other.model_copy(update={"job": changed}))
 
 
+def test_another_split_is_refused(prediction: Prediction) -> None:
+    other = measure(prediction)
+    moved = other.job.model_copy(update={"boundaries": (0, prediction.assignment.boundaries[1] - 1, 6)})
+    with pytest.raises(SpecError, match="stage_boundaries: differs between prediction and measurement"):
+        compare(prediction.to_json(), other.model_copy(update={"job": moved}))
+
+
 def test_a_run_that_ended_before_its_first_steady_step_is_refused(prediction: Prediction) -> None:
     failed = measure(prediction, step_times_s=(), complete=False, failure="rank 1 was killed by signal 9")
     with pytest.raises(SpecError, match="holds no steady step \\(rank 1 was killed by signal 9\\)"):
