@@ -141,7 +141,7 @@ def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -
     with subprocess.Popen([sys.executable, "-c", parent_program], stdout=subprocess.PIPE, text=True) as parent:
         wait_for_a_step(parent)
         parent.kill()
-    wait_until_gone(tmp_path)
+        wait_until_gone(tmp_path)  # while its output can still be written
     kept = Measurement.model_validate_json((out_dir / "measurement.json").read_bytes())
     assert kept.failure == "the run was interrupted"
 

@@ -103,7 +103,8 @@ def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_machine")
 def test_this_machine(tmp_path: Path) -> None:
-    here = load(tmp_path, MODEL + "cluster: {preset: this-machine}\n" + REST).cluster
+    rest = REST.replace("24}", "24, precision: fp32}")
+    here = load(tmp_path, MODEL + "cluster: {preset: this-machine}\n" + rest).cluster
     assert (here.id, here.num_devices, here.device.kind, here.cores_per_node) == ("this-machine", 2, "cpu", 2)
     gpu = "cluster: {preset: this-machine, device: h200-sxm, num_devices: 2}\n"
     there = load(tmp_path, MODEL + gpu + REST).cluster
