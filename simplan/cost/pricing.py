@@ -49,26 +49,40 @@ def price_program(program: Program, cost: CostModel) -> Pricing:
     Layers of one operation are as wrong together as alone (their prices share a source), so deviations add.
     """
     terms: dict[LayerWork | Message, PricedTerm] = {}
-    sums: dict[tuple[LayerWork, ...] | Message, tuple[float, float]] = {}
-    parts: dict[tuple[LayerWork, ...] | Message, tuple[LayerWork | Message, ...]] = {}
+    sums: dict[Message | int, _Sum] = {}
     durations_s, deviations_s = [], []
     for op in program.ops:
-        if op.work not in sums:
-            parts[op.work] = (op.work,) if isinstance(op.work, Message) else op.work
-            for part in parts[op.work]:
+        # the work of many layers is long to hash, and all microbatches share one tuple of it
+        key = op.work if isinstance(op.work, Message) else id(op.work)
+        found = sums.get(key)
+        if found is None:
+            parts = (op.work,) if isinstance(op.work, Message) else op.work
+            for part in parts:
                 if part not in terms:
                     terms[part] = _term(part, op, cost)
-            prices = [terms[part].price for part in parts[op.work]]
-            sums[op.work] = (
+            prices = [terms[part].price for part in parts]
+            found = sums[key] = _Sum(
+                parts,
                 sum(price.seconds for price in prices),
                 sum(price.seconds * price.relative_std for price in prices),
             )
-        duration_s, deviation_s = sums[op.work]
-        durations_s.append(duration_s)
-        deviations_s.append(deviation_s)
-        for part in parts[op.work]:
-            terms[part].count += 1
+        durations_s.append(found.duration_s)
+        deviations_s.append(found.deviation_s)
+        found.count += 1
+    for total in sums.values():
+        for part in total.parts:
+            terms[part].count += total.count
     return Pricing(tuple(durations_s), tuple(deviations_s), tuple(terms.values()))
+
+
+@dataclass(slots=True)
+class _Sum:
+    """The parts of an operation's work, added up, and how many operations do it."""
+
+    parts: tuple[LayerWork | Message, ...]
+    duration_s: float
+    deviation_s: float
+    count: int = 0
 
 
 def _term(part: LayerWork | Message, op: Op, cost: CostModel) -> PricedTerm:

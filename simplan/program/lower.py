@@ -102,6 +102,7 @@ class _Shared:
     ) -> None:
         self.plan, self.software, self.level, self.mapping = plan, software, level, mapping
         self.expand_all = True
+        self._segments: dict[tuple[int, range, Phase], tuple[tuple[LayerWork, ...], tuple[MemoryEffect, ...]]] = {}
         self.state = software.state_bytes[training.precision]  # type: ignore[index]
         self.num_stages = assignment.num_stages
         self.placement = stage_to_rank(table)
@@ -142,6 +143,29 @@ class _Shared:
             receive_bytes=receives * self.num_microbatches * self.boundary_bytes,
         )
 
+    def segment(self, stage: int, part: range, phase: Phase) -> tuple[tuple[LayerWork, ...], tuple[MemoryEffect, ...]]:
+        """Work and memory effects of some layers of a stage, in the order in which the phase runs them.
+
+        Every microbatch gets the same objects, so that what follows can tell equal work by identity.
+        """
+        key = (stage, part, phase)
+        found = self._segments.get(key)
+        if found is None:
+            order = part if phase is Phase.FORWARD else range(part.stop - 1, part.start - 1, -1)
+            work = tuple(
+                LayerWork(self.layers[stage][i], phase, self.plan.microbatch_size, self.owned[stage][i]) for i in order
+            )
+            effects: tuple[MemoryEffect, ...] = ()
+            if phase in (Phase.FORWARD, Phase.BACKWARD):
+                footprints = [self.footprints[stage][i] for i in order]
+                effects = layers_effects(footprints, forward=phase is Phase.FORWARD)
+            found = self._segments[key] = (work, effects)
+        return found
+
+    def stage_work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
+        """A phase of all layers of a stage."""
+        return self.segment(stage, range(len(self.layers[stage])), phase)[0]
+
     @property
     def tied_ends(self) -> tuple[int, int] | None:
         """Pipeline ranks that hold the two copies of a tied embedding, when they are two."""
@@ -177,7 +201,7 @@ class _RankLowering:
                 case _K.SEND_F | _K.SEND_B | _K.RECV_F | _K.RECV_B:
                     self._message(action)
                 case _K.REDUCE_GRAD:
-                    work = self._parameter_work(action.stage, Phase.SCALE) if self.shared.num_microbatches > 1 else ()
+                    work = self.shared.stage_work(action.stage, Phase.SCALE) if self.shared.num_microbatches > 1 else ()
                     self._compute(action, str(action), work)
                 case _K.OPTIM:
                     self._optimizer(action)
@@ -213,29 +237,24 @@ class _RankLowering:
         return self.last_compute
 
     def _forward(self, action: Action) -> None:
-        stage = action.stage
-        awaited = self.received.get(Action(stage, _K.RECV_F, action.microbatch))
-        layers, footprints = self.shared.layers[stage], self.shared.footprints[stage]
-        for group in self._groups(len(layers), self.shared.expand_all):
-            work = tuple(self._layer_work(stage, i, Phase.FORWARD) for i in group)
-            effects = layers_effects([footprints[i] for i in group], forward=True)
-            self._compute(action, self._name(action, group), work, (awaited,), effects)
+        awaited = self.received.get(Action(action.stage, _K.RECV_F, action.microbatch))
+        for part in self._parts(action.stage, self.shared.expand_all):
+            work, effects = self.shared.segment(action.stage, part, Phase.FORWARD)
+            self._compute(action, self._name(action, part), work, (awaited,), effects)
             awaited = None
 
     def _backward(self, action: Action) -> None:
         shared, stage = self.shared, action.stage
         awaited = self.received.get(Action(stage, _K.RECV_B, action.microbatch))
-        layers, footprints = shared.layers[stage], shared.footprints[stage]
         reduces = shared.plan.dp > 1 and shared.last_backward[stage] == action
         ended: dict[int, int] = {}
-        for group in reversed(self._groups(len(layers), shared.expand_all or reduces)):
-            work = tuple(self._layer_work(stage, i, Phase.BACKWARD) for i in reversed(group))
+        for part in reversed(self._parts(stage, shared.expand_all or reduces)):
+            work, effects = shared.segment(stage, part, Phase.BACKWARD)
             if reduces:  # gradients are divided by the number of data-parallel ranks before they are summed
-                work += tuple(self._layer_work(stage, i, Phase.SCALE) for i in reversed(group))
-            effects = layers_effects([footprints[i] for i in reversed(group)], forward=False)
-            index = self._compute(action, self._name(action, group), work, (awaited,), effects)
+                work += shared.segment(stage, part, Phase.SCALE)[0]
+            index = self._compute(action, self._name(action, part), work, (awaited,), effects)
             awaited = None
-            ended.update(dict.fromkeys(group, index))
+            ended.update(dict.fromkeys(part, index))
         if reduces:
             self._reduce(action, ended)
 
@@ -304,32 +323,22 @@ class _RankLowering:
                     ("tied", self.dp_rank),
                 )
             )
-        work = tuple(item for stage in stages for item in self._parameter_work(stage, Phase.OPTIMIZER))
+        work = tuple(item for stage in stages for item in shared.stage_work(stage, Phase.OPTIMIZER))
         held = len(self.sends) * shared.boundary_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         self._compute(action, str(action), work, waits, release, SpanKind.OPTIMIZER)
 
-    def _groups(self, num_layers: int, expand: bool) -> list[list[int]]:
+    def _parts(self, stage: int, expand: bool) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
+        num_layers = len(self.shared.layers[stage])
         if self.shared.level == 1 or not expand:
-            return [list(range(num_layers))]
-        return [[i] for i in range(num_layers)]
+            return (range(num_layers),)
+        return [range(i, i + 1) for i in range(num_layers)]
 
-    def _name(self, action: Action, group: list[int]) -> str:
-        if len(group) == len(self.shared.layers[action.stage]):
+    def _name(self, action: Action, part: range) -> str:
+        if len(part) == len(self.shared.layers[action.stage]):
             return str(action)
         first = sum(len(self.shared.layers[s]) for s in range(action.stage))
-        layer = self.shared.layers[action.stage][group[0]]
-        number = first + group[0]
+        layer = self.shared.layers[action.stage][part[0]]
+        number = first + part[0]
         return f"{layer.kind} {number - 1}" if layer.kind == "block" else str(layer.kind)
-
-    def _layer_work(self, stage: int, position: int, phase: Phase) -> LayerWork:
-        return LayerWork(
-            self.shared.layers[stage][position],
-            phase,
-            self.shared.plan.microbatch_size,
-            self.shared.owned[stage][position],
-        )
-
-    def _parameter_work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
-        return tuple(self._layer_work(stage, i, phase) for i in range(len(self.shared.layers[stage])))
