@@ -29,7 +29,7 @@ from simplan.validate.compare import Comparison, compare
 __all__ = ["accuracy"]
 
 _NUM_RANKS = 2
-_ROUNDS = 8
+_ROUNDS = 6
 _CALIBRATION_S = 24.0
 _STEPS = 5
 
