@@ -74,8 +74,10 @@ def _software(state: StateBytes) -> SoftwareSpec:
 def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
     model = _model(4)
     training = TrainingSpec(global_batch_size=1, precision="fp32", optimizer=optimizer)  # type: ignore[arg-type]
-    resting = resting_bytes(model.layers, training, _software(state), dp=1, receive_bytes=0)
-    return sum(resting.values()) / model.num_parameters
+    table = complete_table(naive(PipelineShape(1, 1)))
+    assignment = StageAssignment((0, len(model.layers)))
+    program = lower(model, training, ParallelPlan(), _software(state), assignment, table, Lowering(level=1))
+    return sum(program.resting_bytes[0].values()) / model.num_parameters
 
 
 def _simulated(name: str, p: int, m: int) -> tuple[Fraction, list[int]]:
@@ -86,13 +88,12 @@ def _simulated(name: str, p: int, m: int) -> tuple[Fraction, list[int]]:
         ParallelPlan(pp=p),
         _software(_STATES[0][0][0]),
         assign_stage_layers([1] * p),
-        complete_table(SCHEDULES[name](p, m)),
-        level=1,
-        fold_replicas=True,
+        complete_table(SCHEDULES[name](PipelineShape(p, m))),
+        Lowering(level=1),
     )
 
     def seconds(op: Op) -> float:
-        if isinstance(op.work, Message) or not op.work:
+        if op.message or not op.work:
             return 0.0
         return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(op.action.kind, 0.0)
 

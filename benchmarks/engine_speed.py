@@ -11,7 +11,7 @@ from simpy import Environment, Event
 from benchmarks.table import Row
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import complete_table
-from simplan.program.lower import lower
+from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
 from simplan.program.program import Message, Program
 from simplan.program.schedules import one_f_one_b
@@ -32,11 +32,11 @@ _SEND_S = 0.1
 
 def engine_speed() -> list[Row]:
     """1F1B of 16 ranks and 128 microbatches: 4,096 actions and 3,840 sends."""
-    compute = one_f_one_b(_P, _M)
+    compute = one_f_one_b(PipelineShape(_P, _M))
     table = complete_table(compute)
     program = _program(table)
     durations_s = [
-        _SEND_S if isinstance(op.work, Message) else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0
+        _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0
         for op in program.ops
     ]
 
@@ -102,6 +102,5 @@ def _program(table: Table) -> Program:
         SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
         assign_stage_layers([1] * _P),
         table,
-        level=1,
-        fold_replicas=True,
+        Lowering(level=1),
     )

@@ -73,3 +73,10 @@ def _problems(request: CalibrationRequest) -> Iterator[Problem]:
     for index, shape in enumerate(request.shapes):
         if request.device == "cpu" and shape.dtype == "tf32":
             yield Problem(field=f"shapes.{index}.dtype", value="tf32", rule="needs CUDA devices", fix="use fp32")
+        if shape.shard.cp > 1 and shape.shard.cp_comm == "ring":
+            yield Problem(
+                field=f"shapes.{index}.shard.cp_comm",
+                value="ring",
+                rule="cannot be timed: the executor has no ring attention",
+                fix="use all_gather or a2a",
+            )

@@ -32,6 +32,7 @@ from simplan.cost.calibration import (
 __all__ = ["main"]
 
 _LEAST_ROUNDS = 5
+_MOST_OVERRUN = 3  # times the share of the budget that the least rounds may take
 _MOST_ROUNDS = 200
 _SHARES = {"layers": 0.6, "matmuls": 0.1, "links": 0.3}
 
@@ -52,7 +53,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
     layers: list[LayerTiming] = []
     matmuls: list[MatmulTiming] = []
     links: list[CommunicationTiming] = []
-    with_links = request.communication and num_ranks > 1
+    with_links = bool(request.communication) and num_ranks > 1
     wanted = {"layers": bool(request.shapes), "matmuls": request.matmuls, "links": with_links}
     total = sum(_SHARES[part] for part, is_wanted in wanted.items() if is_wanted) or 1.0
     spent = 0.0
@@ -70,7 +71,8 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
             heartbeat.beat(
                 RankState.RUNNING, f"timing {what}", int(first_percent + percent * min(1.0, elapsed_s / allowed_s))
             )
-            enough = done >= _LEAST_ROUNDS and (elapsed_s >= allowed_s or done >= _MOST_ROUNDS)
+            overdue = elapsed_s >= (allowed_s if done >= _LEAST_ROUNDS else _MOST_OVERRUN * allowed_s)
+            enough = done >= _MOST_ROUNDS or (done >= 1 and overdue)
             return not _of_rank_0(enough)
 
         return keep_going
@@ -86,7 +88,8 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
             going = budget(f"matmuls in {dtype}", _SHARES["matmuls"] / len(dtypes))
             matmuls += time_matmuls(dtype, num_ranks, device, going)
     if with_links:
-        links += time_links(num_ranks, device, budget("collectives and sends", _SHARES["links"]))
+        going = budget("collectives and sends", _SHARES["links"])
+        links += time_links(request.communication, num_ranks, device, going)
     if rank == 0:
         result = Calibration(
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.program.action import Table
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
 
 __all__ = ["check_job", "runs_on_cuda"]
 
+_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16"}  # by precision, the dtype of a job
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
 
 
@@ -31,11 +31,7 @@ def check_job(job: Job) -> None:
     problems = [*_inconsistent(job), *_too_many_ranks(job)]
     if problems:
         raise SpecError(problems)
-    table = job.parsed_table()
-    check_executable(table, job.plan, job.software)
-    misplaced = list(_misplaced(table))
-    if misplaced:
-        raise NotModelledError(misplaced)
+    check_executable(job.parsed_table(), job.plan, job.software)
 
 
 def runs_on_cuda(job: Job) -> bool:
@@ -45,25 +41,27 @@ def runs_on_cuda(job: Job) -> bool:
 
 def _not_modelled(job: Job) -> Iterator[Problem]:
     plan, training = job.plan, job.training
-    only_one: dict[str, int] = {
-        "plan.dp_shard": plan.dp_shard,
-        "plan.tp": plan.tp,
-        "plan.cp": plan.cp,
-        "plan.ep": plan.ep,
-        "plan.virtual_stages": plan.virtual_stages,
-    }
-    for field, value in only_one.items():
-        if value != 1:
-            yield Problem(field=field, value=str(value), rule="the executor does not run this yet", fix="use 1")
-    if plan.recompute != "none":
+    if plan.ep != 1:
+        yield Problem(field="plan.ep", value=str(plan.ep), rule="the executor has no experts to spread", fix="use 1")
+    if plan.cp > 1 and plan.cp_comm == "ring":
         yield Problem(
-            field="plan.recompute", value=plan.recompute, rule="the executor does not recompute yet", fix="use none"
+            field="plan.cp_comm",
+            value=plan.cp_comm,
+            rule="the executor has no ring attention",
+            fix="use all_gather or a2a",
         )
-    if plan.grad_sync != "step" and plan.dp > 1:
+    if plan.recompute not in ("none", "selective", "full"):
+        yield Problem(
+            field="plan.recompute",
+            value=plan.recompute,
+            rule="the executor does not recompute like this",
+            fix="use none, selective or full",
+        )
+    if plan.grad_sync != "step" and plan.pp > 1:
         yield Problem(
             field="plan.grad_sync",
             value=plan.grad_sync,
-            rule="the executor reduces gradients once per step",
+            rule="torch's pipelines reduce gradients once per step",
             fix="use step",
         )
     if plan.grad_dtype not in (None, "fp32"):
@@ -73,17 +71,30 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor keeps gradients in the precision of the weights",
             fix="leave it out",
         )
+    if plan.prefetch_depth is not None and plan.shards_parameters:
+        yield Problem(
+            field="plan.prefetch_depth",
+            value=str(plan.prefetch_depth),
+            rule="the executor leaves prefetching to torch",
+            fix="leave it out",
+        )
+    if job.model.tied_embeddings and plan.shards_parameters and plan.pp > 1:
+        yield Problem(
+            field="model.tied_embeddings",
+            value="true",
+            rule="the executor does not shard an embedding whose two copies are on different stages",
+            fix="use false, or plan.zero_stage = 1",
+        )
     if training.task != "pretrain":
         yield Problem(
             field="training.task", value=training.task, rule="the executor only pretrains", fix="use pretrain"
         )
-    if job.dtype not in ("fp32", "fp64") or (training.precision not in ("fp32", "tf32") and job.dtype != "fp64"):
-        precision = job.dtype if job.dtype not in ("fp32", "fp64") else training.precision
+    if training.precision not in _DTYPES and job.dtype != "fp64":
         yield Problem(
             field="training.precision",
-            value=precision,
-            rule="the executor does not run mixed precision yet",
-            fix="use fp32 (or tf32 on CUDA devices)",
+            value=training.precision,
+            rule="the executor does not run this precision",
+            fix="use bf16 or fp32 (or tf32 on CUDA devices)",
         )
     if job.software.id != "torch":
         yield Problem(
@@ -96,6 +107,13 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
 
 def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
+    dtype = _DTYPES.get(job.training.precision)
+    if job.dtype not in (dtype, "fp64"):
+        yield Problem(
+            field="dtype",
+            value=job.dtype,
+            rule=f"must be {dtype} for training.precision = {job.training.precision}, or fp64",
+        )
     if batch % (plan.dp * plan.microbatch_size):
         yield Problem(
             field="training.global_batch_size",
@@ -108,18 +126,6 @@ def _inconsistent(job: Job) -> Iterator[Problem]:
             value=str(list(job.boundaries)),
             rule=f"must split {len(job.model.layers)} layers into {plan.num_stages} stages",
         )
-
-
-def _misplaced(table: Table) -> Iterator[Problem]:
-    for rank, row in enumerate(table):
-        stages = sorted({action.stage for action in row if action.stage != rank})
-        if stages:
-            yield Problem(
-                field=f"table.{rank}",
-                value=f"stage {stages[0]}",
-                rule="the executor runs stage s on pipeline rank s only",
-                fix=f"give row {rank} the actions of stage {rank}",
-            )
 
 
 def _too_many_ranks(job: Job) -> Iterator[Problem]:

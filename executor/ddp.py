@@ -37,6 +37,7 @@ def wrap_ddp(module: nn.Module, group: Group, bucket_bytes: int | None, recorder
         process_group=group.handle,
         bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / MIB,
         gradient_as_bucket_view=True,
+        init_sync=False,  # weights are equal by their seed, and positions of context-parallel ranks must not become so
         **_KEEP_BUFFERS,
     )
 

@@ -1,12 +1,15 @@
-"""The process groups of one rank on the mesh [pp, dp]."""
+"""The process groups of one rank on the mesh [pp, dp_replicate, dp_shard, cp, tp]."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from simplan.spec.plan import RankMapping
+from simplan.program.action import Table
+from simplan.program.complete import stage_to_rank
+from simplan.spec.plan import ParallelPlan, RankMapping
 
 __all__ = ["Group", "Groups", "make_groups"]
 
@@ -24,37 +27,59 @@ class Groups:
     """The groups this rank is in; None where the plan has no such communication.
 
     Attributes:
-        dp: Ranks with the same stage.
         pp: Ranks of the same pipeline, first stage first.
-        tied: First and last rank of the pipeline, for a tied embedding that both hold.
+        dp: Ranks that average whole gradients (DDP).
+        shard: Ranks over which parameters (FSDP) or optimizer states (ZeRO-1) are sharded.
+        replicate: Ranks that hold the same shard of the parameters.
+        cp: Ranks that split the same sequences.
+        tp: Ranks that split the same layers.
+        tied: The two ranks of the pipeline that hold a tied embedding.
     """
 
-    dp: Group | None
     pp: Group | None
+    dp: Group | None
+    shard: Group | None
+    replicate: Group | None
+    cp: Group | None
+    tp: Group | None
     tied: Group | None
 
 
-def make_groups(mapping: RankMapping, rank: int, *, tied: bool) -> Groups:
+def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool) -> Groups:
     """Makes all groups; every rank of the job must call this.
 
     Args:
-        mapping: Which rank sits where.
+        plan: The plan, whose ``RankMapping`` says which rank sits where.
+        table: Its Level 1 table, which says on which ranks the first and the last stage are.
         rank: This rank.
         tied: The model's embedding and output head share one weight.
     """
+    mapping = RankMapping.of(plan)
+    placement = stage_to_rank(table)
+    first, last = placement[0], placement[max(placement)]
 
-    def mine(lists: list[tuple[int, ...]]) -> Group | None:
+    def mine(members: Callable[[int], tuple[int, ...]], wanted: bool = True) -> Group | None:
+        lists = sorted({members(other) for other in range(mapping.world_size)}) if wanted else []
         found = None
         for ranks in lists:
+            if len(ranks) == 1:
+                continue
             handle = dist.new_group(list(ranks))
             if rank in ranks:
                 assert isinstance(handle, dist.ProcessGroup)
                 found = Group(handle, ranks)
         return found
 
-    pipelines = [mapping.pp_group(d) for d in range(mapping.dp)] if mapping.pp > 1 else []
+    def ends(other: int) -> tuple[int, ...]:
+        pipeline = mapping.pp_group(other)
+        return pipeline[first], pipeline[last]
+
     return Groups(
-        dp=mine([mapping.dp_group(p) for p in range(mapping.pp)] if mapping.dp > 1 else []),
-        pp=mine(pipelines),
-        tied=mine([(ranks[0], ranks[-1]) for ranks in pipelines] if tied else []),
+        pp=mine(mapping.pp_group),
+        dp=mine(mapping.dp_group, not plan.shards_parameters),
+        shard=mine(mapping.shard_group, plan.shards_parameters or plan.shards_optimizer_only),
+        replicate=mine(mapping.replicate_group, plan.shards_parameters),
+        cp=mine(mapping.cp_group),
+        tp=mine(mapping.tp_group),
+        tied=mine(ends, tied and first != last),
     )

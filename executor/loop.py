@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from executor.model import cross_entropy
 from executor.recorder import Recorder
 from simplan.program.action import Action, ActionKind
 
@@ -19,14 +20,30 @@ class LoopEngine:
     """Runs the row of a rank that holds the whole model, OPTIM excepted, which is the trainer's.
 
     Args:
-        module: The model, perhaps wrapped in DistributedDataParallel.
+        module: The model, perhaps sharded by FSDP or wrapped in DistributedDataParallel.
         row: Its actions.
         num_microbatches: Microbatches of one step.
+        loss: Of a microbatch, from the module's output and the targets.
+        complete_gradients: Called in REDUCE_GRAD, before gradients are divided.
+        sync_each: Reduce gradients after every microbatch, not only after the last.
         recorder: Gets the actions.
     """
 
-    def __init__(self, module: nn.Module, row: Sequence[Action], num_microbatches: int, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        row: Sequence[Action],
+        num_microbatches: int,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        complete_gradients: Callable[[], None],
+        sync_each: bool,
+        recorder: Recorder,
+    ) -> None:
         self._module = module
+        self._loss = loss
+        self._complete_gradients = complete_gradients
+        self._sync_each = sync_each
         self._row = [action for action in row if action.kind is not ActionKind.OPTIM]
         self._num_microbatches = num_microbatches
         self._recorder = recorder
@@ -50,22 +67,28 @@ class LoopEngine:
             microbatch = action.microbatch
             with self._recorder.span(action):
                 if action.kind is ActionKind.REDUCE_GRAD:
+                    self._complete_gradients()
                     self._scale_gradients()
                 elif action.kind is ActionKind.FORWARD:
                     assert microbatch is not None
-                    with self._synchronized(microbatch):
-                        loss = cross_entropy(self._module(inputs[microbatch]), wanted[microbatch])
+                    with self._ddp_synchronized(microbatch):
+                        loss = self._loss(self._module(inputs[microbatch]), wanted[microbatch])
                     graphs[microbatch], losses[microbatch] = loss, loss.detach()
                     del loss
                 else:
                     assert action.kind is ActionKind.BACKWARD
                     assert microbatch is not None
+                    if isinstance(self._module, FSDPModule):
+                        self._module.set_requires_gradient_sync(self._synchronizes(microbatch))
                     graphs.pop(microbatch).backward()  # type: ignore[no-untyped-call]
         return [loss for _, loss in sorted(losses.items())]
 
-    def _synchronized(self, microbatch: int) -> AbstractContextManager[object]:
-        """DDP reduces gradients in the backward of a forward run outside of ``no_sync``: that of the last backward."""
-        if microbatch != self._last_microbatch and isinstance(self._module, DistributedDataParallel):
+    def _synchronizes(self, microbatch: int) -> bool:
+        return self._sync_each or microbatch == self._last_microbatch
+
+    def _ddp_synchronized(self, microbatch: int) -> AbstractContextManager[object]:
+        """DDP reduces gradients in the backward of a forward run outside of ``no_sync``."""
+        if isinstance(self._module, DistributedDataParallel) and not self._synchronizes(microbatch):
             return self._module.no_sync()
         return nullcontext()
 
@@ -74,5 +97,7 @@ class LoopEngine:
         if self._num_microbatches == 1:
             return
         for parameter in self._module.parameters():
-            assert parameter.grad is not None
-            parameter.grad.div_(self._num_microbatches)
+            gradient = parameter.grad
+            assert gradient is not None
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.div_(self._num_microbatches)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from executor.timing import Stopwatch, sample_of, together
-from executor.trainer import TORCH_DTYPES
+from executor.timing import TIMED_DTYPES, Stopwatch, sample_of, together
 from simplan.cost.calibration import MatmulTiming, TimedDtype
 
 __all__ = ["time_matmuls"]
@@ -26,7 +25,7 @@ def time_matmuls(
         device: Where.
         keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
     """
-    torch_dtype = TORCH_DTYPES["fp32" if dtype == "tf32" else dtype]
+    torch_dtype = TIMED_DTYPES[dtype]
     watch = Stopwatch(device)
     operands = {
         (m, n, k): (

@@ -8,7 +8,7 @@ stage's ``fwd_cache``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from executor.groups import Group
-from executor.model import cross_entropy
 from executor.recorder import Recorder
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.complete import stage_to_rank
 
-__all__ = ["Boundary", "PipelineEngine"]
+__all__ = ["Boundary", "PipelineEngine", "StageModule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +38,64 @@ class Boundary:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
 
 
+@dataclass(frozen=True, slots=True)
+class StageModule:
+    """A stage of this rank.
+
+    Attributes:
+        index: Which.
+        module: Its layers, perhaps sharded by FSDP or wrapped in DistributedDataParallel.
+        inputs, outputs: What enters and leaves it.
+        complete_gradients: Called in REDUCE_GRAD, once data parallelism and the microbatches are averaged over.
+    """
+
+    index: int
+    module: nn.Module
+    inputs: Boundary
+    outputs: Boundary
+    complete_gradients: Callable[[], None]
+
+
 class PipelineEngine:
     """Runs one rank's row of a table, OPTIM excepted, which is the trainer's.
 
     Args:
-        module: The rank's stage, perhaps wrapped in DistributedDataParallel.
+        stages: The rank's stages.
         table: The table of the whole pipeline; this rank's row is that of its place in ``group``.
         group: The ranks of the pipeline, first stage first.
-        inputs, outputs: What enters and leaves the stage.
         num_microbatches: Microbatches of one step.
+        loss: Of a microbatch, from the last stage's output and the targets.
         device: Where the stage is.
         recorder: Gets actions and messages.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        stages: Sequence[StageModule],
         table: Table,
         group: Group,
         *,
-        inputs: Boundary,
-        outputs: Boundary,
         num_microbatches: int,
+        loss: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
         recorder: Recorder,
     ) -> None:
-        stage_index = dist.get_rank(group.handle)
-        self._recorder = recorder
-        self._stage = _RecordedStage(
-            module,
-            stage_index,
-            len(table),
-            device,
-            input_args=inputs.example(),
-            output_args=outputs.example(),
-            group=group.handle,
-        )
-        self._stage.recorder = recorder
-        self._runtime = _Runtime([self._stage], num_microbatches, loss_fn=cross_entropy)
+        num_stages = len(stage_to_rank(table))
+        self._stages = [
+            _RecordedStage(
+                stage.module,
+                stage.index,
+                num_stages,
+                device,
+                input_args=stage.inputs.example(),
+                output_args=stage.outputs.example(),
+                group=group.handle,
+                recorder=recorder,
+                complete_gradients=stage.complete_gradients,
+            )
+            for stage in stages
+        ]
+        self._runtime = _Runtime(self._stages, num_microbatches, loss_fn=loss)
         self._runtime._prepare_schedule_with_comms(
             {rank: _torch_actions(row) for rank, row in enumerate(table)}, format="compute_comms"
         )
@@ -88,12 +108,13 @@ class PipelineEngine:
             targets: The tokens that follow them.
 
         Returns:
-            Loss of every microbatch in order, detached; empty on ranks other than the last.
+            Loss of every microbatch in order, detached; empty on ranks without the last stage.
         """
-        stage = self._stage
-        inputs = (tokens,) if stage.is_first else ()
-        self._runtime.step(*inputs, target=targets if stage.is_last else None, return_outputs=False)
-        stage.complete_sends()
+        inputs = (tokens,) if any(stage.is_first for stage in self._stages) else ()
+        has_last = any(stage.is_last for stage in self._stages)
+        self._runtime.step(*inputs, target=targets if has_last else None, return_outputs=False)
+        for stage in self._stages:
+            stage.complete_sends()
         return self._runtime.take_losses()
 
 
@@ -104,10 +125,10 @@ def _torch_actions(row: Sequence[Action]) -> list[_Action | None]:
 class _RecordedStage(PipelineStage):
     """A stage that tells the recorder what it does; waits for messages are outside of the recorded spans."""
 
-    recorder: Recorder
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recorder: Recorder, complete_gradients: Callable[[], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.recorder = recorder
+        self._complete_gradients = complete_gradients
         self._receives: dict[Action, list[int]] = {}
         self._sends: list[int] = []
 
@@ -135,6 +156,7 @@ class _RecordedStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         with self.recorder.span(Action(self.stage_index, ActionKind.REDUCE_GRAD)):
             super().perform_reduce_grad(grad_scale_factor)
+            self._complete_gradients()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._messages(ActionKind.RECV_F, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
@@ -190,7 +212,8 @@ class _Runtime(_PipelineScheduleRuntime):
         # loss_kwargs is new in torch 2.13; we pass none.
         if not stage.is_last:
             return
-        loss = cross_entropy(output, target_mbs[mb_index])
+        assert self._loss_fn is not None
+        loss = self._loss_fn(output, target_mbs[mb_index])
         self._graphs[mb_index] = loss
         self._losses[mb_index] = loss.detach()
         # torch keeps the logits until backward, which needs only the loss.

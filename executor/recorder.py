@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from executor.clock import Clock, Stamp
 from executor.heartbeat import Heartbeat, RankState
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import MeasuredCollective, MeasuredSpan
+from simplan.program.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 from simplan.program.timeline import SpanKind
 from simplan.spec.base import Spec
 
@@ -46,7 +45,7 @@ class StepRecord(Spec):
 
 @dataclass(slots=True)
 class _Issued:
-    kind: Literal["all_reduce", "send", "recv"]
+    kind: IssuedKind
     action: Action
     ranks: tuple[int, ...]
     num_bytes: int
@@ -68,14 +67,15 @@ class Recorder:
         self._heartbeat = heartbeat
         received = {action for action in row if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)}
         self._next: dict[Action, tuple[RankState, str]] = {}
-        for action, following in pairwise(row):
+        told = [action for action in row if action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD)]
+        for action, following in pairwise(told):
             needed = _RECEIVE_FOR.get(following.kind)
             waits = needed is not None and Action(following.stage, needed, following.microbatch) in received
             self._next[action] = (RankState.WAITING if waits else RankState.RUNNING, str(following))
         self._step = 0
         self._start: Stamp = 0.0
         self._opened: Stamp = 0.0
-        self._current: Action = row[0]
+        self._current: Action = told[0]
         self._spans: list[tuple[Action, Stamp, Stamp]] = []
         self._issued: list[_Issued] = []
 
@@ -118,9 +118,14 @@ class Recorder:
         if action in self._next:
             self._heartbeat.beat(*self._next[action])
 
-    def issue(self, kind: Literal["all_reduce", "send", "recv"], ranks: tuple[int, ...], num_bytes: int) -> int:
-        """A collective or message is issued as part of the current action; gives a handle for ``complete``."""
-        self._issued.append(_Issued(kind, self._current, ranks, num_bytes, self._clock.stamp()))
+    def issue(self, kind: IssuedKind, ranks: tuple[int, ...], num_bytes: int, action: Action | None = None) -> int:
+        """A collective or message is issued; gives a handle for ``complete``.
+
+        Args:
+            kind, ranks, num_bytes: As ``MeasuredCollective`` has them.
+            action: What it is part of; None for the current action.
+        """
+        self._issued.append(_Issued(kind, action or self._current, ranks, num_bytes, self._clock.stamp()))
         return len(self._issued) - 1
 
     def complete(self, handle: int) -> None:

@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from simplan.cost.calibration import Sample
+from simplan.cost.calibration import Sample, TimedDtype
 
-__all__ = ["Stopwatch", "sample_of", "together"]
+__all__ = ["TIMED_DTYPES", "Stopwatch", "sample_of", "together"]
 
+TIMED_DTYPES: dict[TimedDtype, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 _P10_TO_P90 = 2.563  # of a normal distribution, in standard deviations
 
 

@@ -1,7 +1,9 @@
-"""One rank's share of a training: its stage, its engine and its optimizer, one step at a time."""
+"""One rank's share of a training: its stages, its engine and its optimizer, one step at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,27 +12,31 @@ from torch import Tensor, nn
 
 from executor.data import make_batch
 from executor.ddp import wrap_ddp
+from executor.fsdp import shard_stage
 from executor.groups import Groups
 from executor.loop import LoopEngine
+from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
+from executor.parallel import Parallel, partial_parameters, sum_partial_gradients
+from executor.precision import Autocast, compute_dtype, weight_dtype
 from executor.recorder import Recorder
+from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
 from simplan.program.job import Job
 from simplan.spec.plan import RankMapping
 
 if TYPE_CHECKING:
-    from executor.pipeline import PipelineEngine
+    from executor.pipeline import PipelineEngine, StageModule
 
-__all__ = ["TORCH_DTYPES", "Trainer", "make_optimizer"]
+__all__ = ["Trainer", "make_optimizer"]
 
-TORCH_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _LEARNING_RATE = 1e-3
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of a job (``adam``, ``adamw`` or ``sgd``), its step one fused kernel."""
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer = kinds[name](parameters, lr=_LEARNING_RATE, fused=True)
+    optimizer = kinds[name]([{"params": parameters}], lr=_LEARNING_RATE, fused=True)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 
@@ -44,6 +50,9 @@ class Trainer:
         device: Where it computes.
         groups: Its process groups.
         recorder: Gets what it does.
+
+    Attributes:
+        stages: Its stages by index, ascending.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device, groups: Groups, recorder: Recorder) -> None:
@@ -52,69 +61,152 @@ class Trainer:
         self._groups = groups
         self._recorder = recorder
         plan = job.plan
-        pp_rank, self._dp_rank = RankMapping(plan.pp, plan.dp).place(rank)
-        table = job.parsed_table()
+        mapping = RankMapping.of(plan)
+        self._parallel = Parallel.of(plan.shard, groups.tp, groups.cp, rank, recorder)
+        self._data_rank = mapping.data_rank(rank)
         self._num_microbatches = job.training.global_batch_size // (plan.dp * plan.microbatch_size)
-        self._optim_action = Action(table[pp_rank][0].stage, ActionKind.OPTIM)
-        assert table[pp_rank][-1] == self._optim_action
+        table = job.parsed_table()
+        row = table[mapping.place(rank).pp]
+        self._optim_action = row[-1]
+        assert self._optim_action.kind is ActionKind.OPTIM
 
-        layer_range = job.assignment.layer_range(pp_rank)
-        dtype = TORCH_DTYPES[job.dtype]
-        self.stage = build_stage(job.model, layer_range, dtype, device, job.seed)
-        self._tied = _tied_weight(self.stage) if groups.tied is not None else None
-        for parameter in self.stage.parameters():
+        self.stages: dict[int, Stage] = {}
+        for index in sorted({action.stage for action in row}):
+            self.stages[index] = self._build_stage(index)
+        self._tied = self._tied_weight()
+        parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
-        self.optimizer = make_optimizer(job.training.optimizer, list(self.stage.parameters()))
-        module: nn.Module = self.stage
-        if groups.dp is not None:
-            module = wrap_ddp(module, groups.dp, plan.bucket_bytes, recorder)
+        self.optimizer = self._make_optimizer(parameters)
+        modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
         self._engine: LoopEngine | PipelineEngine
         if groups.pp is None:
-            self._engine = LoopEngine(module, table[0], self._num_microbatches, recorder)
-        else:
-            from executor.pipeline import Boundary, PipelineEngine  # seconds to import: only where needed
-
-            tokens = Boundary((plan.microbatch_size, job.model.seq_len), torch.int64)
-            hidden = Boundary((*tokens.shape, job.model.hidden_size), dtype)
-            logits = Boundary((*tokens.shape, job.model.vocab_size), dtype)
-            self._engine = PipelineEngine(
+            ((index, module),) = modules.items()
+            self._engine = LoopEngine(
                 module,
+                row,
+                self._num_microbatches,
+                loss=self._loss,
+                complete_gradients=self._completion(index),
+                sync_each=plan.grad_sync == "microbatch",
+                recorder=recorder,
+            )
+        else:
+            from executor.pipeline import PipelineEngine  # seconds to import: only where needed
+
+            self._engine = PipelineEngine(
+                [self._stage_module(index, module) for index, module in modules.items()],
                 table,
                 groups.pp,
-                inputs=hidden if pp_rank > 0 else tokens,
-                outputs=hidden if pp_rank < plan.pp - 1 else logits,
                 num_microbatches=self._num_microbatches,
+                loss=self._loss,
                 device=device,
                 recorder=recorder,
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of this rank's samples of a step."""
+        """Tokens and targets of this rank's part of a step, (samples, tokens) int64 each."""
         num_samples = self._num_microbatches * self._job.plan.microbatch_size
         tokens, targets = make_batch(
             self._job.model.vocab_size,
             self._job.model.seq_len,
             seed=self._job.seed,
             step=step,
-            first_sample=self._dp_rank * num_samples,
+            first_sample=self._data_rank * num_samples,
             num_samples=num_samples,
         )
-        return tokens.to(self._device), targets.to(self._device)
+        local = self._parallel.local_tokens
+        return local(tokens).to(self._device), local(targets).to(self._device)
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""
         losses = self._engine.run(tokens, targets)
-        self._finish_gradients()
-        with self._recorder.span(self._optim_action):
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
-        return losses
-
-    def _finish_gradients(self) -> None:
-        """Sums the gradients of a tied weight over both ends; part of OPTIM, but mostly waiting, so not in its span."""
         self._recorder.begin(self._optim_action)
         if self._tied is not None:
             self._sum_tied_gradients(self._tied)
+        self.update()
+        return losses
+
+    def update(self) -> None:
+        """OPTIM with complete gradients. Its collectives, which mostly wait, are outside of its span."""
+        with self._recorder.span(self._optim_action):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.broadcast()
+
+    def _build_stage(self, index: int) -> Stage:
+        job, plan = self._job, self._job.plan
+        stage = build_stage(
+            job.model,
+            job.assignment.layer_range(index),
+            weight_dtype(job),
+            self._device,
+            job.seed,
+            self._parallel,
+            plan.recompute,
+        )
+        if plan.shards_parameters:
+            assert self._groups.shard is not None
+            in_pipeline = plan.pp > 1
+            shard_stage(
+                stage,
+                self._groups.shard,
+                self._groups.replicate,
+                self._recorder,
+                compute_dtype=compute_dtype(job),
+                reshard_after_forward=plan.zero_stage == 3 and plan.reshard_after_forward and not in_pipeline,
+                unshard=Action(index, ActionKind.UNSHARD) if in_pipeline else None,
+            )
+        return stage
+
+    def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
+        def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return make_optimizer(self._job.training.optimizer, some)
+
+        if not self._job.plan.shards_optimizer_only:
+            return make(parameters)
+        assert self._groups.shard is not None
+        return ShardedOptimizer(parameters, self._groups.shard, make, self._recorder)
+
+    def _wrap(self, stage: Stage) -> nn.Module:
+        """A stage that is not sharded computes under autocast and is reduced by DDP."""
+        job, dtype = self._job, compute_dtype(self._job)
+        if job.plan.shards_parameters:
+            return stage
+        module: nn.Module = stage
+        if dtype is not None:
+            module = Autocast(stage, dtype, self._device.type)
+        if self._groups.dp is not None:
+            module = wrap_ddp(module, self._groups.dp, job.plan.bucket_bytes, self._recorder)
+        return module
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, self._parallel)
+
+    def _completion(self, index: int) -> Callable[[], None]:
+        """What completes the gradients of a stage before they are divided by the number of microbatches."""
+        parts = partial_parameters(self.stages[index], self._job.model, self._job.plan.shard)
+        return partial(sum_partial_gradients, parts, self._parallel.tp)
+
+    def _stage_module(self, index: int, module: nn.Module) -> StageModule:
+        """With what one microbatch brings into the stage and takes out of it."""
+        from executor.pipeline import Boundary, StageModule
+
+        job, plan, model = self._job, self._job.plan, self._job.model
+        computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
+        residual = computed if plan.shards_parameters else kept  # autocast keeps the residual stream in fp32
+        tokens = (plan.microbatch_size, model.seq_len // plan.cp)
+        own_tokens = model.layers_of(plan.shard)[0].output_elements // model.hidden_size
+        hidden = Boundary((plan.microbatch_size, own_tokens, model.hidden_size), residual)
+        logits = Boundary((*tokens, model.vocab_size // plan.tp), computed)
+        return StageModule(
+            index,
+            module,
+            inputs=hidden if index > 0 else Boundary(tokens, torch.int64),
+            outputs=hidden if index < plan.num_stages - 1 else logits,
+            complete_gradients=self._completion(index),
+        )
 
     def _sum_tied_gradients(self, weight: nn.Parameter) -> None:
         """Both ends of the pipeline hold the embedding; each has computed a part of its gradient."""
@@ -125,8 +217,10 @@ class Trainer:
         dist.all_reduce(weight.grad, group=group.handle)
         self._recorder.complete(handle)
 
-
-def _tied_weight(stage: Stage) -> nn.Parameter:
-    """The end's copy of the tied weight."""
-    (weight,) = (p for name, p in stage.named_parameters() if name.endswith(("wte.weight", "lm_head.weight")))
-    return weight
+    def _tied_weight(self) -> nn.Parameter | None:
+        """This rank's copy of a tied weight that another rank holds too."""
+        if self._groups.tied is None:
+            return None
+        names = ("wte.weight", "lm_head.weight")
+        (weight,) = (p for s in self.stages.values() for name, p in s.named_parameters() if name.endswith(names))
+        return weight

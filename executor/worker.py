@@ -62,15 +62,15 @@ def main(argv: list[str]) -> None:
 
 def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
     job = Job.model_validate_json(job_file.read_bytes())
-    mapping = RankMapping(job.plan.pp, job.plan.dp)
+    mapping = RankMapping.of(job.plan)
     device = use_device(job.device, mapping.world_size)
     if job.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
     start_rank(device, job.timeout_s)
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
-    groups = make_groups(mapping, rank, tied=job.model.tied_embeddings)
-    row = job.parsed_table()[mapping.place(rank)[0]]
-    recorder = Recorder(row, make_clock(device), heartbeat)
+    table = job.parsed_table()
+    groups = make_groups(job.plan, table, rank, tied=job.model.tied_embeddings)
+    recorder = Recorder(table[mapping.place(rank).pp], make_clock(device), heartbeat)
 
     def build() -> Trainer:
         return Trainer(job, rank, device, groups, recorder)

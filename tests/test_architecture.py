@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim",),
     ("prediction",),
     ("predict",),
-    ("search", "campaign", "validate"),
+    ("search", "campaign", "validate", "explain"),
     ("interop", "report"),
     ("scenario",),
     ("cli",),

@@ -154,6 +154,21 @@ def check(
 
 
 @app.command()
+def explain(
+    scenario: ScenarioFile,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[SCENARIO]", help="A second scenario: shows the difference, term by term.")
+    ] = None,
+    json: AsJson = False,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Show every term of the step time and of the memory, with its formula and its numbers."""
+    from simplan.cli.commands import explain_command
+
+    return explain_command(scenario, other, as_json=json, calibration_file=calibration)
+
+
+@app.command()
 def trace(
     scenario: ScenarioFile,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")],

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from simplan.cli.processes import require_executor, run_executor
 from simplan.cli.progress import Progress
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest, way_of_mixing
+from simplan.cost.kinds import kinds_needed
 from simplan.cost.store import default_path, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.scenario import Scenario
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.machine import THIS_MACHINE
 
 __all__ = ["covers", "ensure", "is_needed", "measure", "read", "refuse_unneeded", "requests_for"]
@@ -71,36 +74,44 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
         return True
     if calibration is None:
         return False
+    shape, plan = _shape(scenario), scenario.plan
     cost = CalibratedCost(
-        calibration,
-        dtype=scenario.training.precision,
-        optimizer=scenario.training.optimizer,
-        num_ranks=scenario.plan.num_devices,
+        calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=plan.num_devices, mixed=shape.mixed
     )
-    return cost.covers([layer.key for layer in scenario.model.layers], scenario.plan.microbatch_size)
+    keys = {layer.key for layer in shape.model.layers_of(shape.shard)}
+    return cost.covers(keys, shape.microbatch_size, kinds_needed(plan, scenario.model))
 
 
 def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float) -> list[CalibrationRequest]:
     """What to measure, a request for each number of ranks; the budget is shared among them.
 
     Args:
-        scenarios: Whose shapes to time; without any, matrix products and links only.
+        scenarios: Whose shapes and kinds of collectives to time; without any, matrix products, all-reduces and sends.
         num_ranks: Ranks that run at the same time; None takes each scenario's own.
         budget_s: Time for all measurements.
 
     Raises:
         SpecError: A scenario is not about CPU ranks of this machine and ``num_ranks`` is not given.
     """
-    shapes: dict[int, dict[str, ShapeRequest]] = {} if scenarios else {num_ranks or 2: {}}
+    if not scenarios:
+        return [CalibrationRequest(shapes=(), num_ranks=num_ranks or 2, budget_s=budget_s)]
+    shapes: dict[int, dict[str, ShapeRequest]] = defaultdict(dict)
+    kinds: dict[int, set[CollectiveKind]] = defaultdict(set)
     for scenario in scenarios:
         if num_ranks is None and not is_needed(scenario):
             rule = f"is not the CPU ranks of {THIS_MACHINE}, so the number of ranks to time here is unknown"
             problem = Problem(field="cluster", value=scenario.cluster.id, rule=rule, fix="give --ranks N")
             raise SpecError(problem, file=scenario.file)
-        shape = _shape(scenario)
-        shapes.setdefault(num_ranks or scenario.plan.num_devices, {})[shape.model_dump_json()] = shape
+        ranks, shape = num_ranks or scenario.plan.num_devices, _shape(scenario)
+        shapes[ranks][shape.model_dump_json()] = shape
+        kinds[ranks] |= kinds_needed(scenario.plan, scenario.model)
     return [
-        CalibrationRequest(shapes=tuple(found.values()), num_ranks=ranks, device="cpu", budget_s=budget_s / len(shapes))
+        CalibrationRequest(
+            shapes=tuple(found.values()),
+            num_ranks=ranks,
+            budget_s=budget_s / len(shapes),
+            communication=tuple(sorted(kinds[ranks])),
+        )
         for ranks, found in shapes.items()
     ]
 
@@ -145,15 +156,20 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = Q
 
 
 def _shape(scenario: Scenario) -> ShapeRequest:
-    precision = scenario.training.precision
-    if precision not in ("fp32", "tf32"):
-        problem = Problem(field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32")
+    training, plan = scenario.training, scenario.plan
+    precision = training.precision
+    if precision not in ("fp32", "tf32", "bf16"):
+        problem = Problem(
+            field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32 or bf16"
+        )
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(
         model=scenario.model,
-        microbatch_size=scenario.plan.microbatch_size,
+        shard=plan.shard,
+        microbatch_size=plan.microbatch_size,
+        mixed=way_of_mixing(precision, sharded=plan.shards_parameters),
         dtype=precision,
-        optimizer=scenario.training.optimizer,
+        optimizer=training.optimizer,
     )
 
 

@@ -11,16 +11,25 @@ from simplan.cli.traces import write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path
 from simplan.errors import Problem, SpecError
+from simplan.explain import difference, explain
 from simplan.io import read_json, read_model, write_json
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.program.measurement import Measurement
 from simplan.report.comparison import comparison_text
+from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario, load_scenario
 from simplan.spec.machine import THIS_MACHINE
 from simplan.validate.compare import compare
 
-__all__ = ["calibrate_command", "compare_command", "predict_command", "run_command", "trace_command"]
+__all__ = [
+    "calibrate_command",
+    "compare_command",
+    "explain_command",
+    "predict_command",
+    "run_command",
+    "trace_command",
+]
 
 
 def predict_command(
@@ -43,6 +52,25 @@ def predict_command(
     next_steps = [step for step in (run_it, f"simplan trace {file} -o trace.json") if step]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
+    return 0
+
+
+def explain_command(file: Path, other: Path | None, *, as_json: bool, calibration_file: Path | None) -> int:
+    """``simplan explain``."""
+    explained = []
+    for path in (file, *([other] if other else [])):
+        scenario = load_scenario(path)
+        calibration = _calibration_for(scenario, calibration_file if is_needed(scenario) or other is None else None)
+        explained.append(explain(predict_scenario(scenario, calibration), calibration))
+    if other is None:
+        document, text = explained[0].to_json(), explanation_text(explained[0])
+    else:
+        found = difference(*explained)
+        document, text = found.to_json(), difference_text(found)
+    if as_json:
+        print_json(document)
+    else:
+        print_result(text)
     return 0
 
 

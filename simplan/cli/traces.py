@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from simplan.cost.calibration import Calibration
-from simplan.cost.pricing import price_program
 from simplan.io import write_json
-from simplan.predict import build_program, core_use, cost_model
+from simplan.predict import simulate_again
 from simplan.prediction import Prediction
 from simplan.program.measurement import Measurement
 from simplan.report.trace import trace_document
-from simplan.sim.engine import simulate
 from simplan.sim.memory import MemorySample, memory_trace
 from simplan.validate.measured import measured_timeline
 
@@ -39,9 +37,6 @@ def write_measured_trace(file: Path, measurement: Measurement) -> None:
 
 def _memory(prediction: Prediction, calibration: Calibration | None) -> dict[int, list[MemorySample]]:
     """Memory by rank, on the same clock as the prediction's timeline."""
-    asked = (prediction.cluster, prediction.training, prediction.plan, prediction.software)
-    folded = prediction.timeline.num_ranks < prediction.plan.num_devices
-    program = build_program(prediction, level=2, fold_replicas=folded)
-    durations_s = price_program(program, cost_model(*asked, calibration)).durations_s
-    times = simulate(program, durations_s, core_use(program, prediction.cluster))
-    return {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
+    simulated = simulate_again(prediction, calibration)
+    program = simulated.program
+    return {rank: list(memory_trace(program, rank, simulated.times)) for rank in program.ranks}

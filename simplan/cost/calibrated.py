@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from simplan.cost.base import Price, Provenance
-from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Sample
+from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample, way_of_mixing
+from simplan.cost.collectives import bus_factor
+from simplan.cost.kernel_weights import weight_share
 from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Message, Phase
+from simplan.spec.layer import CollectiveKind
 from simplan.units import format_bytes, format_time
 
 __all__ = ["CalibratedCost"]
@@ -29,9 +32,12 @@ class CalibratedCost:
         dtype: Precision of the run.
         optimizer: Optimizer of the run.
         num_ranks: Ranks of the run, all on this machine.
+        mixed: How the run comes by half precision; no matter to others.
     """
 
-    def __init__(self, calibration: Calibration, *, dtype: str, optimizer: str, num_ranks: int) -> None:
+    def __init__(
+        self, calibration: Calibration, *, dtype: str, optimizer: str, num_ranks: int, mixed: Mixed = "autocast"
+    ) -> None:
         self._calibration = calibration
         self._dtype = dtype
         self._num_ranks = num_ranks
@@ -39,12 +45,19 @@ class CalibratedCost:
             (timing.key, timing.microbatch_size): timing
             for timing in calibration.layers
             if (timing.dtype, timing.optimizer, timing.num_ranks) == (dtype, optimizer, num_ranks)
+            and timing.mixed == way_of_mixing(dtype, sharded=mixed == "cast")
         }
 
-    def covers(self, layer_keys: Sequence[str], microbatch_size: int) -> bool:
-        """Whether all these layers were timed at this microbatch size and number of ranks, and links with them."""
-        links = self._num_ranks == 1 or any(c.world_size == self._num_ranks for c in self._calibration.communication)
-        return links and all((key, microbatch_size) in self._layers for key in layer_keys)
+    def covers(self, layer_keys: Collection[str], microbatch_size: int, kinds: Collection[CollectiveKind] = ()) -> bool:
+        """Whether all of this was timed with so many ranks on the machine.
+
+        Args:
+            layer_keys: Layers.
+            microbatch_size: Sequences.
+            kinds: Ways in which bytes move (``simplan.cost.kinds``).
+        """
+        timed = {t.kind for t in self._calibration.communication if t.world_size == self._num_ranks}
+        return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
 
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``.
@@ -59,8 +72,10 @@ class CalibratedCost:
 
     def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
         sample = _sample(timing, work.phase)
-        if work.phase in (Phase.SCALE, Phase.OPTIMIZER):
+        if work.phase in (Phase.COPY, Phase.SCALE, Phase.OPTIMIZER):
             factor = work.num_parameters / work.layer.num_parameters
+        else:
+            factor *= weight_share(work)
         std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5
         if provenance is Provenance.EXTRAPOLATED:
             std = max(std, _EXTRAPOLATED_STD)
@@ -104,6 +119,8 @@ class CalibratedCost:
             SpecError: No message of this kind was timed.
         """
         kind, n = message.kind, len(message.ranks)
+        if n == 1:
+            return Price(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
         timings = [t for t in self._calibration.communication if t.kind == kind]
         if not timings:
             raise SpecError(
@@ -121,8 +138,7 @@ class CalibratedCost:
         )
         seconds, inside = _interpolate(curve, message.num_bytes)
         exact = group == (n, self._num_ranks) and inside
-        if nearest.num_ranks != n and kind == "all_reduce":  # ring: bytes moved grow as (n-1)/n
-            seconds *= ((n - 1) / n) / ((nearest.num_ranks - 1) / nearest.num_ranks)
+        seconds *= bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks)
         seconds /= self._crowding(nearest.world_size, 1)
         spread = statistics.median(t.seconds.round_std for t in curve)
         return Price(
@@ -137,7 +153,9 @@ class CalibratedCost:
 def _sample(timing: LayerTiming, phase: Phase) -> Sample:
     return {
         Phase.FORWARD: timing.forward_s,
+        Phase.RECOMPUTE: timing.forward_s,
         Phase.BACKWARD: timing.backward_s,
+        Phase.COPY: timing.copy_s,
         Phase.SCALE: timing.scale_s,
         Phase.OPTIMIZER: timing.optimizer_s,
     }[phase]

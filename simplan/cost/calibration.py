@@ -11,7 +11,9 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from simplan.spec.base import Count, NonNegative, Positive, Spec
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
+from simplan.spec.shard import Shard
 
 __all__ = [
     "Calibration",
@@ -19,15 +21,30 @@ __all__ = [
     "CommunicationTiming",
     "LayerTiming",
     "MatmulTiming",
+    "Mixed",
     "Sample",
     "ShapeRequest",
+    "TimedDtype",
+    "way_of_mixing",
 ]
 
 TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+Mixed = Literal["autocast", "cast"]
+"""How half precision comes about: fp32 weights under torch.autocast, or weights cast to it, as FSDP gathers them."""
 
 
 _Timing = TypeVar("_Timing", bound=Spec)
 _CONDITIONS = ("device", "num_cores", "backend", "torch")
+
+
+def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
+    """How torch comes by half precision; without half precision there is one way only.
+
+    Args:
+        dtype: Precision of the run.
+        sharded: FSDP shards the parameters.
+    """
+    return "cast" if sharded and dtype in ("bf16", "fp16") else "autocast"
 
 
 class Sample(Spec):
@@ -60,23 +77,27 @@ class LayerTiming(Spec):
         key: ``LayerSpec.key``.
         microbatch_size: Sequences.
         dtype: Precision of the run.
+        mixed: How half precision came about.
         num_ranks: Ranks that ran the same thing at the same time.
+        optimizer: Which optimizer.
         forward_s: Forward, keeping what backward needs; for the head, loss included.
         backward_s: Backward, accumulating into existing gradients.
-        optimizer_s: The optimizer's step over this layer's parameters, gradients zeroed.
-        scale_s: Dividing this layer's gradients by a number.
-        optimizer: Which optimizer.
+        optimizer_s: The optimizer's step over this layer's fp32 parameters, gradients zeroed.
+        scale_s: Dividing this layer's fp32 gradients by a number.
+        copy_s: Copying this layer's parameters from one buffer to a freshly allocated other.
     """
 
     key: str
     microbatch_size: Count
     dtype: TimedDtype
+    mixed: Mixed = "autocast"
     num_ranks: Count
     optimizer: Literal["adam", "adamw", "sgd"]
     forward_s: Sample
     backward_s: Sample
     optimizer_s: Sample
     scale_s: Sample
+    copy_s: Sample
 
 
 class MatmulTiming(Spec):
@@ -94,13 +115,13 @@ class CommunicationTiming(Spec):
     """A collective or a message.
 
     Attributes:
-        kind: ``send`` is one way, from the call of send to the receiver's having the bytes.
+        kind: How; ``send`` is one way, from the call of send to the receiver's having the bytes.
         num_ranks: Ranks in the group (2 for a send).
         world_size: Ranks on the machine, all taking part in groups like this one at the same time.
-        num_bytes: Bytes of the buffer.
+        num_bytes: As ``CollectiveKind`` counts them.
     """
 
-    kind: Literal["all_reduce", "send"]
+    kind: CollectiveKind
     num_ranks: Count
     world_size: Count
     num_bytes: Count
@@ -108,10 +129,21 @@ class CommunicationTiming(Spec):
 
 
 class ShapeRequest(Spec):
-    """A model whose layers are to be timed at one microbatch size."""
+    """A model whose layers are to be timed at one microbatch size.
+
+    Attributes:
+        model: Its layers.
+        shard: What each rank has of them; exchanges are left out of the timings.
+        microbatch_size: Sequences.
+        dtype: Precision.
+        mixed: How half precision comes about; see ``way_of_mixing``.
+        optimizer: Whose step is timed, over fp32 weights.
+    """
 
     model: ModelSpec
+    shard: Shard = Field(default_factory=Shard)
     microbatch_size: Count
+    mixed: Mixed = "autocast"
     dtype: TimedDtype = "fp32"
     optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
 
@@ -124,7 +156,7 @@ class CalibrationRequest(Spec):
         num_ranks: Processes that run at the same time.
         device: What they compute on.
         budget_s: Time to spend on the measurements, start-up excluded.
-        communication: Time collectives and sends too.
+        communication: Kinds of collectives and messages to time too.
         matmuls: Time a grid of matrix products too.
     """
 
@@ -133,7 +165,7 @@ class CalibrationRequest(Spec):
     num_ranks: Count
     device: Literal["cpu", "cuda"] = "cpu"
     budget_s: Positive = 60.0
-    communication: bool = True
+    communication: tuple[CollectiveKind, ...] = (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND)
     matmuls: bool = True
 
 
@@ -170,7 +202,7 @@ class Calibration(Spec):
         """
         if any(self.environment.get(fact) != newer.environment.get(fact) for fact in _CONDITIONS):
             return newer
-        layer_values = frozenset({"forward_s", "backward_s", "optimizer_s", "scale_s"})
+        layer_values = frozenset({"forward_s", "backward_s", "optimizer_s", "scale_s", "copy_s"})
         seconds = frozenset({"seconds"})
         return newer.model_copy(
             update={

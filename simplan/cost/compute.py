@@ -8,7 +8,7 @@ from simplan.cost.base import Price, Provenance
 from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.spec.hardware import DeviceSpec
-from simplan.spec.layer import Attention, Gemm, Kernel, Lookup, Pointwise
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise
 from simplan.spec.software import StateBytes
 from simplan.spec.training import Precision
 from simplan.units import format_count, format_flop_per_s, format_rate
@@ -47,30 +47,42 @@ class Roofline:
     provenance: Provenance
 
     def price(self, work: LayerWork) -> Price:
-        """Sum over the layer's kernels of max(FLOPs / rate, bytes / bandwidth, launch)."""
-        if work.phase in (Phase.SCALE, Phase.OPTIMIZER):
-            width = _SCALE_BYTES if work.phase is Phase.SCALE else self._optimizer_bytes
-            num_bytes = width * work.num_parameters
+        """Sum over the kernels that run of max(FLOPs / rate, bytes / bandwidth, launch).
+
+        Copies, the division of gradients and the optimizer stream so many bytes a parameter.
+        """
+        width = self._streamed_bytes(work.phase)
+        if width:
             return Price(
-                num_bytes / self.bytes_per_s,
+                width * work.num_parameters / self.bytes_per_s,
                 Provenance.DATASHEET,
                 _RELATIVE_STD[Provenance.DATASHEET],
                 f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(self.bytes_per_s)}",
             )
         backward = work.phase is Phase.BACKWARD
-        seconds = sum(self._kernel_s(kernel, work.microbatch_size, backward) for kernel in work.layer.kernels)
-        flops = work.layer.flops() * work.microbatch_size * (2 if backward else 1)
+        all_kernels = work.layer.kernels
+        indices = range(len(all_kernels)) if work.kernels is None else work.kernels
+        kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
+        flops = sum(kernel.flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
         return Price(
-            seconds,
+            sum(self._kernel_s(kernel, work.microbatch_size, backward) for kernel in kernels),
             self.provenance,
             _RELATIVE_STD[self.provenance],
-            f"{len(work.layer.kernels)} kernels, {format_count(flops)} FLOPs at up to "
-            f"{format_flop_per_s(self.matmul_flop_per_s)}, the rest at {format_rate(self.bytes_per_s)}",
+            f"{len(kernels)} kernels, {format_count(flops * work.microbatch_size * (2 if backward else 1))} FLOPs at "
+            f"up to {format_flop_per_s(self.matmul_flop_per_s)}, the rest at {format_rate(self.bytes_per_s)}",
         )
 
-    @property
-    def _optimizer_bytes(self) -> int:
-        return _SGD_BYTES if self.optimizer == "sgd" else _OPTIMIZER_BYTES
+    def _streamed_bytes(self, phase: Phase) -> int:
+        """Bytes read and written for each parameter; 0 for phases that run kernels."""
+        match phase:
+            case Phase.COPY:
+                return 2 * self.state.gathered
+            case Phase.SCALE:
+                return _SCALE_BYTES
+            case Phase.OPTIMIZER:
+                return _SGD_BYTES if self.optimizer == "sgd" else _OPTIMIZER_BYTES
+            case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD:
+                return 0
 
     def _kernel_s(self, kernel: Kernel, b: int, backward: bool) -> float:
         width = self.state.activation
@@ -86,8 +98,10 @@ class Roofline:
                 num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if backward else 1)
                 return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
             case Lookup(rows=rows, width=columns):
-                num_bytes = b * rows * columns * (width + self.state.parameter)
+                num_bytes = b * rows * columns * (width + self.state.gathered)
                 return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
+            case Exchange():
+                raise AssertionError("an exchange is a message")
 
 
 def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimizer: str) -> Roofline:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simplan.cost.base import CostModel, Price
-from simplan.program.program import LayerWork, Message, Op, Program
+from simplan.program.program import LayerWork, Op, Program, Work
 from simplan.program.timeline import SpanKind
+from simplan.spec.layer import CollectiveKind
 
 __all__ = ["PricedTerm", "Pricing", "price_program"]
 
@@ -35,12 +37,17 @@ class Pricing:
     Attributes:
         durations_s: By operation, in the order of ``Program.ops``.
         deviations_s: One standard deviation of each.
-        terms: What was priced, in order of first occurrence.
+        by_work: What was priced, in order of first occurrence.
     """
 
     durations_s: tuple[float, ...]
     deviations_s: tuple[float, ...]
-    terms: tuple[PricedTerm, ...]
+    by_work: Mapping[Work, PricedTerm]
+
+    @property
+    def terms(self) -> tuple[PricedTerm, ...]:
+        """What was priced."""
+        return tuple(self.by_work.values())
 
 
 def price_program(program: Program, cost: CostModel) -> Pricing:
@@ -48,45 +55,48 @@ def price_program(program: Program, cost: CostModel) -> Pricing:
 
     Layers of one operation are as wrong together as alone (their prices share a source), so deviations add.
     """
-    terms: dict[LayerWork | Message, PricedTerm] = {}
-    sums: dict[Message | int, _Sum] = {}
+    terms: dict[Work, PricedTerm] = {}
+    sums: dict[int, _Sum] = {}
     durations_s, deviations_s = [], []
     for op in program.ops:
-        # the work of many layers is long to hash, and all microbatches share one tuple of it
-        key = op.work if isinstance(op.work, Message) else id(op.work)
+        key = id(op.work)  # the work of many layers is long to hash, and all microbatches share one tuple of it
         found = sums.get(key)
         if found is None:
-            parts = (op.work,) if isinstance(op.work, Message) else op.work
-            for part in parts:
-                if part not in terms:
-                    terms[part] = _term(part, op, cost)
-            prices = [terms[part].price for part in parts]
-            found = sums[key] = _Sum(
-                parts,
-                sum(price.seconds for price in prices),
-                sum(price.seconds * price.relative_std for price in prices),
-            )
+            found = sums[key] = _sum(op, terms, cost)
         durations_s.append(found.duration_s)
         deviations_s.append(found.deviation_s)
         found.count += 1
     for total in sums.values():
         for part in total.parts:
             terms[part].count += total.count
-    return Pricing(tuple(durations_s), tuple(deviations_s), tuple(terms.values()))
+    return Pricing(tuple(durations_s), tuple(deviations_s), terms)
 
 
 @dataclass(slots=True)
 class _Sum:
     """The parts of an operation's work, added up, and how many operations do it."""
 
-    parts: tuple[LayerWork | Message, ...]
+    parts: tuple[Work, ...]
     duration_s: float
     deviation_s: float
     count: int = 0
 
 
-def _term(part: LayerWork | Message, op: Op, cost: CostModel) -> PricedTerm:
-    if isinstance(part, Message):
-        name = part.kind if part.kind == "send" else f"{part.kind} over {len(part.ranks)} ranks"
-        return PricedTerm(name, op.kind, cost.message(part))
-    return PricedTerm(f"{part.layer.kind} {part.phase}", op.kind, cost.compute(part))
+def _sum(op: Op, terms: dict[Work, PricedTerm], cost: CostModel) -> _Sum:
+    """Adds an operation's work up, and what is new of it to the terms."""
+    for part in op.work:
+        if part not in terms:
+            terms[part] = _term(part, op, cost)
+    prices = [terms[part].price for part in op.work]
+    return _Sum(
+        op.work,
+        sum(price.seconds for price in prices),
+        sum(price.seconds * price.relative_std for price in prices),
+    )
+
+
+def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
+    if isinstance(part, LayerWork):
+        return PricedTerm(f"{part.layer.kind} {part.phase}", op.kind, cost.compute(part))
+    alone = part.kind is CollectiveKind.SEND
+    return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", op.kind, cost.message(part))

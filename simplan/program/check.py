@@ -14,6 +14,7 @@ _K = ActionKind
 _SENT_BY = {_K.SEND_F: (_K.FORWARD,), _K.SEND_B: (_K.BACKWARD, _K.BACKWARD_INPUT)}
 _RECEIVE_OF = {_K.SEND_F: (_K.RECV_F, 1), _K.SEND_B: (_K.RECV_B, -1)}
 _SEND_OF = {receive: (send, -step) for send, (receive, step) in _RECEIVE_OF.items()}
+_SHARDING = (_K.UNSHARD, _K.RESHARD)
 _RECEIVE_FOR = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K.RECV_B}
 
 
@@ -22,14 +23,15 @@ def check_table(table: Table, num_stages: int, num_microbatches: int) -> None:
 
     Complete: every stage has each microbatch's forward and backward (B, or I and W) exactly once, a SEND and a RECV
     for every tensor that crosses ranks, one REDUCE_GRAD, and every rank one OPTIM. Ordered: in each list an action
-    comes after what it needs. Free of deadlock: the lists run to their ends when hosts block on what they need and
-    messages between two ranks pass in issue order, each once both ends have issued it (rendezvous, as NCCL does).
+    comes after what it needs; a stage that has an UNSHARD computes only between an UNSHARD and the RESHARD after it.
+    Free of deadlock: the lists run to their ends when hosts block on what they need and messages between two ranks
+    pass in issue order, each once both ends have issued it (rendezvous, as NCCL does).
 
     Raises:
         ProgramError: With every violation of the first kind that has any (incomplete before unordered before stuck).
     """
     placement = stage_to_rank(table)
-    for check in (_incomplete, _unordered, _stuck):
+    for check in (_incomplete, _unordered, _outside_windows, _stuck):
         violations = check(table, num_stages, num_microbatches, placement)
         if violations:
             shown = violations[:10]
@@ -40,7 +42,9 @@ def check_table(table: Table, num_stages: int, num_microbatches: int) -> None:
 
 def _incomplete(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
     found = Counter(action for row in table for action in row)
-    violations = [f"action {a} occurs {n} times; once is right" for a, n in found.items() if n > 1]
+    violations = [
+        f"action {a} occurs {n} times; once is right" for a, n in found.items() if n > 1 and a.kind not in _SHARDING
+    ]
     violations += [f"stage {stage} is on no rank" for stage in range(num_stages) if stage not in placement]
     expected: set[Action] = set()
     for stage in range(num_stages):
@@ -61,7 +65,7 @@ def _incomplete(table: Table, num_stages: int, num_microbatches: int, placement:
             violations.append(f"rank {rank} has {len(optim)} OPTIM actions; one at its end is right")
         expected.update(optim)
     violations += [f"action {action} is missing" for action in sorted(expected - found.keys(), key=str)]
-    allowed = expected | {a for a in found if a.kind in (_K.UNSHARD, _K.RESHARD)}
+    allowed = expected | {a for a in found if a.kind in _SHARDING and a.stage < num_stages}
     violations += [
         f"action {action} does not belong: there are {num_stages} stages and {num_microbatches} microbatches"
         for action in sorted(found.keys() - allowed, key=str)
@@ -108,6 +112,30 @@ def _needs(
         else:
             needs.append(tuple(Action(neighbour, k, microbatch) for k in (_K.BACKWARD, _K.BACKWARD_INPUT)))
     return needs
+
+
+def _outside_windows(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
+    """What torch refuses only in the middle of a step: a window that is opened twice, not used, or not there."""
+    del num_stages, num_microbatches, placement
+    violations: list[str] = []
+    sharded = {action.stage for row in table for action in row if action.kind in _SHARDING}
+    for rank, row in enumerate(table):
+        used: dict[int, bool] = {}  # the gathered stages; whether something was computed on them
+        for action in row:
+            stage = action.stage
+            if action.kind is _K.UNSHARD:
+                if stage in used:
+                    violations.append(f"rank {rank}: {action} comes twice without a RESHARD between")
+                used[stage] = False
+            elif action.kind is _K.RESHARD:
+                if not used.pop(stage, False):
+                    violations.append(f"rank {rank}: {action} without an UNSHARD and a computation before it")
+            elif action.kind.is_compute and stage in sharded:
+                if stage not in used:
+                    violations.append(f"rank {rank}: {action} is outside of an UNSHARD and a RESHARD of its stage")
+                used[stage] = True
+        violations += [f"rank {rank}: stage {stage} has no RESHARD after its last UNSHARD" for stage in used]
+    return violations
 
 
 def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:

@@ -1,14 +1,20 @@
-"""Completes a table of compute actions with communication, gradient reduction and the optimizer step."""
+"""Completes a table of compute actions with communication, FSDP's gathers, reductions and the optimizer step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Literal
 
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
 
-__all__ = ["complete_table", "input_of", "last_backwards", "stage_to_rank"]
+__all__ = ["Unshard", "complete_table", "input_of", "last_backwards", "stage_to_rank"]
+
+Unshard = Literal["none", "once", "window"]
+"""Which stages of a rank FSDP has gathered: no actions say; every stage from the beginning to its last use; the next
+few that are used, as torch does it."""
 
 _F, _B, _I, _W = (
     ActionKind.FORWARD,
@@ -17,6 +23,7 @@ _F, _B, _I, _W = (
     ActionKind.BACKWARD_WEIGHT,
 )
 _UNIT_TIME = {_F: 1, _B: 2, _I: 1, _W: 1}
+_WINDOW = 3  # stages that torch keeps gathered: one forward, one backward, one ahead
 
 
 def stage_to_rank(table: Table) -> dict[int, int]:
@@ -54,8 +61,8 @@ def input_of(action: Action, num_stages: int) -> tuple[int, ActionKind, int | No
     return None
 
 
-def complete_table(compute: Table) -> Table:
-    """Adds SEND, RECV, REDUCE_GRAD and OPTIM to a table of F, B, I and W actions.
+def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
+    """Adds SEND, RECV, UNSHARD, RESHARD, REDUCE_GRAD and OPTIM to a table of F, B, I and W actions.
 
     A SEND follows the action that makes its data. The matching RECV is posted on the other rank at the moment the
     making action starts (with F = 1, B = 2, I = W = 1 units of time), so early enough to overlap and in the same
@@ -63,13 +70,22 @@ def complete_table(compute: Table) -> Table:
     rank hand tensors over directly. REDUCE_GRAD of a stage follows its last backward; each row ends with one OPTIM,
     named after its first stage.
 
+    Before every compute action a rank lets go of the stages that are not wanted any more, then gathers those that are
+    wanted now: the next three different stages of its row, as torch's ``_add_unshard_reshard`` does, or all that are
+    still to come.
+
+    Args:
+        compute: The compute actions of every rank.
+        unshard: Which stages are gathered when.
+
     Raises:
         ProgramError: The actions wait for each other in a circle, or a stage is in two rows.
     """
     placement = stage_to_rank(compute)
     num_stages = len(placement)
     last = last_backwards(compute)
-    rows: list[list[Action]] = [[] for _ in compute]
+    sharding = [_sharding(row, unshard) for row in compute]
+    rows = [list(actions[0]) for actions in sharding]
     position = [0] * len(compute)
     free_at = [0] * len(compute)
     made_at: dict[tuple[int, ActionKind, int | None], int] = {}
@@ -105,6 +121,7 @@ def complete_table(compute: Table) -> Table:
             rows[peer].append(receive)
         if action == last.get(action.stage):
             rows[rank].append(Action(action.stage, ActionKind.REDUCE_GRAD))
+        rows[rank] += sharding[rank][position[rank]]
         if action.kind is not _W:
             made = (action.stage, _F if action.kind is _F else _B, action.microbatch)
             made_at[made] = free_at[rank]
@@ -118,6 +135,33 @@ def complete_table(compute: Table) -> Table:
         if row:
             row.append(Action(min(action.stage for action in row), ActionKind.OPTIM))
     return tuple(tuple(row) for row in rows)
+
+
+def _sharding(row: Sequence[Action], unshard: Unshard) -> list[list[Action]]:
+    """The RESHARD and UNSHARD actions before each action of a row, and after the last one."""
+    if unshard == "none":
+        return [[] for _ in range(len(row) + 1)]
+    most = _WINDOW if unshard == "window" else None
+    gathered: list[int] = []
+    found = []
+    for coming in _coming_stages(row):
+        wanted = coming[:most]
+        evicted = [stage for stage in gathered if stage not in wanted]
+        fetched = [stage for stage in wanted if stage not in gathered]
+        gathered = [stage for stage in gathered if stage in wanted] + fetched
+        found.append(
+            [Action(stage, ActionKind.RESHARD) for stage in evicted]
+            + [Action(stage, ActionKind.UNSHARD) for stage in fetched]
+        )
+    return found
+
+
+def _coming_stages(row: Sequence[Action]) -> list[tuple[int, ...]]:
+    """Before each action of a row, and after the last one, the stages still to come, in order of their next use."""
+    coming: list[tuple[int, ...]] = [()]
+    for action in reversed(row):
+        coming.append((action.stage, *(stage for stage in coming[-1] if stage != action.stage)))
+    return coming[::-1]
 
 
 def _message(action: Action, num_stages: int, placement: dict[int, int]) -> tuple[Action, Action, int] | None:

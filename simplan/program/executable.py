@@ -25,7 +25,9 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
     - forwards of the last stage must be in the order of microbatches: torch takes the losses for each other's;
     - split backward with FSDP that reshards after forward loses the gradients of all parameters;
     - DistributedDataParallel with several stages on a rank fails in the second step;
-    - DDP reduces in the backward of the last forward it saw, so without a pipeline that must be the last backward's.
+    - DDP reduces in the backward of the last forward it saw, so without a pipeline that must be the last backward's
+      (every backward's when it reduces every microbatch);
+    - in a pipeline FSDP computes only on stages that an UNSHARD has gathered, and reduces once a step.
 
     Args:
         table: The complete table.
@@ -44,12 +46,17 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
     num_microbatches = 1 + max(action.microbatch or 0 for action in forwards)
     check_table(table, plan.num_stages, num_microbatches)
     wrong = [*_loss_order(table), *_lost_gradients(table, plan), *_several_ddp_stages(table, plan)]
-    wrong += _unsynchronized(table, plan)
+    wrong += [*_unsynchronized(table, plan), *_sharding(table, plan)]
     if wrong:
         raise ProgramError("\n".join(wrong))
-    not_modelled = [*_split_without_pipeline(table), *_buckets(plan, software)]
+    not_modelled = [*_split_without_pipeline(table), *_reduced_every_microbatch(plan), *_buckets(plan, software)]
     if not_modelled:
         raise NotModelledError(not_modelled)
+
+
+def _replicates(plan: ParallelPlan) -> bool:
+    """The plan runs on DistributedDataParallel: gradients are averaged, and parameters are whole on every rank."""
+    return plan.dp * plan.cp > 1 and not plan.shards_parameters
 
 
 def _loss_order(table: Table) -> Iterator[str]:
@@ -62,7 +69,7 @@ def _loss_order(table: Table) -> Iterator[str]:
 
 
 def _lost_gradients(table: Table, plan: ParallelPlan) -> Iterator[str]:
-    resharded = plan.dp_shard > 1 and plan.zero_stage == 3 and plan.reshard_after_forward
+    resharded = plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward
     split = _first(table, _SPLIT)
     if resharded and split is not None:
         yield (
@@ -72,25 +79,54 @@ def _lost_gradients(table: Table, plan: ParallelPlan) -> Iterator[str]:
 
 
 def _several_ddp_stages(table: Table, plan: ParallelPlan) -> Iterator[str]:
-    if plan.dp_replicate == 1 or plan.dp_shard > 1:
+    if not _replicates(plan):
         return
     for rank, row in enumerate(table):
         stages = sorted({action.stage for action in row})
         if len(stages) > 1:
             yield (
                 f"rank {rank} has stages {stages}: torch's DistributedDataParallel takes one stage a rank; "
-                "use plan.virtual_stages = 1 or plan.dp_shard"
+                "use plan.virtual_stages = 1, or plan.dp_shard with plan.zero_stage = 2 or 3"
             )
             return
 
 
 def _unsynchronized(table: Table, plan: ParallelPlan) -> Iterator[str]:
-    if plan.pp > 1 or plan.dp == 1:
+    if plan.pp > 1 or not _replicates(plan):
         return
     compute = [action for action in table[0] if action.kind.is_compute]
-    last = compute[-1]
-    if compute[-2:] != [Action(last.stage, ActionKind.FORWARD, last.microbatch), last]:
-        yield f"action {last}: the last backward must directly follow its forward, where DDP prepares the reduction"
+    reduced = [a for a in compute if a.kind is ActionKind.BACKWARD] if plan.grad_sync == "microbatch" else compute[-1:]
+    prepared = {after: before for before, after in pairwise(compute)}
+    for backward in reduced:
+        if prepared.get(backward) != Action(backward.stage, ActionKind.FORWARD, backward.microbatch):
+            which = "every" if plan.grad_sync == "microbatch" else "the last"
+            rule = "must directly follow its forward, where DDP prepares the reduction"
+            yield f"action {backward}: {which} backward {rule}"
+            return
+
+
+def _sharding(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    """Which stages have UNSHARD and RESHARD; ``check_table`` has seen that they stand right where there are some."""
+    unshard = _first(table, (ActionKind.UNSHARD, ActionKind.RESHARD))
+    if plan.pp > 1 and plan.shards_parameters:
+        gathered = {action.stage for row in table for action in row if action.kind is ActionKind.UNSHARD}
+        missing = [str(stage) for stage in range(plan.num_stages) if stage not in gathered]
+        if missing:
+            yield f"stages {', '.join(missing)} have no UNSHARD: FSDP gathers the stages of a pipeline nowhere else"
+    elif unshard is not None and plan.shards_parameters:
+        yield f"action {unshard}: without a pipeline FSDP gathers layer by layer by itself; remove UNSHARD and RESHARD"
+    elif unshard is not None:
+        yield f"action {unshard}: the plan does not shard parameters; remove UNSHARD and RESHARD"
+
+
+def _reduced_every_microbatch(plan: ParallelPlan) -> Iterator[Problem]:
+    if plan.pp > 1 and plan.grad_sync == "microbatch" and plan.dp * plan.cp > 1:
+        yield Problem(
+            field="plan.grad_sync",
+            value=plan.grad_sync,
+            rule="torch's pipelines reduce gradients once a step, at REDUCE_GRAD",
+            fix="use step",
+        )
 
 
 def _split_without_pipeline(table: Table) -> Iterator[Problem]:
@@ -104,7 +140,7 @@ def _split_without_pipeline(table: Table) -> Iterator[Problem]:
 def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """DDP has one first bucket of its own size only with its default sizes."""
     torch_default = (2**20, 25 * 2**20)
-    uses_software = plan.dp > 1 and plan.bucket_bytes is None
+    uses_software = _replicates(plan) and plan.bucket_bytes is None
     if uses_software and (software.first_bucket_bytes, software.bucket_bytes) != torch_default:
         yield Problem(
             field="software.bucket_bytes",

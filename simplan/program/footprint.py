@@ -1,16 +1,17 @@
 """Memory of a stage: what it holds between steps, and what a forward or backward of one layer adds and frees.
 
-The activations are those of eager torch modules (``LayerSpec.saved``). Workspace is what autograd needs beside them:
-the incoming gradient, the widest gradient inside the layer and one weight gradient before it is accumulated.
+The activations are those of eager torch modules (``LayerSpec.saved``). Workspace is what they need beside them; of the
+moments at which it could be largest those are looked at that were found to matter in torch's trace of allocations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.program.program import MemoryCategory, MemoryEffect
-from simplan.spec.layer import LayerKind, LayerSpec, Pointwise
+from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
+from simplan.spec.recompute import Recomputation
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
@@ -24,12 +25,15 @@ class LayerFootprint(NamedTuple):
     """Bytes of one layer for one microbatch.
 
     Attributes:
-        activations: Kept from forward to backward.
+        activations: Kept from forward to backward, copies of weights among them.
         logits: The same, for the output distribution.
-        forward_workspace: Only while forward runs.
-        backward_workspace: Only while backward runs.
+        forward_workspace: Only while forward runs; the output is among it.
+        backward_workspace: Only while backward runs, beside what was kept; what is computed again is among it, and the
+            gradients of input and output are.
         input_bytes: The part of ``activations`` that is the layer's input.
         output_bytes: What the layer hands on.
+        weight_gradient: The part of ``backward_workspace`` that is the gradient of a weight before it is added to the
+            others.
     """
 
     activations: int
@@ -38,37 +42,136 @@ class LayerFootprint(NamedTuple):
     backward_workspace: int
     input_bytes: int
     output_bytes: int
+    weight_gradient: int
 
 
-def layer_footprint(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> LayerFootprint:
+def layer_footprint(
+    layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation
+) -> LayerFootprint:
     """Memory that one layer needs for one microbatch.
 
     Args:
         layer: The layer.
         microbatch_size: Sequences b.
         state: Element widths.
+        recomputation: What of the layer is kept.
     """
     b = microbatch_size
-    activations, logits = layer.saved_bytes(state.activation)
-    output = layer.output_elements * state.activation
-    largest_weight = max(p.num_elements for p in layer.parameters) * state.gradient
-    widest = max((k.writes for k in layer.kernels if isinstance(k, Pointwise)), default=0)
-    if layer.kind is LayerKind.HEAD:
-        # forward: the logits, and their fp32 copy where they are narrower, beside the log-probabilities;
-        # backward: the gradients before and after the softmax
-        copies = state.activation + (_LOSS_BYTES if state.activation < _LOSS_BYTES else 0)
-        forward_workspace = widest * copies
-        backward_workspace = max(2 * widest * _LOSS_BYTES, widest * state.activation + largest_weight // b)
-    elif layer.kind is LayerKind.EMBEDDING:
-        forward_workspace = output
-        backward_workspace = output + largest_weight // b
-    else:
-        forward_workspace = 2 * output
-        backward_workspace = output + widest * state.activation + largest_weight // b
-    kept_input = sum(t.elements for t in layer.saved if t.name == "input") * state.activation
+    copies = state.weight_copy * sum(k.n * k.k for k in layer.kernels if isinstance(k, Gemm))
+    whole_again = 0 in recomputation.kernels  # the layer runs again from its first kernel, and copies weights again
+    kept = b * _bytes((t for t in recomputation.saved if not t.logits), state) + (0 if whole_again else copies)
+    logits = b * _bytes((t for t in recomputation.saved if t.logits), state)
+    rebuilt = b * _bytes((t for t in layer.saved if t not in recomputation.saved), state) + copies
+    match layer.kind:
+        case LayerKind.HEAD:
+            forward, backward = _head_workspace(layer, b, state)
+        case LayerKind.EMBEDDING:
+            forward, backward = _embedding_workspace(layer, b, state)
+        case LayerKind.BLOCK:
+            forward, backward = _block_workspace(layer, b, state, recomputation)
+    width = state.residual if layer.kind is LayerKind.EMBEDDING else state.activation
     return LayerFootprint(
-        b * activations, b * logits, b * forward_workspace, b * backward_workspace, b * kept_input, b * output
+        activations=kept,
+        logits=logits,
+        forward_workspace=forward,
+        # a part that runs again alone is needed after the worst moment
+        backward_workspace=backward + (rebuilt if whole_again else 0),
+        input_bytes=b * _bytes((t for t in recomputation.saved if not t.made_by), state),
+        output_bytes=b * layer.output_elements * state.residual,
+        weight_gradient=_largest_weight(layer) * width,
     )
+
+
+def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
+    """Of one sequence."""
+    return sum(
+        t.elements * (t.bytes_per_element or (state.residual if t.residual else state.activation)) for t in tensors
+    )
+
+
+def _largest_weight(layer: LayerSpec) -> int:
+    return max(p.num_elements for p in layer.parameters)
+
+
+def _block_workspace(layer: LayerSpec, b: int, state: StateBytes, recomputation: Recomputation) -> tuple[int, int]:
+    """Forward ends with the output beside what is added to the residual stream; before, it has what it does not keep.
+
+    Backward begins with the last matrix: gradients of output, input and weight; or has its worst moment right after,
+    at the kernel before it, which holds the gradients of its inputs. Autocast makes the weight's gradient in 16 bits
+    and then widens it.
+    """
+    wide, narrow = state.residual, state.activation
+    last = next(k for k in reversed(layer.kernels) if isinstance(k, Gemm))
+    inner, weight, output = b * last.m * last.k, last.n * last.k, b * layer.output_elements
+    writes = b * next(k.writes for k in _before(layer, last) if isinstance(k, Pointwise))
+    scattered = layer.output_elements < last.m * last.n
+    result = _scatter_elements(b * last.m * last.n, output, b) if scattered else output
+    ending = output * (wide + narrow + (wide if narrow < wide else 0))
+    forward = max(ending, result * narrow)
+    dropped = b * _dropped_in_forward(layer, recomputation, state)
+    if dropped:
+        multiplied = dropped - (writes - inner) * narrow + weight * state.weight_copy + result * narrow
+        forward = max(ending + output * wide, dropped, multiplied)
+    narrowed = output * (narrow if narrow < wide else 0)
+    incoming = b * last.m * last.n * narrow if scattered else narrowed
+    widened = weight * state.gradient if state.weight_copy else 0
+    return forward, output * wide + max(incoming + (inner + weight) * narrow, writes * narrow, widened)
+
+
+def _before(layer: LayerSpec, kernel: Gemm) -> Iterator[Kernel]:
+    """The kernels before one, the nearest first."""
+    return reversed(layer.kernels[: layer.kernels.index(kernel)])
+
+
+def _scatter_elements(whole: int, part: int, b: int) -> int:
+    """Elements that reduce-scatter of tokens holds: its input, in the order of ranks too where that differs, its result."""
+    return whole * (2 if b > 1 else 1) + part
+
+
+def _dropped_in_forward(layer: LayerSpec, recomputation: Recomputation, state: StateBytes) -> int:
+    """What forward makes for its second half and does not keep, of one sequence."""
+    names = [kernel.name for kernel in layer.kernels]
+    second_half = names[names.index("residual1") :]
+    dropped = [t for t in layer.saved if t not in recomputation.saved and t.made_by in second_half]
+    return _bytes((t for t in dropped if not t.made_by.startswith("norm")), state)
+
+
+def _head_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[int, int]:
+    """Forward has the logits, and their fp32 copy where they are narrower, beside the log-probabilities.
+
+    Backward has the gradients after and, unless the vocabulary is split, before the softmax; then, with the
+    log-probabilities gone, the gradients of logits, of their matrix and of its input.
+    """
+    narrow = state.activation
+    matrix = next(k for k in layer.kernels if isinstance(k, Gemm))
+    logits, weight, hidden = b * matrix.m * matrix.n, matrix.n * matrix.k, b * matrix.m * matrix.k
+    exchanges = {k.backward for k in layer.kernels if isinstance(k, Exchange)}
+    if CollectiveKind.REDUCE_SCATTER in exchanges:
+        hidden = _scatter_elements(hidden, b * _input_elements(layer), b)
+    forward = logits * (narrow + (_LOSS_BYTES if narrow < _LOSS_BYTES else 0))
+    loss = logits * _LOSS_BYTES * (1 if exchanges else 2)
+    widened = weight * state.gradient if state.weight_copy else 0
+    products = hidden * narrow + max((logits + weight) * narrow, widened)
+    return forward, max(loss, products - logits * _LOSS_BYTES)
+
+
+def _input_elements(layer: LayerSpec) -> int:
+    """Of one sequence."""
+    return sum(t.elements for t in layer.saved if not t.made_by)
+
+
+def _embedding_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[int, int]:
+    """Forward looks up tokens, then positions, and adds them; backward has the output's and the weight's gradients."""
+    lookups = [k for k in layer.kernels if isinstance(k, Lookup)]
+    output, tokens = b * layer.output_elements, b * lookups[0].rows * lookups[0].width
+    exchanged = any(isinstance(k, Exchange) for k in layer.kernels)
+    forward = output
+    if len(lookups) > 1:
+        forward += output + lookups[1].rows * lookups[1].width
+    if output < tokens:
+        forward = max(forward, _scatter_elements(tokens, output, b))
+    backward = output + (tokens if exchanged else 0) + _largest_weight(layer)
+    return forward * state.residual, backward * state.residual
 
 
 def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.buckets import ddp_buckets
-from simplan.program.complete import last_backwards, stage_to_rank
-from simplan.program.footprint import (
-    LayerFootprint,
-    layer_footprint,
-    layers_effects,
-    owned_parameters,
-    resting_bytes,
-)
-from simplan.program.program import (
-    COMPUTE_STREAM,
-    LayerWork,
-    MemoryCategory,
-    MemoryEffect,
-    Message,
-    Op,
-    Phase,
-    Program,
-)
+from simplan.program.folding import Folding, unfolded
+from simplan.program.fsdp import FsdpHooks
+from simplan.program.hooks import DdpHooks, Hooks
+from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
+from simplan.program.stage import Segment, Stages
+from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
-from simplan.spec.layer import LayerSpec
+from simplan.program.writer import RankWriter
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["lower"]
+__all__ = ["Lowering", "lower"]
 
 _K = ActionKind
+_AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT}
+_MESSAGE_STREAM = {
+    _K.SEND_F: Stream.SEND_F,
+    _K.RECV_F: Stream.RECV_F,
+    _K.SEND_B: Stream.SEND_B,
+    _K.RECV_B: Stream.RECV_B,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """How a table is lowered.
+
+    Attributes:
+        level: 1: one operation for each action, and its communication in one piece. 2: layer by layer.
+        folding: Which ranks are written out; None for all.
+        expand_all: At Level 2, expand also the actions between whose layers nothing can be overlapped. Without, their
+            layers are one operation and their exchanges another; the step takes the same time. For large Programs.
+        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs).
+    """
+
+    level: int = 2
+    folding: Folding | None = None
+    expand_all: bool = True
+    host_waits: bool = False
 
 
 def lower(
@@ -44,151 +57,50 @@ def lower(
     software: SoftwareSpec,
     assignment: StageAssignment,
     table: Table,
-    *,
-    level: int,
-    fold_replicas: bool,
-    expand_all: bool = True,
+    how: Lowering,
 ) -> Program:
     """The Program of one step.
 
-    What each action becomes: F and B compute the stage's layers (Level 2: one operation each); B waits for its RECV,
-    as F does. With data parallelism the last backward of a stage also reduces the gradients: Level 2 in DDP's
-    buckets, each as soon as its gradients are there, Level 1 in one piece afterwards; the stage's next computation
-    waits for them, as DDP's end of backward does. A message is issued when the host gets to it, that is, after the
-    computation before it. REDUCE_GRAD divides gradients by the number of microbatches. OPTIM waits for all sends,
-    all-reduces gradients of tied embeddings that sit on two ranks, and updates.
+    What each action becomes: F and B compute the stage's layers (Level 2: one operation each, cut at the exchanges of
+    tensor and context parallelism); B runs again what was not kept; both wait for their RECV. A message is issued when
+    the host gets to it, that is, after the computation before it. What data parallelism does in between is said by its
+    hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums gradients of which tensor-parallel
+    ranks have parts, and divides all by the number of microbatches. OPTIM waits for all sends, all-reduces gradients
+    of tied embeddings that sit on two ranks, updates, and hands sharded updates round (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
         table: A complete table that ``check_table`` accepts.
-        level: 1 or 2.
-        fold_replicas: Write out one data-parallel replica only; right when ranks share nothing but their groups.
-        expand_all: At Level 2, expand also the actions in which nothing communicates. Their layers run back to back,
-            so the step takes the same time without; for large Programs that are not drawn.
+        how: What to write out.
     """
-    assert level in (1, 2)
-    mapping = RankMapping(plan.pp, plan.dp)
-    shared = _Shared(model, training, plan, software, assignment, table, level, mapping)
-    shared.expand_all = expand_all
-    replicas = range(1 if fold_replicas else plan.dp)
+    assert how.level in (1, 2)
+    stages = Stages(model, training, plan, software, assignment, table)
+    folding = how.folding or unfolded(stages.mapping)
     ops: list[Op] = []
-    ranks: list[int] = []
     resting: dict[int, dict[MemoryCategory, int]] = {}
     rebuild: dict[int, int] = {}
-    for pp_rank in range(plan.pp):
-        for dp_rank in replicas:
-            rank = mapping.rank(pp_rank, dp_rank)
-            lowering = _RankLowering(shared, pp_rank, dp_rank, len(ops))
-            ops.extend(lowering.run(table[pp_rank]))
-            ranks.append(rank)
-            resting[rank] = shared.resting[pp_rank]
-            rebuild[rank] = resting[rank][MemoryCategory.GRADIENTS] if plan.dp > 1 else 0
-    return Program(level, table, tuple(ops), tuple(ranks), plan.dp if fold_replicas else 1, resting, rebuild)
+    for rank in folding.ranks:
+        lowering = _RankLowering(stages, rank, len(ops), how, folding)
+        ops.extend(lowering.run(table[stages.mapping.place(rank).pp]))
+        resting[rank] = lowering.resting_bytes()
+        uses_ddp = isinstance(lowering.hooks, DdpHooks)
+        rebuild[rank] = resting[rank][MemoryCategory.GRADIENTS] if uses_ddp else 0
+    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild)
 
 
-class _Shared:
-    """What all ranks of one lowering have in common."""
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        training: TrainingSpec,
-        plan: ParallelPlan,
-        software: SoftwareSpec,
-        assignment: StageAssignment,
-        table: Table,
-        level: int,
-        mapping: RankMapping,
-    ) -> None:
-        self.plan, self.software, self.level, self.mapping = plan, software, level, mapping
-        self.expand_all = True
-        self._segments: dict[tuple[int, range, Phase], tuple[tuple[LayerWork, ...], tuple[MemoryEffect, ...]]] = {}
-        self.state = software.state_bytes[training.precision]  # type: ignore[index]
-        self.num_stages = assignment.num_stages
-        self.placement = stage_to_rank(table)
-        self.last_backward = last_backwards(table)
-        self.num_microbatches = 1 + max(a.microbatch or 0 for row in table for a in row)
-        self.layers: list[list[LayerSpec]] = [
-            [model.layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
-        ]
-        self.owned = [owned_parameters(layers) for layers in self.layers]
-        self.footprints: list[list[LayerFootprint]] = [
-            [layer_footprint(layer, plan.microbatch_size, self.state) for layer in layers] for layers in self.layers
-        ]
-        for footprints in self.footprints[1:]:
-            # the input of a later stage is its receive buffer, which is counted there
-            first = footprints[0]
-            footprints[0] = first._replace(activations=first.activations - first.input_bytes)
-        self.boundary_bytes = model.layers[0].output_elements * plan.microbatch_size * self.state.boundary
-        self.tied_bytes = sum(
-            p.num_elements * self.state.gradient for p in model.layers[-1].parameters if p.name in model.layers[-1].tied
-        )
-        self.resting = [self._resting(rank, training) for rank in range(len(table))]
-        if not software.grad_overlap:
-            self.bucket_limits = (2**62, 2**62)
-        elif plan.bucket_bytes is not None:
-            self.bucket_limits = (plan.bucket_bytes, plan.bucket_bytes)
-        else:
-            self.bucket_limits = (software.bucket_bytes, software.first_bucket_bytes)
-
-    def _resting(self, pp_rank: int, training: TrainingSpec) -> dict[MemoryCategory, int]:
-        stages = sorted(stage for stage, rank in self.placement.items() if rank == pp_rank)
-        neighbours = [n for stage in stages for n in (stage - 1, stage + 1) if 0 <= n < self.num_stages]
-        receives = sum(self.placement[n] != pp_rank for n in neighbours)
-        return resting_bytes(
-            [layer for stage in stages for layer in self.layers[stage]],
-            training,
-            self.software,
-            dp=self.plan.dp,
-            receive_bytes=receives * self.num_microbatches * self.boundary_bytes,
-        )
-
-    def segment(self, stage: int, part: range, phase: Phase) -> tuple[tuple[LayerWork, ...], tuple[MemoryEffect, ...]]:
-        """Work and memory effects of some layers of a stage, in the order in which the phase runs them.
-
-        Every microbatch gets the same objects, so that what follows can tell equal work by identity.
-        """
-        key = (stage, part, phase)
-        found = self._segments.get(key)
-        if found is None:
-            order = part if phase is Phase.FORWARD else range(part.stop - 1, part.start - 1, -1)
-            work = tuple(
-                LayerWork(self.layers[stage][i], phase, self.plan.microbatch_size, self.owned[stage][i]) for i in order
-            )
-            effects: tuple[MemoryEffect, ...] = ()
-            if phase in (Phase.FORWARD, Phase.BACKWARD):
-                footprints = [self.footprints[stage][i] for i in order]
-                effects = layers_effects(footprints, forward=phase is Phase.FORWARD)
-            found = self._segments[key] = (work, effects)
-        return found
-
-    def stage_work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
-        """A phase of all layers of a stage."""
-        return self.segment(stage, range(len(self.layers[stage])), phase)[0]
-
-    @property
-    def tied_ends(self) -> tuple[int, int] | None:
-        """Pipeline ranks that hold the two copies of a tied embedding, when they are two."""
-        ends = self.placement[0], self.placement[self.num_stages - 1]
-        return ends if self.tied_bytes and ends[0] != ends[1] else None
-
-
-@dataclass
 class _RankLowering:
-    """Writes the operations of one rank, in host issue order."""
+    """Writes the operations of one rank."""
 
-    shared: _Shared
-    pp_rank: int
-    dp_rank: int
-    first: int  # index of the rank's first operation in the Program
-    ops: list[Op] = field(default_factory=list)
-    received: dict[Action, int] = field(default_factory=dict)
-    last_compute: int | None = None
-    sends: list[int] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.shared.mapping.rank(self.pp_rank, self.dp_rank)
+    def __init__(self, stages: Stages, rank: int, first: int, how: Lowering, folding: Folding) -> None:
+        self.stages, self.rank, self.how = stages, rank, how
+        self.pp_rank = stages.mapping.place(rank).pp
+        self.writer = RankWriter(rank, first, folding)
+        self.hooks = _hooks(stages, self.writer, how)
+        self.states = OptimizerStates(stages, rank)
+        mapping = stages.mapping
+        self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank)}
+        self.received: dict[Action, int] = {}
+        self.sends: list[int] = []
 
     def run(self, row: Sequence[Action]) -> list[Op]:
         """The operations of a row of the table."""
@@ -200,145 +112,162 @@ class _RankLowering:
                     self._backward(action)
                 case _K.SEND_F | _K.SEND_B | _K.RECV_F | _K.RECV_B:
                     self._message(action)
+                case _K.UNSHARD:
+                    self.hooks.unshard(action)
+                case _K.RESHARD:
+                    self.hooks.reshard(action)
                 case _K.REDUCE_GRAD:
-                    work = self.shared.stage_work(action.stage, Phase.SCALE) if self.shared.num_microbatches > 1 else ()
-                    self._compute(action, str(action), work)
+                    self._reduce(action)
                 case _K.OPTIM:
                     self._optimizer(action)
                 case _:
                     raise AssertionError(f"{action} is not lowered")
-        return self.ops
+        return self.writer.ops
 
-    def _add(
-        self,
-        action: Action,
-        stream: str,
-        name: str,
-        kind: SpanKind,
-        work: tuple[LayerWork, ...] | Message,
-        waits: Sequence[int | None] = (),
-        meeting: Hashable | None = None,
-        memory: Sequence[MemoryEffect] = (),
-    ) -> int:
-        known = tuple(wait for wait in waits if wait is not None)
-        self.ops.append(Op(self.rank, stream, name, action, kind, work, known, meeting, tuple(memory)))
-        return self.first + len(self.ops) - 1
+    def resting_bytes(self) -> dict[MemoryCategory, int]:
+        """What the rank holds between steps."""
+        stages, software = self.stages, self.stages.software
+        mine = stages.stages_of(self.pp_rank)
+        neighbours = [n for stage in mine for n in (stage - 1, stage + 1) if 0 <= n < stages.num_stages]
+        receives = sum(stages.placement[n] != self.pp_rank for n in neighbours)
+        received_bytes = receives * stages.num_microbatches * stages.boundary_bytes
+        held = self.states.held_elements
+        state = stages.state
+        buckets = held * state.gradient if self._copies_buckets else 0
+        return {
+            MemoryCategory.PARAMETERS: held * state.parameter,
+            MemoryCategory.GRADIENTS: held * state.gradient,
+            MemoryCategory.OPTIMIZER: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
+            MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
+        }
 
-    def _compute(
-        self,
-        action: Action,
-        name: str,
-        work: tuple[LayerWork, ...],
-        waits: Sequence[int | None] = (),
-        memory: Sequence[MemoryEffect] = (),
-        kind: SpanKind = SpanKind.COMPUTE,
-    ) -> int:
-        self.last_compute = self._add(action, COMPUTE_STREAM, name, kind, work, waits, None, memory)
-        return self.last_compute
+    @property
+    def _copies_buckets(self) -> bool:
+        return isinstance(self.hooks, DdpHooks) and not self.stages.software.gradient_as_bucket_view
 
     def _forward(self, action: Action) -> None:
-        awaited = self.received.get(Action(action.stage, _K.RECV_F, action.microbatch))
-        for part in self._parts(action.stage, self.shared.expand_all):
-            work, effects = self.shared.segment(action.stage, part, Phase.FORWARD)
-            self._compute(action, self._name(action, part), work, (awaited,), effects)
-            awaited = None
+        self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_F, action.microbatch)))
+        for part in self._parts(action):
+            self.hooks.before_forward(action, part)
+            self._layers(action, part, forward=True)
+            self.hooks.after_forward(action, part)
 
     def _backward(self, action: Action) -> None:
-        shared, stage = self.shared, action.stage
-        awaited = self.received.get(Action(stage, _K.RECV_B, action.microbatch))
-        reduces = shared.plan.dp > 1 and shared.last_backward[stage] == action
-        ended: dict[int, int] = {}
-        for part in reversed(self._parts(stage, shared.expand_all or reduces)):
-            work, effects = shared.segment(stage, part, Phase.BACKWARD)
-            if reduces:  # gradients are divided by the number of data-parallel ranks before they are summed
-                work += shared.segment(stage, part, Phase.SCALE)[0]
-            index = self._compute(action, self._name(action, part), work, (awaited,), effects)
-            awaited = None
-            ended.update(dict.fromkeys(part, index))
-        if reduces:
-            self._reduce(action, ended)
+        self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_B, action.microbatch)))
+        for part in reversed(self._parts(action)):
+            self.hooks.before_backward(action, part)
+            ended = self._layers(action, part, forward=False)
+            self.hooks.after_backward(action, part, ended)
+        self.hooks.end_of_backward(action)
 
-    def _reduce(self, action: Action, ended: dict[int, int]) -> None:
-        """All-reduces of the stage's gradients, and the wait for them."""
-        shared, stage = self.shared, action.stage
-        group = shared.mapping.dp_group(self.pp_rank)
-        bucket_bytes, first_bucket_bytes = shared.bucket_limits if shared.level == 2 else (2**62, 2**62)
-        buckets = ddp_buckets(shared.layers[stage], shared.state.gradient, bucket_bytes, first_bucket_bytes)
-        indices = []
-        for number, bucket in enumerate(buckets):
-            indices.append(
-                self._add(
-                    action,
-                    "grad",
-                    f"bucket {number}" if shared.level == 2 else "all_reduce",
-                    SpanKind.COMMUNICATION,
-                    Message("all_reduce", bucket.num_bytes, group),
-                    (ended[bucket.ready_layer],),
-                    ("reduce", stage, number),
-                )
-            )
-        self._compute(action, "wait for gradients", (), indices)
+    def _layers(self, action: Action, part: range, *, forward: bool) -> int:
+        """Writes some layers' forward or backward; gives the index of their last computation."""
+        stages, writer = self.stages, self.writer
+        whole = len(part) > 1 or self.how.level == 1
+        if whole:
+            script = stages.merged(action.stage, part, forward=forward)
+        else:
+            script = stages.script(action.stage, part[0], forward=forward)
+        name = (
+            str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
+        )
+        scaling = () if forward else self.hooks.scaling(action, part)
+        last = max(i for i, segment in enumerate(script) if segment.exchange is None)
+        before: int | None = writer.last_compute  # the computation before the last segment, for rings
+        ended = -1
+        for number, segment in enumerate(script):
+            if segment.exchange is None:
+                before = writer.last_compute
+                work = segment.work + scaling if number == last and scaling else segment.work
+                kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
+                label = f"{name} recompute" if segment.recompute else name
+                ended = writer.compute(action, label, work, segment.memory, kind)
+            elif not whole:
+                self._exchange(action, name, segment, before)
+        exchanges = tuple(self._exchanged(segment) for segment in script if segment.exchange is not None)
+        if whole and exchanges:
+            stream = Stream.TENSOR if stages.plan.tp > 1 else Stream.CONTEXT
+            writer.exposed(action, stream, f"{name} exchanges", exchanges)
+        return ended
+
+    def _exchange(self, action: Action, name: str, segment: Segment, before: int | None) -> None:
+        """One exchange, which the next computation waits for."""
+        assert segment.exchange is not None
+        axis, kind, _, beside = segment.exchange
+        waits = [before if beside and not self.how.host_waits else self.writer.last_compute, *self.writer.blocking]
+        self.writer.block_on(
+            self.writer.collective(action, _AXIS_STREAM[axis], f"{kind} {name}", self._exchanged(segment), waits)
+        )
+
+    def _exchanged(self, segment: Segment) -> Message:
+        assert segment.exchange is not None
+        axis, kind, num_bytes, _ = segment.exchange
+        return Message(kind, num_bytes, self.groups[axis])
 
     def _message(self, action: Action) -> None:
-        stage, kind, microbatch = action
-        assert microbatch is not None
+        stages, kind = self.stages, action.kind
         sends = kind in (_K.SEND_F, _K.SEND_B)
         forward = kind in (_K.SEND_F, _K.RECV_F)
-        other_stage = stage + (1 if forward == sends else -1)
-        other = self.shared.mapping.rank(self.shared.placement[other_stage], self.dp_rank)
+        other_stage = action.stage + (1 if forward == sends else -1)
+        place = stages.mapping.place(self.rank)
+        other = stages.mapping.rank(place._replace(pp=stages.placement[other_stage]))
+        num_bytes = stages.boundary_bytes
+        waits_at_once = stages.software.blocking_sends
+        # a send keeps its tensor alive until it is waited for
+        held = 0 if waits_at_once else num_bytes
+        effects = (MemoryEffect(MemoryCategory.BUFFERS, num_bytes, held),) if sends else ()
         ends = (self.rank, other) if sends else (other, self.rank)
-        source_stage = stage if sends else other_stage
-        num_bytes = self.shared.boundary_bytes
-        # a send keeps its tensor alive until it is waited for at the end of the step
-        effect = (MemoryEffect(MemoryCategory.BUFFERS, num_bytes, num_bytes),) if sends else ()
-        index = self._add(
-            action,
-            kind.value.lower(),
-            str(action),
-            SpanKind.COMMUNICATION,
-            Message("send", num_bytes, ends),
-            (self.last_compute,),
-            ("F" if forward else "B", source_stage, microbatch, self.dp_rank),
-            effect,
-        )
-        if sends:
-            self.sends.append(index)
-        else:
+        index = self.writer.send(action, _MESSAGE_STREAM[kind], num_bytes, ends, effects)
+        if not sends:
             self.received[action] = index
+        elif waits_at_once:
+            self.writer.block_on(index)
+        else:
+            self.sends.append(index)
+
+    def _reduce(self, action: Action) -> None:
+        stages, stage = self.stages, action.stage
+        self.hooks.reduce(action)
+        partial = self.states.of_stage(stages.partial_elements[stage])
+        if partial:
+            group = stages.mapping.tp_group(self.rank)
+            message = Message(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
+            waits = [self.writer.last_compute, *self.writer.blocking]
+            self.writer.block_on(
+                self.writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits)
+            )
+        work = self.states.work(stage, Phase.SCALE) if stages.num_microbatches > 1 else ()
+        self.writer.compute(action, str(action), work)
 
     def _optimizer(self, action: Action) -> None:
-        shared = self.shared
-        stages = sorted(stage for stage, rank in shared.placement.items() if rank == self.pp_rank)
-        waits: list[int | None] = list(self.sends)
-        if shared.tied_ends and self.pp_rank in shared.tied_ends:
-            ends = tuple(shared.mapping.rank(pp_rank, self.dp_rank) for pp_rank in shared.tied_ends)
-            waits.append(
-                self._add(
-                    action,
-                    "tied",
-                    "all_reduce tied embedding",
-                    SpanKind.COMMUNICATION,
-                    Message("all_reduce", shared.tied_bytes, ends),
-                    (*self.sends, self.last_compute),
-                    ("tied", self.dp_rank),
-                )
-            )
-        work = tuple(item for stage in stages for item in shared.stage_work(stage, Phase.OPTIMIZER))
-        held = len(self.sends) * shared.boundary_bytes
+        stages, writer = self.stages, self.writer
+        place = stages.mapping.place(self.rank)
+        writer.block_on(*self.sends)
+        if stages.tied_ends and self.pp_rank in stages.tied_ends:
+            ends = tuple(stages.mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
+            message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
+            waits = [*writer.blocking, writer.last_compute]
+            writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
+        mine = stages.stages_of(self.pp_rank)
+        work = tuple(item for stage in mine for item in self.states.updates(stage))
+        held = len(self.sends) * stages.boundary_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
-        self._compute(action, str(action), work, waits, release, SpanKind.OPTIMIZER)
+        updated = writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
+        for owner, num_bytes in self.states.broadcasts():
+            group = stages.mapping.shard_group(self.rank)
+            message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
+            writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
 
-    def _parts(self, stage: int, expand: bool) -> Sequence[range]:
+    def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
-        num_layers = len(self.shared.layers[stage])
-        if self.shared.level == 1 or not expand:
+        num_layers = len(self.stages.layers[action.stage])
+        if self.how.level == 1 or not (self.how.expand_all or self.hooks.expands(action)):
             return (range(num_layers),)
         return [range(i, i + 1) for i in range(num_layers)]
 
-    def _name(self, action: Action, part: range) -> str:
-        if len(part) == len(self.shared.layers[action.stage]):
-            return str(action)
-        first = sum(len(self.shared.layers[s]) for s in range(action.stage))
-        layer = self.shared.layers[action.stage][part[0]]
-        number = first + part[0]
-        return f"{layer.kind} {number - 1}" if layer.kind == "block" else str(layer.kind)
+
+def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
+    plan = stages.plan
+    if plan.shards_parameters:
+        return FsdpHooks(stages, writer, how.level, host_waits=how.host_waits)
+    return DdpHooks(stages, writer, how.level) if plan.dp * plan.cp > 1 else Hooks(stages, writer, how.level)

@@ -11,7 +11,9 @@ from simplan.program.job import Job
 from simplan.program.timeline import SpanKind
 from simplan.spec.base import Spec
 
-__all__ = ["MeasuredCollective", "MeasuredSpan", "Measurement", "PeakMemory", "RankMeasurement"]
+__all__ = ["IssuedKind", "MeasuredCollective", "MeasuredSpan", "Measurement", "PeakMemory", "RankMeasurement"]
+
+IssuedKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "send", "recv"]
 
 
 class PeakMemory(Spec):
@@ -48,15 +50,15 @@ class MeasuredCollective(Spec):
     """A collective or message as it was issued, in issue order.
 
     Attributes:
-        kind: ``all_reduce``, ``send`` or ``recv``.
+        kind: A kind of collective, ``send`` or ``recv``.
         action: The action during which it was issued (``0SEND_F1``; for a DDP bucket the backward it overlaps).
-        ranks: Global ranks of the group, or (source, destination).
-        num_bytes: Bytes of the buffer.
+        ranks: Global ranks of the group (of a broadcast the root first), or (source, destination).
+        num_bytes: As ``simplan.spec.layer.CollectiveKind`` counts them.
         start_s: When it was issued.
         end_s: When its completion was seen; None when that was not observed.
     """
 
-    kind: Literal["all_reduce", "send", "recv"]
+    kind: IssuedKind
     action: str
     ranks: tuple[int, ...]
     num_bytes: int

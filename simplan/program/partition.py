@@ -27,6 +27,9 @@ def balanced_assignment(layer_times_s: Sequence[float], num_stages: int) -> Stag
     Embedding and head count like any layer, so a stage that holds one gets fewer blocks. Every stage holds at least
     one block: the first and the last layer are never alone in a stage.
 
+    Stages count one by one, also where a rank has several (stages r, r + p, ... of an interleaved schedule): a rank is
+    then busy for at most as many times the slowest stage.
+
     Args:
         layer_times_s: Forward plus backward time of every layer of one microbatch, embedding first, head last.
         num_stages: Stages to make; at most the number of blocks.

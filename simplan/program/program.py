@@ -17,18 +17,38 @@ from typing import NamedTuple
 
 from simplan.program.action import Action, Table
 from simplan.program.timeline import SpanKind
-from simplan.spec.layer import LayerSpec
+from simplan.spec.layer import CollectiveKind, LayerSpec
 
-__all__ = ["COMPUTE_STREAM", "LayerWork", "MemoryCategory", "MemoryEffect", "Message", "Op", "Phase", "Program"]
+__all__ = ["LayerWork", "MemoryCategory", "MemoryEffect", "Message", "Op", "Phase", "Program", "Stream", "Work"]
 
-COMPUTE_STREAM = "compute"
+
+class Stream(StrEnum):
+    """Queues of a rank. What is on one of them runs in order of issue, one after the other.
+
+    Collectives of one process group share a queue, as NCCL's do; messages have one for each kind, since the two
+    directions between two ranks do not hold each other up.
+    """
+
+    COMPUTE = "compute"
+    DATA = "data_parallel"
+    SHARD = "shard"
+    REPLICATE = "replicate"
+    TENSOR = "tensor_parallel"
+    CONTEXT = "context_parallel"
+    TIED = "tied"
+    SEND_F = "send_f"
+    RECV_F = "recv_f"
+    SEND_B = "send_b"
+    RECV_B = "recv_b"
 
 
 class Phase(StrEnum):
     """What is done to a layer."""
 
     FORWARD = "forward"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
+    COPY = "copy"
     SCALE = "scale"
     OPTIMIZER = "optimizer"
 
@@ -37,31 +57,37 @@ class LayerWork(NamedTuple):
     """One phase of one layer for one microbatch.
 
     Attributes:
-        layer: The layer.
-        phase: Forward, backward, dividing its gradients, or updating its parameters.
-        microbatch_size: Sequences (no matter to SCALE and OPTIMIZER).
-        num_parameters: Elements that SCALE and OPTIMIZER touch; a tied weight that another layer of the rank owns is
-            not among them.
+        layer: The layer, as one rank has it.
+        phase: Forward, forward again, backward, copying its parameters or gradients from one buffer to another,
+            dividing its gradients, or updating its parameters.
+        microbatch_size: Sequences (no matter to COPY, SCALE and OPTIMIZER).
+        num_parameters: Elements that COPY, SCALE and OPTIMIZER touch; a tied weight that another layer of the rank owns
+            is not among them.
+        kernels: Indices into ``layer.kernels`` of those that run; None for all. Exchanges among them take no part.
     """
 
     layer: LayerSpec
     phase: Phase
     microbatch_size: int
     num_parameters: int
+    kernels: tuple[int, ...] | None = None
 
 
 class Message(NamedTuple):
     """Bytes that move.
 
     Attributes:
-        kind: ``all_reduce`` or ``send``.
-        num_bytes: Bytes of the buffer on each rank.
-        ranks: Global ranks of the group; source and destination of a send.
+        kind: How.
+        num_bytes: How many; see ``CollectiveKind`` for what counts.
+        ranks: Global ranks of the group; of a broadcast the root first; source and destination of a send.
     """
 
-    kind: str
+    kind: CollectiveKind
     num_bytes: int
     ranks: tuple[int, ...]
+
+
+Work = LayerWork | Message
 
 
 class MemoryCategory(StrEnum):
@@ -71,6 +97,7 @@ class MemoryCategory(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer_states"
     ACTIVATIONS = "activations"
+    GATHERED = "gathered_parameters"
     BUFFERS = "communication_buffers"
     LOGITS = "logits"
     WORKSPACE = "workspace"
@@ -97,11 +124,12 @@ class Op:
 
     Attributes:
         rank: Global rank.
-        stream: Name of the rank's stream it runs on.
+        stream: The rank's stream it runs on.
         name: For people, e.g. ``0F1``, ``block 3``, ``bucket 0``.
         action: The Level 1 action it is part of.
         kind: What its time counts as.
-        work: Layer phases to compute, or a message; an empty tuple takes no time.
+        work: What is done, one after the other: layer phases, or a message; nothing takes no time. Messages among
+            others, of operations that are not written out in full, are waited for on the spot.
         waits: Indices into ``Program.ops`` of operations of the same rank that must end first, besides its predecessor
             on the stream.
         meeting: Key shared with the operations of other ranks that start together with this one, or None.
@@ -109,14 +137,21 @@ class Op:
     """
 
     rank: int
-    stream: str
+    stream: Stream
     name: str
     action: Action
     kind: SpanKind
-    work: tuple[LayerWork, ...] | Message
+    work: tuple[Work, ...]
     waits: tuple[int, ...] = ()
     meeting: Hashable | None = None
     memory: tuple[MemoryEffect, ...] = ()
+
+    @property
+    def message(self) -> Message | None:
+        """The message of an operation that is one."""
+        if self.stream is not Stream.COMPUTE and len(self.work) == 1 and isinstance(self.work[0], Message):
+            return self.work[0]
+        return None
 
 
 @dataclass(frozen=True)
@@ -127,8 +162,8 @@ class Program:
         level: 1 or 2.
         table: The Level 1 table, one row per pipeline rank.
         ops: All operations; those of one rank stand in host issue order.
-        ranks: The ranks that have operations, ascending. With ``num_replicas`` above 1 only those of one replica.
-        num_replicas: Data-parallel replicas that do exactly the same, of which one is written out.
+        ranks: The ranks that are written out, ascending.
+        stands_for: By rank of the job, the rank that is written out in its place (see ``simplan.program.folding``).
         resting_bytes: Per rank, memory held between steps by category.
         rebuild_bytes: Per rank, buffers held once beside that, when DDP rebuilds its buckets before the second step:
             the old and the new ones are alive together.
@@ -138,7 +173,7 @@ class Program:
     table: Table
     ops: tuple[Op, ...]
     ranks: tuple[int, ...]
-    num_replicas: int
+    stands_for: tuple[int, ...]
     resting_bytes: dict[int, dict[MemoryCategory, int]]
     rebuild_bytes: dict[int, int]
 
@@ -151,9 +186,9 @@ class Program:
         return {rank: tuple(indices) for rank, indices in found.items()}
 
     @cached_property
-    def streams(self) -> dict[tuple[int, str], tuple[int, ...]]:
+    def streams(self) -> dict[tuple[int, Stream], tuple[int, ...]]:
         """(rank, stream) -> indices of its operations in order."""
-        found: dict[tuple[int, str], list[int]] = defaultdict(list)
+        found: dict[tuple[int, Stream], list[int]] = defaultdict(list)
         for index, op in enumerate(self.ops):
             found[op.rank, op.stream].append(index)
         return {key: tuple(indices) for key, indices in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -63,6 +64,13 @@ class Timeline:
     spans: tuple[Span, ...]
     num_ranks: int
     step_time_s: float
+
+    def by_rank(self) -> dict[int, list[Span]]:
+        """Rank -> its spans."""
+        found: dict[int, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            found[span.rank].append(span)
+        return found
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """Spans of one rank."""
@@ -128,7 +136,7 @@ def split_of_rank(spans: Iterable[Span], step_time_s: float) -> Split:
         compute_s=by_kind[SpanKind.COMPUTE],
         recompute_s=by_kind[SpanKind.RECOMPUTE],
         exposed_communication_s=exposed,
-        wait_s=step_time_s - compute_total - exposed,
+        wait_s=max(0.0, step_time_s - compute_total - exposed),  # rounding must not make it negative
         host_s=by_kind[SpanKind.HOST],
         optimizer_s=by_kind[SpanKind.OPTIMIZER],
     )

@@ -8,9 +8,10 @@ from itertools import pairwise
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
+from simplan.spec.plan import ParallelPlan
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_time
 
-__all__ = ["prediction_text", "verdict"]
+__all__ = ["plan_words", "prediction_text", "verdict"]
 
 _MAX_TERMS = 8
 _MAX_GROUPS = 16
@@ -94,15 +95,37 @@ def _asked(prediction: Prediction) -> Iterator[str]:
         f"  training     {training.global_batch_size} sequences per step, {training.precision}, {training.optimizer}, "
         f"software {prediction.software.id}"
     )
-    pipeline = f"pp {plan.pp} ({plan.schedule}), " if plan.pp > 1 else ""
-    yield (
-        f"  plan         {pipeline}dp {plan.dp}, {prediction.num_microbatches} microbatches of {plan.microbatch_size} "
-        "per data-parallel rank"
-    )
+    m, b = prediction.num_microbatches, plan.microbatch_size
+    several = f"{m} microbatches" if m > 1 else "1 microbatch"
+    yield f"  plan         {plan_words(plan)}; {several} of {b} sequence{'s' if b > 1 else ''} per data-parallel rank"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
         counts = ", ".join(str(high - low) for low, high in pairwise(bounds))
         yield f"  stages       {counts} layers (embedding and head count as one each)"
+
+
+def plan_words(plan: ParallelPlan) -> str:
+    """The plan in a few words: every way in which it splits something.
+
+    >>> plan_words(ParallelPlan(pp=2, dp_shard=4))
+    'pp 2 (1f1b), dp_shard 4 (ZeRO-3)'
+    """
+    parts = []
+    if plan.pp > 1:
+        stages = f" x {plan.virtual_stages} stages" if plan.virtual_stages > 1 else ""
+        parts.append(f"pp {plan.pp}{stages} ({plan.schedule})")
+    if plan.dp_replicate > 1:
+        parts.append(f"dp_replicate {plan.dp_replicate}")
+    if plan.zero_stage and plan.dp_shard * plan.cp > 1:
+        kept = "" if plan.reshard_after_forward or plan.zero_stage < 3 else ", not resharded after forward"
+        parts.append(f"dp_shard {plan.dp_shard} (ZeRO-{plan.zero_stage}{kept})")
+    if plan.tp > 1:
+        parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
+    if plan.cp > 1:
+        parts.append(f"cp {plan.cp} ({plan.cp_comm})")
+    if plan.recompute != "none":
+        parts.append(f"recompute {plan.recompute}")
+    return ", ".join(parts) or "one device"
 
 
 def _split_table(prediction: Prediction) -> str:

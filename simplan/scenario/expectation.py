@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, model_validator
 
 from simplan.errors import did_you_mean
+from simplan.program.program import MemoryCategory
 from simplan.spec.base import NonNegative, Spec
 
 __all__ = ["METRICS", "CheckResult", "Expectation", "Metric", "evaluate"]
@@ -40,6 +41,14 @@ def _memory(column: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda prediction: prediction["peak_memory_gib"][column]
 
 
+def _category(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    def read(prediction: Mapping[str, Any]) -> Any:
+        worst = prediction["worst_rank"]
+        return next(rank["memory_gib"][name] for rank in prediction["ranks"] if rank["rank"] == worst)
+
+    return read
+
+
 def _in_flight(prediction: Mapping[str, Any]) -> int:
     return max((n for rank in prediction["ranks"] for n in rank["activations_in_flight"].values()), default=0)
 
@@ -62,6 +71,12 @@ METRICS: dict[str, Metric] = {
     "peak_memory_gib": Metric("device memory of the worst rank, context included", "GiB", _memory("device")),
     "peak_allocated_gib": Metric("memory of the worst rank's tensors", "GiB", _memory("allocated")),
     "peak_reserved_gib": Metric("memory the worst rank's caching allocator holds", "GiB", _memory("reserved")),
+    **{
+        f"{category.value}_gib": Metric(
+            f"{category.value.replace('_', ' ')} of the worst rank at its peak", "GiB", _category(category.value)
+        )
+        for category in MemoryCategory
+    },
     "worst_rank": Metric("the rank that needs most device memory", "", _key("worst_rank")),
     "num_microbatches": Metric("microbatches per step and data-parallel rank", "", _key("num_microbatches")),
     "activations_in_flight": Metric(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
-from simplan.program.program import Message, Program
+from simplan.program.program import Program
 from simplan.program.timeline import Span, Timeline
 from simplan.sim.cores import SharedCores
+from simplan.spec.layer import CollectiveKind
 
 __all__ = ["CoreUse", "Times", "simulate", "timeline"]
 
@@ -155,9 +156,10 @@ def timeline(program: Program, times: Times) -> Timeline:
         if end_s <= start_s:
             continue
         num_bytes, peer = 0, None
-        if isinstance(op.work, Message):
-            num_bytes = op.work.num_bytes
-            if op.work.kind == "send":
-                peer = next(rank for rank in op.work.ranks if rank != op.rank)
+        message = op.message
+        if message is not None:
+            num_bytes = message.num_bytes
+            if message.kind is CollectiveKind.SEND:
+                peer = next(rank for rank in message.ranks if rank != op.rank)
         spans.append(Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer))
     return Timeline(tuple(spans), len(program.ranks), times.step_time_s)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simplan.program.action import ActionKind
-from simplan.program.program import COMPUTE_STREAM, MemoryCategory, Op, Program
+from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.sim.engine import Times
 
-__all__ = ["MemoryPeak", "MemorySample", "memory_peak", "memory_trace"]
+__all__ = ["MemoryPeak", "MemorySample", "memory_peak", "memory_trace", "peak_position"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +50,9 @@ def memory_peak(program: Program, rank: int) -> MemoryPeak:
     a step that counts is DDP's rebuilding of its buckets.
     """
     resting = program.resting_bytes[rank]
-    ops = [op for op in (program.ops[index] for index in program.by_rank[rank]) if op.memory]
-    # the total alone first: it is all that is needed to find the worst instant
-    held_bytes = base_bytes = sum(resting.values())
     rebuild_bytes = program.rebuild_bytes[rank]
-    most_bytes, worst = held_bytes + rebuild_bytes, -1
-    for position, op in enumerate(ops):
-        during_bytes = after_bytes = 0
-        for effect in op.memory:
-            during_bytes += effect.during_bytes
-            after_bytes += effect.after_bytes
-        if held_bytes + during_bytes > most_bytes:
-            most_bytes, worst = held_bytes + during_bytes, position
-        held_bytes += after_bytes
-    assert held_bytes == base_bytes, "memory is not back to its base"
+    ops = [program.ops[index] for index in program.by_rank[rank]]
+    worst = peak_position(program, rank)
     by_category = dict.fromkeys(MemoryCategory, 0) | resting
     if worst < 0:
         by_category[MemoryCategory.BUFFERS] += rebuild_bytes
@@ -72,6 +61,23 @@ def memory_peak(program: Program, rank: int) -> MemoryPeak:
             by_category[effect.category] += effect.during_bytes if op is ops[worst] else effect.after_bytes
     assert min(by_category.values()) >= 0, by_category
     return MemoryPeak(rank, by_category, str(ops[worst].action) if worst >= 0 else "", _in_flight(program, rank))
+
+
+def peak_position(program: Program, rank: int) -> int:
+    """Where in the rank's list its memory is largest; -1 for the time between steps."""
+    # the total alone: it is all that is needed to find the worst instant
+    held_bytes = base_bytes = sum(program.resting_bytes[rank].values())
+    most_bytes, worst = held_bytes + program.rebuild_bytes[rank], -1
+    for position, index in enumerate(program.by_rank[rank]):
+        during_bytes = after_bytes = 0
+        for effect in program.ops[index].memory:
+            during_bytes += effect.during_bytes
+            after_bytes += effect.after_bytes
+        if held_bytes + during_bytes > most_bytes:
+            most_bytes, worst = held_bytes + during_bytes, position
+        held_bytes += after_bytes
+    assert held_bytes == base_bytes, "memory is not back to its base"
+    return worst
 
 
 def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySample]:
@@ -88,7 +94,7 @@ def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySa
         if not op.memory:
             continue
         for during, time_s in ((True, times.start_s[index]), (False, times.end_s[index])):
-            if op.stream != COMPUTE_STREAM:  # issued and not waited for: it holds its buffer from issue on
+            if op.stream is not Stream.COMPUTE:  # issued and not waited for: it holds its buffer from issue on
                 time_s = now_s
             now_s = max(now_s, time_s)
             _add(held, op, during=during)
@@ -108,7 +114,7 @@ def _in_flight(program: Program, rank: int) -> dict[int, int]:
     for index in program.by_rank[rank]:
         op = program.ops[index]
         action = op.action
-        if action is last or op.stream != COMPUTE_STREAM:  # an action is several operations at Level 2
+        if action is last or op.stream is not Stream.COMPUTE:  # an action is several operations at Level 2
             continue
         last = action
         if action.kind is ActionKind.FORWARD:

@@ -9,8 +9,40 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
-__all__ = ["Attention", "Gemm", "Kernel", "LayerKind", "LayerSpec", "Lookup", "ParameterSpec", "Pointwise", "Saved"]
+__all__ = [
+    "Attention",
+    "CollectiveKind",
+    "Exchange",
+    "Gemm",
+    "Kernel",
+    "LayerKind",
+    "LayerSpec",
+    "Lookup",
+    "ParameterSpec",
+    "Pointwise",
+    "Saved",
+]
+
+
+class CollectiveKind(StrEnum):
+    """Ways in which bytes move. What ``num_bytes`` of a message means is said for each; nccl-tests counts alike."""
+
+    ALL_REDUCE = "all_reduce"
+    """The buffer of each rank."""
+    ALL_GATHER = "all_gather"
+    """The gathered buffer."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """The buffer before it is scattered."""
+    ALL_TO_ALL = "all_to_all"
+    """The buffer of each rank."""
+    BROADCAST = "broadcast"
+    """The buffer; the root comes first among the ranks of the message."""
+    RING = "ring"
+    """What each rank sends to the next one of its group while it receives as much from the one before."""
+    SEND = "send"
+    """The message; its ranks are source and destination."""
 
 
 class LayerKind(StrEnum):
@@ -27,11 +59,14 @@ class ParameterSpec:
 
     Attributes:
         name: Name inside its layer, as the executor's module calls it.
-        shape: Its dimensions.
+        shape: Its dimensions, on one rank.
+        partial_gradient: Every tensor-parallel rank holds all of it but sees only a part of the tokens (sequence
+            parallelism), so that its gradients are summed over these ranks once they are complete.
     """
 
     name: str
     shape: tuple[int, ...]
+    partial_gradient: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -56,18 +91,31 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention core (two batched products and the softmax) of one sequence."""
+    """The attention core (two batched products and the softmax) of one sequence.
+
+    Attributes:
+        num_heads, num_key_value_heads, head_dim: Shapes, on one rank.
+        seq_len: Queries, on one rank.
+        causal: Half of the scores are masked.
+        num_keys: Keys that every query meets, mask aside; 0 for as many as there are queries.
+    """
 
     num_heads: int
     num_key_value_heads: int
     head_dim: int
     seq_len: int
     causal: bool = True
+    num_keys: int = 0
+
+    @property
+    def name(self) -> str:
+        """What ``Saved.made_by`` calls it."""
+        return "attention"
 
     @property
     def full_flops(self) -> int:
-        """4 s^2 d a: both products over the whole s x s square (the PaLM convention)."""
-        return 4 * self.seq_len**2 * self.head_dim * self.num_heads
+        """4 q k d a: both products over all queries and keys (the PaLM convention)."""
+        return 4 * self.seq_len * (self.num_keys or self.seq_len) * self.head_dim * self.num_heads
 
     @property
     def flops(self) -> int:
@@ -93,7 +141,33 @@ class Lookup:
     width: int
 
 
-Kernel = Gemm | Attention | Pointwise | Lookup
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective inside a layer, over its tensor- or context-parallel ranks.
+
+    Attributes:
+        name: What is exchanged.
+        axis: The axis of the mesh whose ranks take part.
+        forward: What forward does; None for nothing.
+        backward: What backward does in its place; None for nothing.
+        elements: Elements of the buffer (see ``CollectiveKind`` for which) for one sequence.
+        bytes_per_element: Fixed width; None for the width of activations.
+        beside_previous: It needs only what was there before the kernels since the last exchange, and runs beside them
+            where the device can (ring attention sends keys on while it works on those it has).
+        residual: What is exchanged is of the residual stream, which autocast keeps in fp32.
+    """
+
+    name: str
+    axis: Literal["tp", "cp"]
+    forward: CollectiveKind | None
+    backward: CollectiveKind | None
+    elements: int
+    bytes_per_element: int | None = None
+    beside_previous: bool = False
+    residual: bool = False
+
+
+Kernel = Gemm | Attention | Pointwise | Lookup | Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +179,16 @@ class Saved:
         elements: Elements for one sequence.
         bytes_per_element: Fixed width (indices, fp32 statistics); None for the width of activations.
         logits: Belongs to the output distribution, which the breakdown shows apart.
+        made_by: Name of the kernel that makes it; empty for the layer's input.
+        residual: Part of the residual stream, which autocast keeps in fp32.
     """
 
     name: str
     elements: int
     bytes_per_element: int | None = None
     logits: bool = False
+    made_by: str = ""
+    residual: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, Spec
 from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.shard import Shard
 from simplan.spec.transformer import gpt_layers, llama_layers
 
 __all__ = ["ModelSpec"]
@@ -74,8 +75,16 @@ class ModelSpec(Spec):
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Embedding, ``num_hidden_layers`` equal blocks, and the head with the loss."""
-        return gpt_layers(self) if self.family == "gpt" else llama_layers(self)
+        """Embedding, ``num_hidden_layers`` equal blocks, and the head with the loss; all of each."""
+        return self.layers_of(Shard())
+
+    def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
+        """The same layers, but only what one tensor- and context-parallel rank holds and does of each.
+
+        Args:
+            shard: How layers are split; the degrees divide what they split (``simplan.spec.rules``).
+        """
+        return gpt_layers(self, shard) if self.family == "gpt" else llama_layers(self, shard)
 
     @cached_property
     def num_parameters(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, Spec
+from simplan.spec.shard import Shard
 
-__all__ = ["ParallelPlan", "RankMapping", "Recompute", "ScheduleName", "StageAssignment"]
+__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "ScheduleName", "StageAssignment"]
 
 ScheduleName = Literal[
     "none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-2p-optsync", "zb-v"
@@ -76,6 +79,21 @@ class ParallelPlan(Spec):
         return self.dp * self.tp * self.cp * self.pp
 
     @property
+    def shard(self) -> Shard:
+        """The part of every layer that a rank has."""
+        return Shard(tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, cp_comm=self.cp_comm)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """FSDP: parameters and gradients are sharded over the shard group."""
+        return self.zero_stage >= 2 and self.dp_shard * self.cp > 1
+
+    @property
+    def shards_optimizer_only(self) -> bool:
+        """ZeRO-1: only optimizer states are sharded."""
+        return self.zero_stage == 1 and self.dp_shard * self.cp > 1
+
+    @property
     def num_stages(self) -> int:
         """Model parts: pipeline ranks times virtual stages."""
         return self.pp * self.virtual_stages
@@ -107,35 +125,99 @@ class StageAssignment:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
 
+class Place(NamedTuple):
+    """Coordinates of a rank on the mesh, outermost axis first."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+
+
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """Which rank sits where: the mesh ``[pp, dp]``, pp outermost, as torchtitan and Megatron lay it out.
+    """Which rank sits where: the mesh ``[pp, dp_replicate, dp_shard, cp, tp]``, pp outermost, as in torchtitan.
 
     Attributes:
-        pp: Pipeline ranks.
-        dp: Data-parallel ranks.
+        pp, dp_replicate, dp_shard, cp, tp: Ranks along each axis.
     """
 
-    pp: int
-    dp: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> RankMapping:
+        """The mesh of a plan."""
+        return cls(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.pp * self.dp
+        return math.prod(self.sizes)
 
-    def rank(self, pp_rank: int, dp_rank: int) -> int:
+    @property
+    def sizes(self) -> Place:
+        """Ranks along each axis."""
+        return Place(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold the same stages, or parts of them."""
+        return self.world_size // self.pp
+
+    def rank(self, place: Place) -> int:
         """The rank at a place of the mesh."""
-        return pp_rank * self.dp + dp_rank
+        rank = 0
+        for size, coordinate in zip(self.sizes, place, strict=True):
+            rank = rank * size + coordinate
+        return rank
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """``(pp_rank, dp_rank)`` of a rank."""
-        return divmod(rank, self.dp)
+    def place(self, rank: int) -> Place:
+        """Where a rank sits."""
+        coordinates = []
+        for size in reversed(self.sizes):
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return Place(*reversed(coordinates))
 
-    def dp_group(self, pp_rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same stages and average their gradients."""
-        return tuple(self.rank(pp_rank, d) for d in range(self.dp))
+    def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along some axes only, ascending."""
+        place = self.place(rank)
+        choices = [range(getattr(self, axis)) if axis in axes else (getattr(place, axis),) for axis in Place._fields]
+        return tuple(self.rank(Place(*coordinates)) for coordinates in itertools.product(*choices))
 
-    def pp_group(self, dp_rank: int) -> tuple[int, ...]:
-        """Ranks that form one pipeline, first stage first."""
-        return tuple(self.rank(p, dp_rank) for p in range(self.pp))
+    def pp_group(self, rank: int) -> tuple[int, ...]:
+        """The rank's pipeline, first stage first."""
+        return self.group(rank, "pp")
+
+    def dp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that average their gradients: they hold the same part of the same stages and see other tokens."""
+        return self.group(rank, "dp_replicate", "dp_shard", "cp")
+
+    def shard_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks over which FSDP and ZeRO shard; context-parallel ranks are among them, as in torchtitan."""
+        return self.group(rank, "dp_shard", "cp")
+
+    def replicate_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold the same shard."""
+        return self.group(rank, "dp_replicate")
+
+    def tp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that split the same layers."""
+        return self.group(rank, "tp")
+
+    def cp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that split the same sequences."""
+        return self.group(rank, "cp")
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the ``plan.dp`` parts of the batch a rank trains on."""
+        place = self.place(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard

@@ -6,11 +6,13 @@ known but not modelled yet (``NotModelledError``), refused by name so that it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
+from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
@@ -20,7 +22,7 @@ __all__ = ["MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
 MAX_PIPELINE_CELLS = 100_000
 """Most microbatches times pipeline ranks; a prediction of more takes minutes and gigabytes, and is hardly a plan."""
 
-_MODELLED_SCHEDULES = ("naive", "gpipe", "1f1b")
+_MODELLED_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b")
 
 
 def num_microbatches(training: TrainingSpec, plan: ParallelPlan) -> int:
@@ -37,7 +39,11 @@ def check_plan(
         NotModelledError: All that is wrong is that the plan uses options that are not modelled yet.
         SpecError: With every violation, options that are not modelled included.
     """
-    unmodelled = [*_unmodelled_plan(plan), *_unmodelled_training(training, software)]
+    unmodelled = [
+        *_unmodelled_plan(plan),
+        *unmodelled_parallelism(model, plan),
+        *_unmodelled_training(training, software),
+    ]
     violated = [
         *_model_rules(model),
         *_cluster_rules(cluster),
@@ -45,6 +51,7 @@ def check_plan(
         *_precision_rules(cluster, training),
         *_batch_rules(training, plan),
         *_pipeline_rules(model, training, plan),
+        *parallel_rules(model, plan, software),
     ]
     if violated:
         raise SpecError([*violated, *unmodelled])
@@ -53,30 +60,9 @@ def check_plan(
 
 
 def _unmodelled_plan(plan: ParallelPlan) -> Iterator[Problem]:
-    degrees = {
-        "dp_shard": "sharded data parallelism (FSDP, ZeRO)",
-        "tp": "tensor parallelism",
-        "cp": "context parallelism",
-        "ep": "expert parallelism",
-        "virtual_stages": "several stages on a pipeline rank",
-    }
-    for key, what in degrees.items():
-        if getattr(plan, key) > 1:
-            yield _not_modelled(f"plan.{key}", getattr(plan, key), what, "use 1")
-    if plan.sequence_parallel and plan.tp == 1:  # it is on by default with tp, which is refused above
-        yield _not_modelled("plan.sequence_parallel", "true", "sequence parallelism", "use false")
-    by_default = plan.schedule == "interleaved_1f1b" and plan.virtual_stages > 1
-    if plan.schedule not in ("none", *_MODELLED_SCHEDULES) and not by_default:
-        choices = f"use {_either(_MODELLED_SCHEDULES)}"
+    if plan.schedule not in ("none", *_MODELLED_SCHEDULES):
+        choices = f"use {either(_MODELLED_SCHEDULES)}"
         yield _not_modelled("plan.schedule", plan.schedule, "this schedule", choices)
-    if plan.recompute != "none":
-        yield _not_modelled("plan.recompute", plan.recompute, "recomputation of activations", "use none")
-    if plan.grad_sync != "step":
-        yield _not_modelled("plan.grad_sync", plan.grad_sync, "gradient reduction after every microbatch", "use step")
-    if plan.grad_dtype is not None:
-        yield _not_modelled("plan.grad_dtype", plan.grad_dtype, "another dtype for gradients", "remove it")
-    if plan.prefetch_depth is not None:
-        yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, "prefetching of shards", "remove it")
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
@@ -85,7 +71,7 @@ def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iter
     known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
     if training.precision not in software.state_bytes:
         what = f"this precision with {software.id}"
-        yield _not_modelled("training.precision", training.precision, what, f"use {_either(known)}")
+        yield _not_modelled("training.precision", training.precision, what, f"use {either(known)}")
 
 
 def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
@@ -99,14 +85,14 @@ def _model_rules(model: ModelSpec) -> Iterator[Problem]:
             field="model.num_key_value_heads",
             value=str(kv_heads),
             rule=f"must divide num_attention_heads = {heads}",
-            fix=f"use {_either(_nearest_divisors(heads, kv_heads))}",
+            fix=f"use {either(nearest_divisors(heads, kv_heads))}",
         )
     if model.family == "llama" and model.head_dim % 2:
         yield Problem(
             field="model.head_dim",
             value=str(model.head_dim),
             rule="must be even: rotary positions turn pairs",
-            fix=f"use {_either([d for d in (model.head_dim - 1, model.head_dim + 1) if d])}",
+            fix=f"use {either([d for d in (model.head_dim - 1, model.head_dim + 1) if d])}",
         )
     if model.family == "gpt" and model.seq_len > model.max_position_embeddings:
         yield Problem(
@@ -133,11 +119,11 @@ def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
 
 
 def _precision_rules(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Problem]:
-    if cluster.device.kind == "cpu" and training.precision != "fp32":
+    if cluster.device.kind == "cpu" and training.precision not in ("fp32", "bf16"):
         yield Problem(
             field="training.precision",
             value=training.precision,
-            rule=f"must be fp32 on a CPU ({cluster.device.id}): the others are those of accelerators",
+            rule=f"must be fp32 or bf16 on a CPU ({cluster.device.id}): the others are those of accelerators",
             fix="use fp32",
         )
 
@@ -161,7 +147,7 @@ def _device_count(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
         field="plan",
         value=" x ".join(factors),
         rule=f"the plan needs {needed} devices and the cluster has {there}",
-        fix=f"use {_either(fixes)}",
+        fix=f"use {either(fixes)}",
     )
 
 
@@ -171,10 +157,10 @@ def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem
         return
     below = batch // unit * unit
     nearest = [value for value in (below, below + unit) if value]
-    fix = f"use {_either(nearest)}"
+    fix = f"use {either(nearest)}"
     if batch % plan.dp == 0:
-        sizes = _nearest_divisors(batch // plan.dp, plan.microbatch_size)
-        fix += f", or plan.microbatch_size = {_either(sizes)}"
+        sizes = nearest_divisors(batch // plan.dp, plan.microbatch_size)
+        fix += f", or plan.microbatch_size = {either(sizes)}"
     yield Problem(
         field="training.global_batch_size",
         value=str(batch),
@@ -198,13 +184,34 @@ def _pipeline_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan
             field="plan.schedule",
             value="none",
             rule=f"a pipeline of {plan.pp} ranks needs a schedule",
-            fix=f"use {_either(_MODELLED_SCHEDULES)}",
+            fix=f"use {either(_MODELLED_SCHEDULES)}",
         )
     if plan.pp == 1 and plan.schedule != "none":
         yield Problem(
             field="plan.schedule",
             value=plan.schedule,
             rule="must be none when pp = 1: there is no pipeline",
+            fix="remove it, or use pp = 2 or more",
+        )
+    if plan.schedule == "interleaved_1f1b" and plan.pp > 1 and plan.virtual_stages == 1:
+        yield Problem(
+            field="plan.virtual_stages",
+            value="1",
+            rule="interleaving needs several stages on a rank",
+            fix="use virtual_stages = 2 or more, or schedule = 1f1b",
+        )
+    if plan.virtual_stages > 1 and plan.pp > 1 and plan.schedule not in ("none", "interleaved_1f1b"):
+        yield Problem(
+            field="plan.schedule",
+            value=plan.schedule,
+            rule=f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}",
+            fix="use interleaved_1f1b, or virtual_stages = 1",
+        )
+    if plan.virtual_stages > 1 and plan.pp == 1:
+        yield Problem(
+            field="plan.virtual_stages",
+            value=str(plan.virtual_stages),
+            rule="must be 1 when pp = 1: there is no pipeline",
             fix="remove it, or use pp = 2 or more",
         )
     if plan.stage_layers is not None:
@@ -230,24 +237,3 @@ def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int)
     elif sum(stage_layers) != layers:
         rule = f"sums to {sum(stage_layers)} and the model has num_hidden_layers = {layers}"
         yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
-
-
-def _nearest_divisors(number: int, value: int) -> list[int]:
-    """The nearest divisors of ``number`` around ``value``: one below (or equal), one above, where there is one."""
-    divisors = _divisors(number)
-    below = [d for d in divisors if d <= value]
-    above = [d for d in divisors if d > value]
-    return [*below[-1:], *above[:1]]
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors, ascending; for numbers too large to factor in an instant, the powers of two among them."""
-    if number > 10**10:
-        return [2**k for k in range(40) if number % 2**k == 0]
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
-
-
-def _either(choices: Iterable[object]) -> str:
-    words = [str(choice) for choice in choices]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
 
 __all__ = ["SoftwareSpec", "StateBytes"]
 
 
 class StateBytes(Spec):
-    """Bytes per parameter, as the framework keeps them in memory during training.
+    """Bytes per parameter and per element, as the framework keeps them in memory during training.
 
     Attributes:
-        parameter: The weights the forward pass reads.
+        parameter: The weights between steps.
         gradient: The accumulated gradient.
         master: A separate fp32 copy of the weights, when there is one.
         activation: Bytes of one activation element that the backward pass keeps.
+        residual: The same for the residual stream.
         boundary: Bytes of one element sent between stages.
+        gathered: Weights that FSDP has gathered for computing.
+        accumulated: Whole gradients that FSDP adds up before it reduces them.
+        reduced: Gradients while FSDP reduces them.
+        weight_copy: A copy of the matrices in the precision of the activations that forward makes and keeps for
+            backward, for every microbatch; 0 for none.
     """
 
     parameter: Count
     gradient: Count
     master: NonNegative = 0
     activation: Count
+    residual: Count
     boundary: Count
+    gathered: Count
+    accumulated: Count
+    reduced: Count
+    weight_copy: Annotated[int, Field(ge=0)] = 0
+
+    if TYPE_CHECKING:  # fields without a default may be left out
+
+        def __init__(self, **fields: Any) -> None: ...
+
+    def optimizer_bytes(self, optimizer: str) -> int:
+        """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
+        return (8 if optimizer in ("adam", "adamw") else 0) + int(self.master)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, data: Any) -> Any:
+        """Unless said otherwise residuals are as wide as activations, weights and gradients are as wide everywhere."""
+        if not isinstance(data, dict):
+            return data
+        same = {"residual": "activation", "gathered": "parameter", "accumulated": "gradient", "reduced": "gradient"}
+        return {key: data[source] for key, source in same.items() if source in data} | data
 
 
 class SoftwareSpec(Spec):
@@ -34,11 +64,19 @@ class SoftwareSpec(Spec):
 
     Attributes:
         id: Catalogue name.
-        state_bytes: By training precision; a precision that is missing is not supported by the profile.
+        state_bytes: By training precision, where parameters are whole; a precision that is missing is not supported.
+        sharded_state_bytes: The same where FSDP shards them.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
         gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
+        sharded_pipeline: What FSDP does in a pipeline. ``stage``: a whole stage is gathered at UNSHARD and kept to
+            RESHARD, gradients add up unsharded and are reduced at REDUCE_GRAD (torch).
+        keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
+            with it.
+        backward_prefetch: Units that FSDP gathers ahead in backward.
+        blocking_sends: A pipeline rank waits for each of its sends before it goes on; else at the end of the step.
+        ddp_stages: DDP works with several stages on a rank.
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
         fused_optimizer: The optimizer step is one kernel over all states, without temporaries.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
@@ -47,11 +85,22 @@ class SoftwareSpec(Spec):
 
     id: str
     state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes]
+    sharded_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
     gradient_as_bucket_view: bool = True
+    sharded_pipeline: Literal["stage"] = "stage"
+    keep_last_gathered: bool = True
+    backward_prefetch: Count = 1
+    blocking_sends: bool = False
+    ddp_stages: bool = False
     preallocated_receives: bool = True
     fused_optimizer: bool = True
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     sources: dict[str, str] = Field(default_factory=dict)
+
+    def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
+        """Element widths of one training under one plan."""
+        kinds = self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
+        return kinds[training.precision]  # type: ignore[index]

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import Measurement
+from simplan.program.measurement import MeasuredCollective, Measurement
+from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
+from simplan.spec.plan import RankMapping
 
 __all__ = ["measured_timeline", "predicted_timeline"]
 
@@ -19,23 +21,17 @@ def measured_timeline(measurement: Measurement) -> Timeline:
     stream of its own kind; messages whose completion was not seen are left out.
     """
     spans = []
+    mapping = RankMapping.of(measurement.job.plan)
     for rank in measurement.ranks:
         spans += [
-            Span(rank.rank, "compute", span.action, span.action, span.kind, span.start_s, span.end_s)
+            Span(rank.rank, Stream.COMPUTE, span.action, span.action, span.kind, span.start_s, span.end_s)
             for span in rank.actions
         ]
-        bucket = 0
         for message in rank.collectives:
-            stream: str = message.kind
-            name, peer = message.action, None
-            if message.kind == "all_reduce":
-                action = Action.parse(message.action)
-                stream = "tied" if action.kind is ActionKind.OPTIM else "grad"
-                name = "all_reduce tied embedding" if stream == "tied" else f"bucket {bucket}"
-                bucket += stream == "grad"
-            else:
-                stream = Action.parse(message.action).kind.value.lower()
-                peer = next((r for r in message.ranks if r != rank.rank), None)
+            stream = _stream(message, rank.rank, mapping)
+            between_two = message.kind in ("send", "recv")
+            name = message.action if between_two else message.kind
+            peer = next((r for r in message.ranks if r != rank.rank), None) if between_two else None
             if message.end_s is not None:
                 spans.append(
                     Span(
@@ -50,8 +46,28 @@ def measured_timeline(measurement: Measurement) -> Timeline:
                         peer,
                     )
                 )
-    end_s = max((span.end_s for span in spans if span.stream == "compute"), default=0.0)
+    end_s = max((span.end_s for span in spans if span.stream == Stream.COMPUTE), default=0.0)
     return Timeline(tuple(spans), len(measurement.ranks), end_s)
+
+
+def _stream(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
+    """The stream on which Level 2 has such a message."""
+    action = Action.parse(message.action)
+    if message.kind in ("send", "recv"):
+        return Stream(action.kind.value.lower())
+    members = tuple(sorted(message.ranks))
+    groups = {
+        Stream.TENSOR: mapping.tp_group(rank),
+        Stream.CONTEXT: mapping.cp_group(rank),
+        Stream.SHARD: mapping.shard_group(rank),
+        Stream.REPLICATE: mapping.replicate_group(rank),
+        Stream.DATA: mapping.dp_group(rank),
+    }
+    if action.kind is ActionKind.OPTIM and message.kind == "all_reduce":
+        return Stream.TIED
+    if message.kind == "all_reduce" and members == groups[Stream.DATA] and members != groups[Stream.REPLICATE]:
+        return Stream.DATA
+    return next((stream for stream, ranks in groups.items() if ranks == members), Stream.DATA)
 
 
 def predicted_timeline(prediction: Mapping[str, Any]) -> Timeline:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from simplan.program.action import ActionKind
 from simplan.program.job import Job
-from simplan.program.lower import lower
+from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import Measurement
-from simplan.program.program import Message
 from simplan.spec.plan import RankMapping
 
 __all__ = ["TIMED_KINDS", "Issued", "issued_as_predicted", "predicted_messages", "ran_as_predicted"]
@@ -21,10 +20,10 @@ Issued = tuple[str, tuple[int, ...], int, str]
 def ran_as_predicted(measurement: Measurement) -> bool:
     """Whether every rank ran exactly the actions of its row of the table, in order."""
     job, table = measurement.job, measurement.job.parsed_table()
-    mapping = RankMapping(job.plan.pp, job.plan.dp)
+    mapping = RankMapping.of(job.plan)
     return all(
         [span.action for span in rank.actions]
-        == [str(action) for action in table[mapping.place(rank.rank)[0]] if action.kind in TIMED_KINDS]
+        == [str(action) for action in table[mapping.place(rank.rank).pp] if action.kind in TIMED_KINDS]
         for rank in measurement.ranks
     )
 
@@ -47,14 +46,13 @@ def predicted_messages(job: Job) -> dict[int, list[Issued]]:
         job.software,
         job.assignment,
         job.parsed_table(),
-        level=2,
-        fold_replicas=False,
-        expand_all=False,
+        Lowering(level=2),
     )
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
-        if isinstance(op.work, Message):
+        message = op.message
+        if message is not None:
             receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
-            kind = "recv" if receives else op.work.kind
-            found[op.rank].append((kind, op.work.ranks, op.work.num_bytes, str(op.action)))
+            kind = "recv" if receives else message.kind.value
+            found[op.rank].append((kind, message.ranks, message.num_bytes, str(op.action)))
     return found

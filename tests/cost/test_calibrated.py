@@ -8,10 +8,11 @@ import pytest
 
 from simplan.cost.base import Provenance
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, MatmulTiming, Sample
+from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, MatmulTiming, Mixed, Sample
 from simplan.cost.store import load, save
 from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Message, Phase
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
@@ -22,9 +23,9 @@ def sample(seconds: float) -> Sample:
     return Sample(mean_s=seconds, low_s=0.9 * seconds, high_s=1.1 * seconds, round_std=0.03, num_repeats=20)
 
 
-def link(kind: str, num_bytes: int, seconds: float, num_ranks: int = 2) -> CommunicationTiming:
+def link(kind: CollectiveKind, num_bytes: int, seconds: float, num_ranks: int = 2) -> CommunicationTiming:
     return CommunicationTiming(
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         num_ranks=num_ranks,
         world_size=2,
         num_bytes=num_bytes,
@@ -48,14 +49,15 @@ CALIBRATION = Calibration(
             backward_s=sample(0.020),
             optimizer_s=sample(0.004),
             scale_s=sample(0.001),
+            copy_s=sample(0.002),
         ),
     ),
     matmuls=(MatmulTiming(m=100, n=100, k=100, dtype="fp32", num_ranks=2, seconds=sample(2e-5)),),  # 100 GFLOP/s
     communication=(
-        link("all_reduce", 1000, 0.001),
-        link("all_reduce", 3000, 0.003),
-        link("all_reduce", 5000, 0.004),
-        link("send", 1000, 0.002),
+        link(CollectiveKind.ALL_REDUCE, 1000, 0.001),
+        link(CollectiveKind.ALL_REDUCE, 3000, 0.003),
+        link(CollectiveKind.ALL_REDUCE, 5000, 0.004),
+        link(CollectiveKind.SEND, 1000, 0.002),
     ),
 )
 COST = CalibratedCost(CALIBRATION, dtype="fp32", optimizer="adamw", num_ranks=2)
@@ -77,6 +79,47 @@ def test_the_optimizer_costs_in_proportion_to_the_weights_it_updates() -> None:
     assert half.seconds == pytest.approx(0.002, rel=1e-3)
 
 
+def test_copies_cost_in_proportion_to_the_weights_copied() -> None:
+    quarter = COST.compute(work(Phase.COPY, num_parameters=BLOCK.num_parameters // 4))
+    assert quarter.seconds == pytest.approx(0.0005, rel=1e-3)
+
+
+def parts(*kernels: Gemm | Attention | Exchange) -> LayerSpec:
+    return LayerSpec(key=BLOCK.key, kind=LayerKind.BLOCK, parameters=(), kernels=kernels, saved=(), output_elements=0)
+
+
+def test_parts_of_a_layer_add_up_to_it_and_large_ones_cost_what_their_flops_say() -> None:
+    """Of two large matrix products one has three times the FLOPs of the other; the exchange is priced elsewhere."""
+    exchange = Exchange("x", "tp", CollectiveKind.ALL_REDUCE, None, 10**9)
+    layer = parts(Gemm("a", 10**4, 10**4, 10**4), exchange, Gemm("b", 10**4, 3 * 10**4, 10**4))
+    seconds = [COST.compute(LayerWork(layer, Phase.FORWARD, 2, 0, (index,))).seconds for index in range(3)]
+    assert seconds == pytest.approx([0.0025, 0.0, 0.0075], rel=0.02)
+    assert sum(seconds) == pytest.approx(0.010)
+    backward = COST.compute(LayerWork(layer, Phase.BACKWARD, 2, 0, (0, 1))).seconds
+    assert backward == pytest.approx(0.005, rel=0.02)
+
+
+def test_recomputation_costs_the_forward_of_what_runs_again() -> None:
+    assert COST.compute(work(Phase.RECOMPUTE)).seconds == 0.010
+    again = LayerWork(BLOCK, Phase.RECOMPUTE, 2, 0, (2,))  # the attention core
+    assert 0 < COST.compute(again).seconds < 0.010
+    assert COST.compute(again).seconds == COST.compute(again._replace(phase=Phase.FORWARD)).seconds
+
+
+def test_half_precision_is_looked_up_by_how_it_comes_about() -> None:
+    (timing,) = CALIBRATION.layers
+    casts = timing.model_copy(update={"dtype": "bf16", "mixed": "cast", "forward_s": sample(0.003)})
+    calibration = CALIBRATION.model_copy(update={"layers": (timing, casts)})
+
+    def cost(dtype: str, mixed: Mixed) -> CalibratedCost:
+        return CalibratedCost(calibration, dtype=dtype, optimizer="adamw", num_ranks=2, mixed=mixed)
+
+    assert cost("bf16", "cast").compute(work(Phase.FORWARD)).seconds == 0.003
+    assert not cost("bf16", "autocast").covers([BLOCK.key], 2)
+    # fp32 is fp32, whether parameters are sharded or not
+    assert cost("fp32", "cast").compute(work(Phase.FORWARD)).seconds == 0.010
+
+
 def test_another_microbatch_size_is_extrapolated() -> None:
     price = COST.compute(work(Phase.FORWARD, microbatch_size=6))
     assert price.seconds == pytest.approx(0.030)
@@ -94,7 +137,7 @@ def test_ranks_that_shared_cores_when_timed_are_priced_alone() -> None:
     )
     cost = CalibratedCost(crowded, dtype="fp32", optimizer="adamw", num_ranks=8)
     assert cost.compute(work(Phase.FORWARD)).seconds == pytest.approx(0.010 / 4)
-    assert cost.message(Message("all_reduce", 1000, (0, 1))).seconds == pytest.approx(0.001 / 4)
+    assert cost.message(Message(CollectiveKind.ALL_REDUCE, 1000, (0, 1))).seconds == pytest.approx(0.001 / 4)
 
 
 def test_a_layer_that_was_never_timed_is_refused() -> None:
@@ -114,19 +157,48 @@ def test_a_layer_that_was_never_timed_is_refused() -> None:
     ],
 )
 def test_messages_are_interpolated_in_bytes(num_bytes: int, seconds: float, provenance: Provenance) -> None:
-    price = COST.message(Message("all_reduce", num_bytes, (0, 1)))
+    price = COST.message(Message(CollectiveKind.ALL_REDUCE, num_bytes, (0, 1)))
     assert price.seconds == pytest.approx(seconds)
     assert price.provenance is provenance
 
 
 def test_a_larger_group_is_scaled_as_a_ring() -> None:
-    price = COST.message(Message("all_reduce", 1000, (0, 1, 2, 3)))
+    price = COST.message(Message(CollectiveKind.ALL_REDUCE, 1000, (0, 1, 2, 3)))
     assert price.seconds == pytest.approx(0.001 * (3 / 4) / (1 / 2))
     assert price.provenance is Provenance.EXTRAPOLATED
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [
+        (CollectiveKind.ALL_REDUCE, (2 * 3 / 4) / (2 * 1 / 2)),
+        (CollectiveKind.ALL_GATHER, (3 / 4) / (1 / 2)),
+        (CollectiveKind.REDUCE_SCATTER, (3 / 4) / (1 / 2)),
+        (CollectiveKind.ALL_TO_ALL, (3 / 4) / (1 / 2)),
+        (CollectiveKind.BROADCAST, 1),
+        (CollectiveKind.RING, 1),
+    ],
+)
+def test_kinds_are_told_apart_and_extrapolated_by_what_each_rank_sends(kind: CollectiveKind, factor: float) -> None:
+    """Four ranks where two were timed."""
+    found = tuple(link(one, 1000, 0.001 * (1 + index)) for index, one in enumerate(CollectiveKind))
+    cost = CalibratedCost(
+        CALIBRATION.model_copy(update={"communication": found}), dtype="fp32", optimizer="adamw", num_ranks=2
+    )
+    own_s = 0.001 * (1 + list(CollectiveKind).index(kind))
+    assert cost.message(Message(kind, 1000, (0, 1))).seconds == pytest.approx(own_s)
+    assert cost.message(Message(kind, 1000, (0, 1, 2, 3))).seconds == pytest.approx(own_s * factor)
+
+
+def test_a_group_of_one_costs_nothing() -> None:
+    price = COST.message(Message(CollectiveKind.BROADCAST, 1000, (1,)))
+    assert (price.seconds, price.provenance) == (0.0, Provenance.CALIBRATED)
+
+
 def test_covers_says_whether_a_calibration_is_enough() -> None:
     assert COST.covers([BLOCK.key], 2)
+    assert COST.covers([BLOCK.key], 2, {CollectiveKind.ALL_REDUCE, CollectiveKind.SEND})
+    assert not COST.covers([BLOCK.key], 2, {CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST})
     assert not COST.covers([BLOCK.key], 3)
     assert not COST.covers([MODEL.layers[0].key], 2)
     assert not CalibratedCost(CALIBRATION, dtype="fp32", optimizer="adamw", num_ranks=3).covers([BLOCK.key], 2)
@@ -138,17 +210,20 @@ def test_what_was_never_timed_is_refused() -> None:
     with pytest.raises(SpecError, match="run `simplan calibrate SCENARIO`"):
         cost.compute(work(Phase.FORWARD))
     with pytest.raises(SpecError, match=r"has no timing of send; run `simplan calibrate --ranks 2`"):
-        cost.message(Message("send", 1, (0, 1)))
+        cost.message(Message(CollectiveKind.SEND, 1, (0, 1)))
 
 
 def test_merging_keeps_what_only_one_has_and_takes_the_newer_of_both() -> None:
     newer = CALIBRATION.model_copy(
-        update={"communication": (link("send", 1000, 0.5), link("send", 2000, 0.6)), "layers": ()}
+        update={
+            "communication": (link(CollectiveKind.SEND, 1000, 0.5), link(CollectiveKind.SEND, 2000, 0.6)),
+            "layers": (),
+        }
     )
     merged = CALIBRATION.merged(newer)
     assert merged.layers == CALIBRATION.layers
     found = {(c.kind, c.num_bytes): c.seconds.mean_s for c in merged.communication}
-    assert found[("send", 1000)] == 0.5
+    assert found[(CollectiveKind.SEND, 1000)] == 0.5
     assert len(found) == 5
 
 

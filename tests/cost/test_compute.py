@@ -7,7 +7,16 @@ import pytest
 from simplan.cost.base import Provenance
 from simplan.cost.compute import Roofline
 from simplan.program.program import LayerWork, Phase
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
+from simplan.spec.layer import (
+    Attention,
+    CollectiveKind,
+    Exchange,
+    Gemm,
+    LayerKind,
+    LayerSpec,
+    ParameterSpec,
+    Pointwise,
+)
 from simplan.spec.software import StateBytes
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
@@ -31,3 +40,43 @@ def test_a_large_matmul_is_bound_by_flops_and_its_backward_is_two() -> None:
 def test_the_optimizer_is_bound_by_32_bytes_a_parameter() -> None:
     """Adam in fp32: read weight, gradient, two moments; write weight, two moments, zeroed gradient."""
     assert RATES.price(LayerWork(LAYER, Phase.OPTIMIZER, 1, 10**9)).seconds == pytest.approx(0.032)
+
+
+def test_copies_read_and_write_gathered_weights() -> None:
+    state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
+    rates = Roofline(1e14, 1e12, state, "adamw", Provenance.PUBLISHED)
+    assert rates.price(LayerWork(LAYER, Phase.COPY, 1, 10**9)).seconds == pytest.approx(2 * 2 * 1e-3)
+
+
+PARTS = LayerSpec(
+    key="parts",
+    kind=LayerKind.BLOCK,
+    parameters=(),
+    kernels=(
+        Exchange("x", "tp", CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, 10**9),
+        Gemm("a", 2048, 4096, 8192),
+        Pointwise("b", 10**8, 10**8),
+        Attention(32, 8, 128, 2048, causal=False, num_keys=8192),
+    ),
+    saved=(),
+    output_elements=0,
+)
+GEMM_S = 2 * 2048 * 4096 * 8192 / 1e14
+POINTWISE_S = 2 * 10**8 * 2 / 1e12
+ATTENTION_S = 4 * 2048 * 8192 * 128 * 32 / 0.6e14
+
+
+@pytest.mark.parametrize(
+    ("phase", "kernels", "seconds"),
+    [
+        (Phase.FORWARD, None, GEMM_S + POINTWISE_S + ATTENTION_S),
+        (Phase.FORWARD, (0,), 0.0),
+        (Phase.FORWARD, (0, 1), GEMM_S),
+        (Phase.RECOMPUTE, (2, 3), POINTWISE_S + ATTENTION_S),
+        (Phase.BACKWARD, (1,), 2 * GEMM_S),
+        (Phase.BACKWARD, (3,), 2.5 * ATTENTION_S),
+    ],
+)
+def test_parts_of_a_layer_cost_their_kernels(phase: Phase, kernels: tuple[int, ...] | None, seconds: float) -> None:
+    """Exchanges are messages, priced elsewhere."""
+    assert RATES.price(LayerWork(PARTS, phase, 1, 0, kernels)).seconds == pytest.approx(seconds)

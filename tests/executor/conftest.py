@@ -11,13 +11,12 @@ import pytest
 
 from executor.run import run_job
 from simplan.program.action import Action, format_table
-from simplan.program.complete import complete_table
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
-from simplan.program.schedules import SCHEDULES
+from simplan.program.table import plan_table
+from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
@@ -44,22 +43,24 @@ def _model(family: str = "gpt", **fields: Any) -> ModelSpec:
 
 def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec | None = None, **fields: Any) -> Job:
     model = _model() if model is None else model
-    plan: dict[str, Any] = {"pp": pp, "dp_replicate": dp, "schedule": schedule, "microbatch_size": MICROBATCH_SIZE}
-    table = complete_table(SCHEDULES[schedule](pp, NUM_MICROBATCHES))
-    num_layers = len(model.layers)
+    plan = ParallelPlan(
+        **{
+            "pp": pp,
+            "dp_replicate": dp,
+            "schedule": schedule,
+            "microbatch_size": MICROBATCH_SIZE,
+            **fields.pop("plan", {}),
+        }
+    )
+    num_layers, num_stages = len(model.layers), plan.num_stages
     values: dict[str, Any] = {
         "name": "test",
         "model": model,
-        "training": TrainingSpec(global_batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE * dp, precision="fp32"),
-        "plan": ParallelPlan(**{**plan, **fields.pop("plan", {})}),
-        "software": SoftwareSpec(
-            id="torch",
-            state_bytes={"fp32": StateBytes(parameter=4, gradient=4, activation=4, boundary=4)},
-            bucket_bytes=25 * 2**20,
-            first_bucket_bytes=2**20,
-        ),
-        "boundaries": tuple(round(stage * num_layers / pp) for stage in range(pp + 1)),
-        "table": tuple(tuple(row) for row in format_table(table)),
+        "training": TrainingSpec(global_batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE * plan.dp, precision="fp32"),
+        "plan": plan,
+        "software": catalogue.software("torch"),
+        "boundaries": tuple(round(stage * num_layers / num_stages) for stage in range(num_stages + 1)),
+        "table": tuple(tuple(row) for row in format_table(plan_table(plan, NUM_MICROBATCHES))),
         "num_steps": 2,
         "num_warmup_steps": 1,
         "device": "cpu",
@@ -97,6 +98,15 @@ class Run:
 CASES: dict[str, Callable[[], Job]] = {
     "one-device-gpt-tied": lambda: _job(dtype="fp64"),
     "ddp2-gpt-tied": lambda: _job(dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
+    "ddp2-every-microbatch-llama": lambda: _job(
+        dp=2, model=_model("llama"), plan={"bucket_bytes": 40_000, "grad_sync": "microbatch"}, dtype="fp64"
+    ),
+    "zero1-2-gpt-tied": lambda: _job(plan={"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}, dtype="fp64"),
+    "zero3-2-llama": lambda: _job(model=_model("llama", vocab_size=96), plan={"dp_shard": 2}, dtype="fp64"),
+    "zero3-2-gpt-tied": lambda: _job(plan={"dp_shard": 2}, dtype="fp64"),
+    "zero2-2-every-microbatch-llama": lambda: _job(
+        model=_model("llama"), plan={"dp_shard": 2, "zero_stage": 2, "grad_sync": "microbatch"}, dtype="fp64"
+    ),
     "naive-pp2-llama": lambda: _job("naive", pp=2, model=_model("llama"), dtype="fp64"),
     "gpipe-pp2-llama-tied": lambda: _job("gpipe", pp=2, model=_model("llama", tied_embeddings=True), dtype="fp64"),
     "1f1b-pp2-gpt-tied": lambda: _job("1f1b", pp=2, dtype="fp64"),
@@ -104,6 +114,38 @@ CASES: dict[str, Callable[[], Job]] = {
         "gpipe", pp=2, dp=2, model=_model("llama"), plan={"bucket_bytes": 40_000}, dtype="fp64"
     ),
     "1f1b-pp2-ddp2-gpt-tied": lambda: _job("1f1b", pp=2, dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
+    "interleaved-pp2-v2-llama": lambda: _job(
+        "interleaved_1f1b", pp=2, model=_model("llama"), plan={"virtual_stages": 2}, dtype="fp64"
+    ),
+    "interleaved-pp2-v2-gpt-tied": lambda: _job(
+        "interleaved_1f1b", pp=2, model=_model(num_hidden_layers=3), plan={"virtual_stages": 2}, dtype="fp64"
+    ),
+    "1f1b-pp2-zero3-2-llama": lambda: _job("1f1b", pp=2, model=_model("llama"), plan={"dp_shard": 2}, dtype="fp64"),
+    "interleaved-pp2-v2-zero2-2-llama": lambda: _job(
+        "interleaved_1f1b",
+        pp=2,
+        model=_model("llama", num_hidden_layers=3),
+        plan={"virtual_stages": 2, "dp_shard": 2, "zero_stage": 2},
+        dtype="fp64",
+    ),
+    "tp2-zero3-2-gpt-tied": lambda: _job(model=_model(vocab_size=96), plan={"tp": 2, "dp_shard": 2}, dtype="fp64"),
+    "tp2-1f1b-pp2-gpt-tied-recompute": lambda: _job(
+        "1f1b",
+        pp=2,
+        model=_model(vocab_size=96),
+        plan={"tp": 2, "recompute": "full"},
+        dtype="fp64",
+    ),
+    "cp2-zero3-2-llama": lambda: _job(
+        model=_model("llama"), plan={"cp": 2, "cp_comm": "all_gather", "dp_shard": 2}, dtype="fp64"
+    ),
+    "cp2-ddp2-gpt-tied": lambda: _job(dp=2, plan={"cp": 2, "cp_comm": "a2a", "bucket_bytes": 40_000}, dtype="fp64"),
+    "hsdp-2x2-gpt-tied": lambda: _job(plan={"dp_replicate": 2, "dp_shard": 2}, dtype="fp64"),
+    "hsdp-zero1-2x2-llama": lambda: _job(
+        model=_model("llama"),
+        plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
+        dtype="fp64",
+    ),
 }
 
 

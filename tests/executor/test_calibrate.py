@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from executor.calibrate import calibrate
+from executor.layer_timing import time_layers
 from executor.link_timing import group_sizes
 from executor.timing import sample_of
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
 from simplan.errors import SpecError
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
+from simplan.spec.shard import Shard
 
 MODEL = ModelSpec(
     family="llama",
@@ -30,22 +34,36 @@ MODEL = ModelSpec(
 
 def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
     told: list[tuple[int, str]] = []
-    shape = ShapeRequest(model=MODEL, microbatch_size=2)
-    request = CalibrationRequest(shapes=(shape,), num_ranks=2, budget_s=1.0)
+    halves = Shard(tp=2, sequence_parallel=True)
+    request = CalibrationRequest(
+        shapes=(
+            ShapeRequest(model=MODEL, microbatch_size=2),
+            ShapeRequest(model=MODEL, microbatch_size=2, shard=halves),
+        ),
+        num_ranks=2,
+        budget_s=2.0,
+        communication=tuple(CollectiveKind),
+    )
     found = calibrate(request, lambda done, of, what: told.append((done, what)))
-    assert {timing.key for timing in found.layers} == {layer.key for layer in MODEL.layers}
+    keys = {layer.key for shard in (Shard(), halves) for layer in MODEL.layers_of(shard)}
+    assert len(keys) == 6
+    assert {timing.key for timing in found.layers} == keys
     for timing in found.layers:
         assert 0 < timing.forward_s.low_s <= timing.forward_s.high_s
         assert timing.forward_s.low_s <= timing.forward_s.mean_s
         assert timing.backward_s.mean_s > 0
         assert timing.optimizer_s.mean_s > 0
-    assert {t.kind for t in found.communication} == {"all_reduce", "send"}
+        assert timing.copy_s.mean_s > 0
+    sizes = {4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20}
+    assert {(t.kind, t.num_ranks, t.num_bytes) for t in found.communication} == {
+        (kind, 2, num_bytes) for kind in CollectiveKind for num_bytes in sizes
+    }
     assert all(t.seconds.mean_s > 0 for t in found.communication)
     assert found.matmuls
     # a process that has imported torch and trained takes hundreds of MB, and less than the machine
     assert 100e6 < found.context_bytes < found.memory_bytes
     cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
-    assert cost.covers([layer.key for layer in MODEL.layers], 2)
+    assert cost.covers(keys, 2, tuple(CollectiveKind))
     layers_told = [done for done, what in told if "layers" in what]
     assert len(layers_told) > 1
     assert layers_told == sorted(set(layers_told))
@@ -60,6 +78,9 @@ def test_a_request_that_this_machine_cannot_serve_is_refused() -> None:
     shape = ShapeRequest(model=MODEL, microbatch_size=2, dtype="tf32")
     with pytest.raises(SpecError, match=r"^shapes.0.dtype = tf32: needs CUDA devices; use fp32"):
         calibrate(CalibrationRequest(shapes=(shape,), num_ranks=1))
+    shape = ShapeRequest(model=MODEL, microbatch_size=2, shard=Shard(cp=2))
+    with pytest.raises(SpecError, match=r"^shapes.0.shard.cp_comm = ring: cannot be timed: .*; use all_gather or a2a"):
+        calibrate(CalibrationRequest(shapes=(shape,), num_ranks=1))
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [2]), (3, [3]), (4, [2, 4]), (6, [2, 3, 6])])
@@ -73,6 +94,29 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("family", "shard", "precisions"),
+    [
+        ("gpt", Shard(tp=2), ["fp32"]),
+        ("llama", Shard(cp=2, cp_comm="all_gather"), ["fp32"]),
+        ("llama", Shard(tp=2, sequence_parallel=True, cp=2, cp_comm="a2a"), ["fp32", "bf16"]),
+    ],
+)
+def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard, precisions: list[str]) -> None:
+    """Without anybody to exchange anything with."""
+    model = MODEL.model_copy(update={"family": family})
+    keys = [model.layers_of(shard)[index].key for index in (0, 1, -1)]
+    for dtype, mixed in itertools.product(precisions, ("autocast", "cast")):
+        shape = ShapeRequest.model_validate(
+            {"model": model, "shard": shard, "microbatch_size": 2, "dtype": dtype, "mixed": mixed}
+        )
+        timings = time_layers(shape, 1, torch.device("cpu"), lambda done: done < 1)
+        told = mixed if dtype == "bf16" else "autocast"  # in fp32 there is one way only
+        assert [(t.key, t.dtype, t.mixed) for t in timings] == [(key, dtype, told) for key in keys]
+        assert all(min(t.forward_s.low_s, t.backward_s.low_s, t.copy_s.low_s) > 0 for t in timings)
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from executor.data import make_batch
-from executor.model import build_stage, cross_entropy
+from executor.loss import cross_entropy
+from executor.model import build_stage, own_weights
+from executor.parallel import Parallel, Peers
+from executor.run import run_job
 from simplan.program.job import Job
+from simplan.spec.plan import RankMapping
+from simplan.spec.training import TrainingSpec
 
 RELATIVE = 1e-9
 
@@ -46,6 +52,12 @@ def largest_relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> fl
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
+def own_part(job: Job, rank: int, name: str, whole: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """What a tensor-parallel rank has of a gradient."""
+    parallel = Parallel(job.plan.shard, tp=Peers(job.plan.tp, RankMapping.of(job.plan).place(rank).tp))
+    return own_weights(whole, name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
+
+
 def test_losses_and_gradients_equal_one_process(finished_run: Any) -> None:
     job = finished_run.job
     num_steps = job.num_warmup_steps + job.num_steps
@@ -58,6 +70,48 @@ def test_losses_and_gradients_equal_one_process(finished_run: Any) -> None:
             for name, found in torch.load(file).items():
                 # Of a tied weight on two stages, the head's copy is the embedding's tensor.
                 name = name if name in wanted else "layers.0.wte.weight"
-                assert largest_relative_difference(found, wanted[name]) < RELATIVE, (step, rank, name)
+                expected = own_part(job, rank, name, wanted[name], found)
+                assert largest_relative_difference(found, expected) < RELATIVE, (step, rank, name)
                 seen.add(name)
         assert seen == set(wanted)
+
+
+MIXED = {
+    "ddp": ({"dp_replicate": 2, "bucket_bytes": 40_000}, "gpt", {"all_reduce": 4}),
+    "fsdp": ({"dp_shard": 2}, "llama", {"all_gather": 2, "reduce_scatter": 4}),
+    "pipeline": ({"pp": 2}, "gpt", {"send": 4, "recv": 4, "all_reduce": 4}),
+    "pipeline of fsdp": ({"pp": 2, "dp_shard": 2}, "llama", {"all_gather": 2, "send": 2, "reduce_scatter": 4}),
+}
+"""Plan, family, and bytes an element of some messages."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("of" in n)) for n in MIXED])
+def test_bf16_is_close_to_one_process(name: str, tmp_path: Path, make_job: Any, make_model: Any) -> None:
+    """Gradients that are averaged, and what FSDP or a stage hands on, have the widths of mixed precision."""
+    plan, family, widths = MIXED[name]
+    model = make_model(family, vocab_size=96)
+    batch = 8 * plan.get("dp_replicate", 1) * plan.get("dp_shard", 1)
+    training = TrainingSpec(global_batch_size=batch, precision="bf16")
+    schedule = "1f1b" if "pp" in plan else "none"
+    job = make_job(schedule, model=model, plan=plan, training=training, dtype="bf16")
+    measurement = run_job(job, tmp_path)
+    losses, _ = one_process(job, 3)
+    assert measurement.losses == pytest.approx(losses, rel=2e-3)
+    assert measurement.losses != pytest.approx(losses, rel=1e-7)
+    assignment = job.assignment
+    for rank in measurement.ranks:
+        stage = RankMapping.of(job.plan).place(rank.rank).pp
+        stage_elements = sum(model.layers[i].num_parameters for i in assignment.layer_range(stage))
+        if model.tied_embeddings and job.plan.pp == 1:
+            stage_elements -= model.vocab_size * model.hidden_size
+        for kind, width in widths.items():
+            found = [c.num_bytes for c in rank.collectives if c.kind == kind]
+            hidden = job.plan.microbatch_size * model.seq_len * model.hidden_size
+            if kind in ("send", "recv"):
+                assert set(found) == {width * hidden}
+            elif kind == "all_reduce" and job.plan.pp > 1:
+                assert found == [width * model.vocab_size * model.hidden_size]
+            elif kind != "all_gather" or job.plan.pp > 1:
+                assert sum(found) == width * stage_elements
+            else:
+                assert max(found) == width * max(layer.num_parameters for layer in model.layers)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from executor.run import run_job
-from simplan.predict import build_program, predict
-from simplan.program.action import ActionKind, format_table
+from simplan.predict import predict
+from simplan.program.action import format_table
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
-from simplan.program.program import Message, Op
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.spec.training import Precision, TrainingSpec
 from simplan.units import KIB
 from simplan.validate.compare import compare
+from simplan.validate.structure import Issued, issued_as_predicted, predicted_messages, ran_as_predicted
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
 LLAMA = ModelSpec(
@@ -30,24 +31,30 @@ LLAMA = ModelSpec(
     vocab_size=1500,
     seq_len=16,
 )
-CASES = {
-    "ddp with torch's own buckets, tied": (GPT, ParallelPlan(dp_replicate=2), 4),
-    "ddp with small buckets": (LLAMA, ParallelPlan(dp_replicate=2, bucket_bytes=300 * KIB), 2),
-    "gpipe": (LLAMA, ParallelPlan(pp=2, schedule="gpipe"), 4),
-    "naive, tied": (GPT, ParallelPlan(pp=2, schedule="naive"), 2),
-    "1f1b x ddp, tied": (GPT, ParallelPlan(pp=2, dp_replicate=2, bucket_bytes=300 * KIB), 8),
-    "1f1b x ddp with torch's own buckets": (LLAMA, ParallelPlan(pp=2, dp_replicate=2), 4),
+CASES: dict[str, tuple[ModelSpec, ParallelPlan, int, Precision]] = {
+    "ddp with torch's own buckets, tied": (GPT, ParallelPlan(dp_replicate=2), 4, "fp32"),
+    "ddp in bf16": (LLAMA, ParallelPlan(dp_replicate=2, bucket_bytes=300 * KIB), 2, "bf16"),
+    "zero-1 with torch's own buckets": (GPT, ParallelPlan(dp_shard=2, zero_stage=1), 4, "fp32"),
+    "fsdp in bf16": (LLAMA, ParallelPlan(dp_shard=2), 4, "bf16"),
+    "1f1b x ddp with torch's own buckets": (LLAMA, ParallelPlan(pp=2, dp_replicate=2), 4, "fp32"),
+    "1f1b x fsdp in bf16": (LLAMA, ParallelPlan(pp=2, dp_shard=2), 4, "bf16"),
+    "hsdp in bf16": (GPT, ParallelPlan(dp_replicate=2, dp_shard=2), 4, "bf16"),
+    "tp x fsdp in bf16": (LLAMA, ParallelPlan(tp=2, dp_shard=2), 4, "bf16"),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def of_ranks(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.slow] if CASES[name][1].num_devices > 2 else [])
+
+
+@pytest.mark.parametrize("name", [of_ranks(name) for name in CASES])
 def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
-    model, plan, batch = CASES[name]
+    model, plan, batch, precision = CASES[name]
     prediction = predict(
         name,
         model,
         catalogue.cluster("dgx-a100-80gb", num_devices=plan.num_devices),
-        TrainingSpec(global_batch_size=batch, precision="fp32"),
+        TrainingSpec(global_batch_size=batch, precision=precision),
         plan,
         catalogue.software("torch"),
     )
@@ -61,26 +68,27 @@ def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
         table=tuple(tuple(row) for row in format_table(prediction.table)),
         num_steps=1,
         num_warmup_steps=2,
+        dtype="bf16" if precision == "bf16" else "fp32",
         device="cpu",
         profile_memory=False,
     )
     measurement = run_job(job, tmp_path)
     assert compare(prediction.to_json(), measurement).structure_equal
-    program = build_program(prediction, level=2)
-    for rank in program.ranks:
-        predicted = [_issued(op) for op in (program.ops[i] for i in program.by_rank[rank]) if _is_message(op)]
-        assert _recorded(measurement, rank) == predicted
+    for rank, predicted in predicted_messages(job).items():
+        assert issued(measurement, rank) == predicted
+    assert issued_as_predicted(measurement)
 
 
-def _is_message(op: Op) -> bool:
-    return isinstance(op.work, Message)
+def test_every_strategy_issues_what_is_predicted(finished_run: Any) -> None:
+    """These runs are in float64: as the same job in float32 with buckets of half the bytes, everything twice as wide."""
+    job = finished_run.job
+    assert ran_as_predicted(finished_run.measurement)
+    half = None if job.plan.bucket_bytes is None else job.plan.bucket_bytes // 2
+    narrow = job.model_copy(update={"plan": job.plan.model_copy(update={"bucket_bytes": half})})
+    for rank, predicted in predicted_messages(narrow).items():
+        wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
+        assert issued(finished_run.measurement, rank) == wide
 
 
-def _issued(op: Op) -> tuple[str, tuple[int, ...], int, str]:
-    assert isinstance(op.work, Message)
-    receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
-    return "recv" if receives else op.work.kind, op.work.ranks, op.work.num_bytes, str(op.action)
-
-
-def _recorded(measurement: Measurement, rank: int) -> list[tuple[str, tuple[int, ...], int, str]]:
+def issued(measurement: Measurement, rank: int) -> list[Issued]:
     return [(c.kind, c.ranks, c.num_bytes, c.action) for c in measurement.ranks[rank].collectives]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from simplan.program.action import ActionKind
-from simplan.spec.plan import RankMapping
+from simplan.program.measurement import MeasuredCollective, RankMeasurement
+from simplan.spec.plan import Place, RankMapping
 
 MESSAGES = {
     ActionKind.SEND_F: ("send", 1),
@@ -15,24 +16,43 @@ MESSAGES = {
     ActionKind.SEND_B: ("send", -1),
     ActionKind.RECV_B: ("recv", 1),
 }
+UNTIMED = (*MESSAGES, ActionKind.UNSHARD, ActionKind.RESHARD)
 
 
-def place(run: Any, rank: int) -> tuple[int, int]:
-    return RankMapping(run.job.plan.pp, run.job.plan.dp).place(rank)
+def place(run: Any, rank: int) -> Place:
+    return RankMapping.of(run.job.plan).place(rank)
+
+
+def row_of(run: Any, rank: int) -> Any:
+    return run.rows()[place(run, rank).pp]
+
+
+def messages_of(rank: RankMeasurement) -> list[MeasuredCollective]:
+    return [c for c in rank.collectives if c.kind in ("send", "recv")]
+
+
+def collectives_of(rank: RankMeasurement, *kinds: str) -> list[MeasuredCollective]:
+    return [c for c in rank.collectives if c.kind not in ("send", "recv") and (not kinds or c.kind in kinds)]
+
+
+def data_parallel(run: Any, rank: RankMeasurement, *kinds: str) -> list[MeasuredCollective]:
+    """Without what the layers of tensor- and context-parallel ranks exchange."""
+    mapping = RankMapping.of(run.job.plan)
+    inside = {mapping.tp_group(rank.rank), mapping.cp_group(rank.rank)}
+    return [c for c in collectives_of(rank, *kinds) if c.ranks not in inside]
 
 
 def test_actions_ran_in_the_order_of_the_table(finished_run: Any) -> None:
     for rank in finished_run.measurement.ranks:
-        row = finished_run.rows()[place(finished_run, rank.rank)[0]]
-        wanted = [str(action) for action in row if action.kind not in MESSAGES]
+        wanted = [str(action) for action in row_of(finished_run, rank.rank) if action.kind not in UNTIMED]
         assert [span.action for span in rank.actions] == wanted
 
 
 def test_actions_and_messages_were_issued_in_the_order_of_the_table(finished_run: Any) -> None:
     for rank in finished_run.measurement.ranks:
         events = [(span.start_s, span.action) for span in rank.actions]
-        events += [(c.start_s, c.action) for c in rank.collectives if c.kind != "all_reduce"]
-        row = finished_run.rows()[place(finished_run, rank.rank)[0]]
+        events += [(c.start_s, c.action) for c in messages_of(rank)]
+        row = [action for action in row_of(finished_run, rank.rank) if action.kind not in UNTIMED[4:]]
         assert [action for _, action in sorted(events)] == [str(action) for action in row]
 
 
@@ -46,39 +66,87 @@ def test_spans_do_not_overlap_and_lie_in_the_step(finished_run: Any) -> None:
 
 def test_messages_are_those_of_the_table(finished_run: Any) -> None:
     job = finished_run.job
-    boundary_bytes = job.plan.microbatch_size * job.model.layers[0].output_elements * 8
-    mapping = RankMapping(job.plan.pp, job.plan.dp)
+    boundary_bytes = job.plan.microbatch_size * job.model.layers_of(job.plan.shard)[0].output_elements * 8
+    mapping = RankMapping.of(job.plan)
     for rank in finished_run.measurement.ranks:
-        stage, replica = place(finished_run, rank.rank)
+        here = place(finished_run, rank.rank)
         wanted = []
-        for action in finished_run.rows()[stage]:
+        for action in row_of(finished_run, rank.rank):
             if action.kind in MESSAGES:
                 kind, step = MESSAGES[action.kind]
-                ends = (rank.rank, mapping.rank(stage + step, replica))
+                peer = mapping.rank(here._replace(pp=(action.stage + step) % job.plan.pp))
+                ends = (rank.rank, peer)
                 wanted.append((kind, str(action), ends if kind == "send" else ends[::-1], boundary_bytes))
-        found = [(c.kind, c.action, c.ranks, c.num_bytes) for c in rank.collectives if c.kind != "all_reduce"]
-        assert found == wanted
+        found = messages_of(rank)
+        assert [(c.kind, c.action, c.ranks, c.num_bytes) for c in found] == wanted
         assert all(c.end_s is not None and c.end_s >= c.start_s for c in rank.collectives)
 
 
-def test_all_reduces_are_those_torch_saw(finished_run: Any) -> None:
-    """Bytes and order of DDP's buckets and of the tied gradient, against torch.profiler's record of the same step."""
+def test_collectives_are_those_torch_saw(finished_run: Any) -> None:
+    """Kind, bytes and order against torch.profiler's record of the same step."""
     for rank in finished_run.measurement.ranks:
-        elements = torch.load(finished_run.out_dir / f"collectives.rank{rank.rank}.pt")
-        assert [c.num_bytes for c in rank.collectives if c.kind == "all_reduce"] == [8 * n for n in elements]
+        calls = torch.load(finished_run.out_dir / f"collectives.rank{rank.rank}.pt")
+        found = [(c.kind, c.num_bytes) for c in collectives_of(rank)]
+        assert found == [(kind, 8 * elements) for kind, elements in calls]
 
 
-def test_groups_and_actions_of_all_reduces(finished_run: Any) -> None:
+def test_groups_and_actions_of_whole_gradients(finished_run: Any) -> None:
+    """Buckets overlap the last backward; tied gradients are summed before the update, updates handed out after."""
     job = finished_run.job
-    mapping = RankMapping(job.plan.pp, job.plan.dp)
+    if job.plan.shards_parameters:
+        return
+    mapping = RankMapping.of(job.plan)
     for rank in finished_run.measurement.ranks:
-        stage, replica = place(finished_run, rank.rank)
-        reduces = [c for c in rank.collectives if c.kind == "all_reduce"]
-        in_optim = [c for c in reduces if c.action == f"{stage}OPTIM"]
+        optim = str(row_of(finished_run, rank.rank)[-1])
+        reduces = data_parallel(finished_run, rank, "all_reduce")
+        in_optim = [c for c in reduces if c.action == optim]
+        pipeline = mapping.pp_group(rank.rank)
         tied_over_stages = job.model.tied_embeddings and job.plan.pp > 1
-        assert [c.ranks for c in in_optim] == [mapping.pp_group(replica)] * tied_over_stages
+        assert [c.ranks for c in in_optim] == [(pipeline[0], pipeline[-1])] * tied_over_stages
         buckets = [c for c in reduces if c not in in_optim]
-        assert {c.ranks for c in buckets} == ({mapping.dp_group(stage)} if job.plan.dp > 1 else set())
-        assert {c.action for c in buckets} <= {f"{stage}B3"}
-        if job.plan.dp > 1:
-            assert len(buckets) > 1
+        group = mapping.dp_group(rank.rank)
+        assert {c.ranks for c in buckets} == ({group} if len(group) > 1 else set())
+        stage = place(finished_run, rank.rank).pp
+        synchronized = range(4) if job.plan.grad_sync == "microbatch" else [3]
+        wanted = {f"{stage}B{microbatch}" for microbatch in synchronized} if len(group) > 1 else set()
+        assert {c.action for c in buckets} == wanted
+        assert len(buckets) > len(wanted) or len(group) == 1
+        shard_group = mapping.shard_group(rank.rank)
+        broadcasts = [(c.action, c.ranks[0], set(c.ranks)) for c in data_parallel(finished_run, rank, "broadcast")]
+        owners = shard_group if job.plan.shards_optimizer_only else ()
+        assert broadcasts == [(optim, owner, set(shard_group)) for owner in owners]
+
+
+def test_groups_and_actions_of_sharded_parameters(finished_run: Any) -> None:
+    """Every unit is gathered once, or once more where it was resharded, and reduced once per synchronization."""
+    job = finished_run.job
+    plan = job.plan
+    if not plan.shards_parameters:
+        return
+    mapping = RankMapping.of(plan)
+    for rank in finished_run.measurement.ranks:
+        row = row_of(finished_run, rank.rank)
+        gathers = data_parallel(finished_run, rank, "all_gather")
+        scatters = data_parallel(finished_run, rank, "reduce_scatter")
+        reduces = data_parallel(finished_run, rank, "all_reduce")
+        assert {c.ranks for c in gathers + scatters} == {mapping.shard_group(rank.rank)}
+        replicas = mapping.replicate_group(rank.rank)
+        assert [c.ranks for c in reduces] == [replicas] * (len(scatters) if plan.dp_replicate > 1 else 0)
+        # everything is float64, so a unit is reduced in a buffer as large as the one it is gathered into
+        assert {c.num_bytes for c in gathers} == {c.num_bytes for c in scatters}
+        shards = [c.num_bytes // len(mapping.shard_group(rank.rank)) for c in scatters]
+        assert [c.num_bytes for c in reduces] == (shards if plan.dp_replicate > 1 else [])
+        if plan.pp > 1:
+            unshards = [str(action) for action in row if action.kind is ActionKind.UNSHARD]
+            assert list(dict.fromkeys(c.action for c in gathers)) == unshards
+            assert {c.action for c in scatters} == {str(a) for a in row if a.kind is ActionKind.REDUCE_GRAD}
+            continue
+        num_units = len(job.model.layers) - job.model.tied_embeddings
+        resharded = plan.zero_stage == 3 and plan.reshard_after_forward
+        for microbatch in range(4):
+            forward = [c for c in gathers if c.action == f"0F{microbatch}"]
+            backward = [c for c in gathers if c.action == f"0B{microbatch}"]
+            assert len(forward) == num_units
+            assert len(backward) == (num_units - 1) * resharded
+        synchronized = range(4) if plan.grad_sync == "microbatch" else [3]
+        assert [c.action for c in scatters] == [f"0B{m}" for m in synchronized for _ in range(num_units)]

@@ -42,16 +42,29 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 def makespan_s(compute: Table, duration_s: Callable[[Action], float], send_s: float = 0.0) -> float:
     """End of the last action by the recursion end(a) = duration + max(end of its inputs + send, end before it)."""
+    rank_of = {action.stage: rank for rank, row in enumerate(compute) for action in row}
     ends: dict[Action, float] = {}
-    before = {row[i]: row[i - 1] if i else None for row in compute for i in range(len(row))}
+    rows = [list(reversed(row)) for row in compute]
+    while any(rows):
+        before = len(ends)
+        for rank, row in enumerate(rows):
+            free_s = max((ends[action] for action in compute[rank][: len(compute[rank]) - len(row)][-1:]), default=0.0)
+            while row and all(need in ends for need in needs(row[-1], len(rank_of))):
+                action = row.pop()
+                inputs = needs(action, len(rank_of))
+                arrivals = [ends[need] + (send_s if rank_of[need.stage] != rank else 0.0) for need in inputs]
+                ends[action] = free_s = max([free_s, *arrivals]) + duration_s(action)
+        assert len(ends) > before, "the actions wait for each other"
+    return max(ends.values())
 
-    def end(action: Action) -> float:
-        if action not in ends:
-            previous = before[action]
-            start = end(previous) if previous is not None else 0.0
-            for need in needs(action, len(compute)):
-                start = max(start, end(need) + (send_s if need.stage != action.stage else 0.0))
-            ends[action] = start + duration_s(action)
-        return ends[action]
 
-    return max(end(action) for row in compute for action in row)
+def most_in_flight(table: Table) -> list[int]:
+    """By rank, most stage inputs between their forward and the end of their backward."""
+    most = []
+    for row in table:
+        alive = peak = 0
+        for action in row:
+            alive += {F: 1, B: -1}.get(action.kind, 0)
+            peak = max(peak, alive)
+        most.append(peak)
+    return most

@@ -10,7 +10,7 @@ from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table, parse_table
 from simplan.program.check import check_table
 from simplan.program.complete import complete_table
-from simplan.program.schedules import gpipe, one_f_one_b
+from simplan.program.schedules import PipelineShape, gpipe, one_f_one_b
 from tests.program.tables import compute_tables
 
 FIRST = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0OPTIM"
@@ -40,11 +40,29 @@ def test_the_table_the_others_are_made_from_is_right() -> None:
         (FIRST, LAST.replace("1F0 1B0", "1B0 1F0"), "1B0 comes before 1F0"),
         (FIRST.replace("0B1 0REDUCE_GRAD", "0REDUCE_GRAD 0B1"), LAST, "0REDUCE_GRAD comes before 0B1"),
         (FIRST.replace("0REDUCE_GRAD 0OPTIM", "0OPTIM 0REDUCE_GRAD"), LAST, "0OPTIM is not the last action"),
+        (f"7UNSHARD {FIRST}", LAST, "action 7UNSHARD does not belong"),
+        (f"0UNSHARD {FIRST}", LAST, "rank 0: stage 0 has no RESHARD after its last UNSHARD"),
+        (f"0UNSHARD 0UNSHARD {FIRST}", LAST, "0UNSHARD comes twice without a RESHARD between"),
+        (f"0UNSHARD 0RESHARD {FIRST}", LAST, "0RESHARD without an UNSHARD and a computation before it"),
+        (f"0RESHARD {FIRST}", LAST, "0RESHARD without an UNSHARD and a computation before it"),
+        (FIRST.replace("0F1", "0UNSHARD 0F1 0RESHARD"), LAST, "0F0 is outside of an UNSHARD and a RESHARD"),
     ],
 )
 def test_violations_are_named(first: str, last: str, message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         check_table(table(first, last), 2, 2)
+
+
+def test_a_stage_may_be_gathered_several_times() -> None:
+    check_table(
+        table(
+            last=LAST.replace("1F0 1B0", "1UNSHARD 1F0 1B0 1RESHARD")
+            .replace("1F1", "1UNSHARD 1F1")
+            .replace("1REDUCE_GRAD", "1REDUCE_GRAD 1RESHARD")
+        ),
+        2,
+        2,
+    )
 
 
 def test_messages_of_two_ranks_in_different_order_deadlock() -> None:
@@ -56,7 +74,10 @@ def test_messages_of_two_ranks_in_different_order_deadlock() -> None:
 
 def test_actions_in_a_circle_are_refused_on_completion() -> None:
     f, b = ActionKind.FORWARD, ActionKind.BACKWARD
-    rows = ((Action(0, f, 0), Action(0, b, 0), Action(0, f, 1), Action(0, b, 1)), one_f_one_b(2, 2)[1][::-1])
+    rows = (
+        (Action(0, f, 0), Action(0, b, 0), Action(0, f, 1), Action(0, b, 1)),
+        one_f_one_b(PipelineShape(2, 2))[1][::-1],
+    )
     with pytest.raises(ProgramError, match="wait for each other or for actions that never come: rank 0 at 0B0"):
         complete_table(rows)
 
@@ -94,4 +115,4 @@ def test_the_check_agrees_with_torch_on_shuffled_tables(compute: Table, random: 
 
 
 def test_large_tables_are_checked() -> None:
-    check_table(complete_table(gpipe(16, 128)), 16, 128)
+    check_table(complete_table(gpipe(PipelineShape(16, 128))), 16, 128)

@@ -10,7 +10,8 @@ from simplan.errors import NotModelledError, ProgramError
 from simplan.program.action import Table, parse_table
 from simplan.program.complete import complete_table
 from simplan.program.executable import check_executable
-from simplan.program.schedules import gpipe, naive, one_f_one_b
+from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
+from simplan.program.table import plan_table
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec, StateBytes
 
@@ -35,15 +36,36 @@ ONE_RANK = "0F0 0B0 0F1 0B1 0REDUCE_GRAD 0OPTIM"
 @pytest.mark.parametrize(
     ("compute", "plan"),
     [
-        (naive(1, 4), {}),
-        (naive(1, 4), {"dp_replicate": 2}),
-        (naive(2, 4), {"pp": 2}),
-        (gpipe(4, 8), {"pp": 4}),
-        (one_f_one_b(4, 8), {"pp": 4, "dp_replicate": 2}),
+        (naive(PipelineShape(1, 4)), {}),
+        (naive(PipelineShape(1, 4)), {"dp_replicate": 2}),
+        (naive(PipelineShape(2, 4)), {"pp": 2}),
+        (gpipe(PipelineShape(4, 8)), {"pp": 4}),
+        (one_f_one_b(PipelineShape(4, 8)), {"pp": 4, "dp_replicate": 2}),
+        (interleaved_1f1b(PipelineShape(2, 4, 2)), {"pp": 2, "virtual_stages": 2}),
+        (naive(PipelineShape(1, 4)), {"dp_shard": 2}),
+        (naive(PipelineShape(1, 4)), {"dp_shard": 2, "zero_stage": 1, "grad_sync": "microbatch"}),
+        (gpipe(PipelineShape(1, 4)), {"dp_shard": 2}),
+        (gpipe(PipelineShape(1, 4)), {"cp": 2, "zero_stage": 2}),
     ],
 )
 def test_tables_of_the_schedules_are_executable(compute: Table, plan: dict[str, Any]) -> None:
     check_executable(complete_table(compute), ParallelPlan(**plan), software())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "dp_shard": 2, "virtual_stages": 4},
+        {"pp": 2, "dp_shard": 2, "virtual_stages": 4, "zero_stage": 2},
+        {"pp": 2, "dp_shard": 2, "zero_stage": 1},
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "virtual_stages": 2},
+        {"pp": 2, "tp": 2, "virtual_stages": 2},
+    ],
+)
+def test_tables_of_plans_are_executable(plan: dict[str, Any]) -> None:
+    made = ParallelPlan(**plan)
+    check_executable(plan_table(made, 4), made, software())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +86,7 @@ def test_tables_of_the_schedules_are_executable(compute: Table, plan: dict[str, 
             "the last stage must run forwards in order of microbatches",
         ),
         (
-            complete_table(table("0F0 0B0", "1F0 1I0 1W0")),
+            complete_table(table("0F0 0B0", "1F0 1I0 1W0"), unshard="window"),
             {"pp": 2, "dp_shard": 2},
             "action 1I0: a split backward needs plan.reshard_after_forward = false",
         ),
@@ -72,6 +94,31 @@ def test_tables_of_the_schedules_are_executable(compute: Table, plan: dict[str, 
             complete_table(table("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")),
             {"pp": 2, "dp_replicate": 2, "virtual_stages": 2},
             "rank 0 has stages [0, 2]",
+        ),
+        (
+            complete_table(table("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")),
+            {"pp": 2, "cp": 2, "virtual_stages": 2, "zero_stage": 1},
+            "rank 0 has stages [0, 2]",
+        ),
+        (
+            complete_table(gpipe(PipelineShape(1, 2))),
+            {"dp_replicate": 2, "grad_sync": "microbatch"},
+            "action 0B0: every backward must directly follow its forward",
+        ),
+        (
+            complete_table(table("0F0 0B0", "1F0 1B0"), unshard="once"),
+            {"pp": 2, "dp_replicate": 2, "zero_stage": 3},
+            "action 0UNSHARD: the plan does not shard parameters",
+        ),
+        (
+            complete_table(table("0F0 0B0"), unshard="once"),
+            {"dp_shard": 2},
+            "action 0UNSHARD: without a pipeline FSDP gathers layer by layer",
+        ),
+        (
+            complete_table(table("0F0 0B0", "1F0 1B0")),
+            {"pp": 2, "dp_shard": 2},
+            "stages 0, 1 have no UNSHARD",
         ),
     ],
 )
@@ -83,12 +130,18 @@ def test_bad_tables_are_refused(bad: Table, plan: dict[str, Any], said: str) -> 
 
 def test_what_fsdp_and_split_backward_may_do() -> None:
     plan = ParallelPlan(pp=2, dp_shard=2, reshard_after_forward=False)
-    check_executable(complete_table(table("0F0 0B0", "1F0 1I0 1W0")), plan, software())
+    check_executable(complete_table(table("0F0 0B0", "1F0 1I0 1W0"), unshard="once"), plan, software())
 
 
 def test_split_backward_without_pipeline_is_refused_by_name() -> None:
     with pytest.raises(NotModelledError, match="0I0: a split backward needs a pipeline"):
         check_executable(table("0F0 0I0 0W0 0REDUCE_GRAD 0OPTIM"), ParallelPlan(), software())
+
+
+def test_a_pipeline_that_reduces_every_microbatch_is_refused_by_name() -> None:
+    plan = ParallelPlan(pp=2, dp_replicate=2, grad_sync="microbatch")
+    with pytest.raises(NotModelledError, match=r"plan.grad_sync = microbatch: torch's pipelines reduce gradients once"):
+        check_executable(plan_table(plan, 2), plan, software())
 
 
 def test_bucket_sizes_that_torch_cannot_have_are_refused() -> None:
@@ -97,3 +150,4 @@ def test_bucket_sizes_that_torch_cannot_have_are_refused() -> None:
     check_executable(
         table(ONE_RANK), ParallelPlan(dp_replicate=2, bucket_bytes=50_000), software(bucket_bytes=40_000_000)
     )
+    check_executable(table(ONE_RANK), ParallelPlan(dp_shard=2), software(bucket_bytes=40_000_000))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from simplan.program.program import MemoryCategory
 from simplan.scenario import METRICS, Expectation, evaluate
 
 PREDICTION: dict[str, Any] = {
@@ -19,7 +20,10 @@ PREDICTION: dict[str, Any] = {
     "peak_memory_gib": {"allocated": 10.0, "reserved": 11.0, "device": 12.0},
     "worst_rank": 3,
     "num_microbatches": 8,
-    "ranks": [{"activations_in_flight": {"0": 4}}, {"activations_in_flight": {"1": 3}}],
+    "ranks": [
+        {"rank": 2, "activations_in_flight": {"0": 4}, "memory_gib": {}},
+        {"rank": 3, "activations_in_flight": {"1": 3}, "memory_gib": {str(c): 0.5 for c in MemoryCategory}},
+    ],
 }
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import complete_table
-from simplan.program.lower import lower
+from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
-from simplan.program.program import COMPUTE_STREAM, Message, Op, Program
-from simplan.program.schedules import gpipe, naive, one_f_one_b
+from simplan.program.program import Op, Program, Stream
+from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
 from simplan.program.timeline import Span, SpanKind, split_of_rank
 from simplan.sim.engine import CoreUse, simulate, timeline
 from simplan.spec.model import ModelSpec
@@ -50,14 +50,13 @@ def program(compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: in
         SOFTWARE,
         assign_stage_layers([layers_per_stage] * p),
         complete_table(compute),
-        level=level,
-        fold_replicas=False,
+        Lowering(level),
     )
 
 
 def durations(found: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:
     def seconds(op: Op) -> float:
-        if isinstance(op.work, Message):
+        if op.message:
             return send_s
         return {F: forward_s, B: backward_s}.get(op.action.kind, 0.0) if op.work else 0.0
 
@@ -74,7 +73,7 @@ def test_bubbles_are_the_closed_forms(p: int, m: int, ratio: int) -> None:
         (one_f_one_b, (m + p - 1) * (1 + ratio)),
         (naive, m * p * (1 + ratio)),
     ):
-        found = program(schedule(p, m))
+        found = program(schedule(PipelineShape(p, m)))
         step_time_s = simulate(found, durations(found, 1, ratio)).step_time_s
         assert step_time_s == makespan
         busy = m * (1 + ratio)
@@ -89,13 +88,13 @@ def test_any_table_takes_as_long_as_the_recursion_says(compute: Table, seed: int
     rng = random.Random(seed)
     seconds = {action: rng.uniform(0.1, 3.0) if uneven else 1.0 for row in compute for action in row}
     found = program(compute)
-    given_s = [0.0 if isinstance(op.work, Message) else seconds.get(op.action, 0.0) for op in found.ops]
+    given_s = [0.0 if op.message else seconds.get(op.action, 0.0) for op in found.ops]
     assert simulate(found, given_s).step_time_s == pytest.approx(makespan_s(compute, seconds.__getitem__), rel=1e-12)
 
 
 def test_a_message_delays_the_next_stage_and_overlaps_the_next_forward() -> None:
     """p=2, m=2, F=2, B=4, send=1: by hand."""
-    found = program(gpipe(2, 2))
+    found = program(gpipe(PipelineShape(2, 2)))
     times = simulate(found, durations(found, 2.0, 4.0, 1.0))
     started = {
         str(op.action): (times.start_s[i], times.end_s[i])
@@ -143,7 +142,7 @@ def test_ddp_buckets_overlap_backward_at_level_2_and_follow_it_at_level_1() -> N
     coarse, fine = (program(compute, dp=2, level=level, layers_per_stage=layers) for level in (1, 2))
     reduce_s = 0.5
     fine_s = durations(fine, 1.0, 2.0, reduce_s)
-    num_buckets = sum(isinstance(op.work, Message) for op in fine.ops) // 2
+    num_buckets = sum(op.message is not None for op in fine.ops) // 2
     assert num_buckets > 2
     # the last bucket ends one reduction after the backward; the others hide
     compute_s = (layers + 2) * 3.0
@@ -157,7 +156,7 @@ def test_ranks_beyond_the_cores_slow_down_alike() -> None:
     compute = ((Action(0, F, 0), Action(0, B, 0)),)
     found = program(compute, dp=4)
     given_s = durations(found, 1.0, 2.0)
-    node, demand = [0] * len(found.ops), [0.0 if isinstance(op.work, Message) else 1.0 for op in found.ops]
+    node, demand = [0] * len(found.ops), [0.0 if op.message else 1.0 for op in found.ops]
     for cores, expected in ((2, 6.0), (4, 3.0), (8, 3.0), (3, 4.0)):
         assert simulate(found, given_s, CoreUse(cores, node, demand)).step_time_s == pytest.approx(expected)
 
@@ -172,9 +171,9 @@ def test_enough_cores_are_as_good_as_none_shared(compute: Table, send_s: float) 
 
 
 def test_compute_is_in_order_on_one_stream_per_rank() -> None:
-    found = program(one_f_one_b(4, 6))
+    found = program(one_f_one_b(PipelineShape(4, 6)))
     assert {stream for rank, stream in found.streams if rank == 1} == {
-        COMPUTE_STREAM,
+        Stream.COMPUTE,
         "send_f",
         "recv_f",
         "send_b",
@@ -184,12 +183,12 @@ def test_compute_is_in_order_on_one_stream_per_rank() -> None:
 
 def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None:
     """DDP's end of backward waits for the buckets: so do the message of the last microbatch and the optimizer."""
-    found = program(one_f_one_b(2, 2), dp=2, level=2)
-    given_s = [5.0 if op.stream == "grad" else 1.0 if op.work else 0.0 for op in found.ops]
+    found = program(one_f_one_b(PipelineShape(2, 2)), dp=2, level=2)
+    given_s = [5.0 if op.stream is Stream.DATA else 1.0 if op.work else 0.0 for op in found.ops]
     times = simulate(found, given_s)
     for rank in found.ranks:
         of_rank = [(found.ops[i], times.start_s[i], times.end_s[i]) for i in found.by_rank[rank]]
-        reduced_s = max(end_s for op, _, end_s in of_rank if op.stream == "grad")
+        reduced_s = max(end_s for op, _, end_s in of_rank if op.stream is Stream.DATA)
         later = [start_s for op, start_s, _ in of_rank if str(op.action) in ("1SEND_B1", f"{rank // 2}OPTIM")]
         assert len(later) == (1 if rank < 2 else 2)
         assert min(later) >= reduced_s
@@ -197,8 +196,8 @@ def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None
 
 def test_communication_on_the_compute_stream_is_exposed() -> None:
     spans = [
-        Span(0, COMPUTE_STREAM, "a", "0F0", SpanKind.COMPUTE, 0.0, 1.0),
-        Span(0, COMPUTE_STREAM, "b", "0F0", SpanKind.COMMUNICATION, 1.0, 1.5),
+        Span(0, Stream.COMPUTE, "a", "0F0", SpanKind.COMPUTE, 0.0, 1.0),
+        Span(0, Stream.COMPUTE, "b", "0F0", SpanKind.COMMUNICATION, 1.0, 1.5),
         Span(0, "grad", "c", "0B0", SpanKind.COMMUNICATION, 0.5, 1.25),
     ]
     split = split_of_rank(spans, 2.0)
@@ -207,7 +206,7 @@ def test_communication_on_the_compute_stream_is_exposed() -> None:
 
 def test_a_message_uses_cores_on_both_ends() -> None:
     """One send of 1 s between two ranks of one machine, nothing else: two cores are enough for it, one is not."""
-    found = program(gpipe(2, 1))
+    found = program(gpipe(PipelineShape(2, 1)))
     given_s = [1.0 if op.action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else 0.0 for op in found.ops]
     ones = [1.0] * len(found.ops)
     for cores, expected in ((2, 1.0), (1, 2.0)):

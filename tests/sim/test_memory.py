@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from simplan.program.action import Table
 from simplan.program.footprint import LayerFootprint, layer_footprint
 from simplan.program.program import MemoryCategory
-from simplan.program.schedules import gpipe, naive, one_f_one_b
+from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, memory_trace
 from simplan.spec.model import ModelSpec
+from simplan.spec.recompute import recomputation
 from tests.program.tables import compute_tables
 from tests.sim.test_engine import SOFTWARE, durations, program
 
@@ -25,7 +26,7 @@ BOUNDARY_BYTES = 16 * 64 * 4
 def test_activations_are_those_of_the_microbatches_in_flight(p: int, m: int) -> None:
     """A middle stage at its worst: in-flight microbatches times a block's activations, plus messages and buffers."""
     for schedule, in_flight in ((naive, 1), (gpipe, m), (one_f_one_b, min(p - 1, m))):
-        found = program(schedule(p, m))
+        found = program(schedule(PipelineShape(p, m)))
         peak = memory_peak(found, 1)
         assert peak.activations_in_flight == {1: in_flight}
         if p == 2:
@@ -42,7 +43,8 @@ def _block() -> LayerFootprint:
     model = ModelSpec(
         family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16
     )
-    return layer_footprint(model.layers[1], 1, SOFTWARE.state_bytes["fp32"])
+    block = model.layers[1]
+    return layer_footprint(block, 1, SOFTWARE.state_bytes["fp32"], recomputation(block, "none"))
 
 
 @given(compute_tables(), st.sampled_from([1, 2]), st.integers(1, 2))
@@ -62,7 +64,7 @@ def test_memory_returns_to_its_base_and_both_levels_agree(compute: Table, level:
 
 def test_rebuilding_buckets_is_the_peak_when_activations_are_small() -> None:
     """Adam at 16 bytes a parameter and DDP's second set of buckets: 20, as measured on real ranks."""
-    found = program(one_f_one_b(1, 1), dp=2)
+    found = program(one_f_one_b(PipelineShape(1, 1)), dp=2)
     peak = memory_peak(found, 0)
     parameters = peak.by_category[MemoryCategory.PARAMETERS] // 4
     assert peak.action == ""

@@ -7,18 +7,16 @@ simulated, drawn, executed and compared like the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from simplan.program.action import Table
 from simplan.program.schedules.gpipe import gpipe
+from simplan.program.schedules.interleaved import interleaved_1f1b
 from simplan.program.schedules.naive import naive
 from simplan.program.schedules.one_f_one_b import one_f_one_b
+from simplan.program.schedules.shape import PipelineShape, Schedule
 
-__all__ = ["SCHEDULES", "Schedule", "gpipe", "naive", "one_f_one_b"]
-
-Schedule = Callable[[int, int], Table]
-"""``(num_ranks, num_microbatches)`` -> compute actions per pipeline rank."""
+__all__ = ["SCHEDULES", "PipelineShape", "Schedule", "gpipe", "interleaved_1f1b", "naive", "one_f_one_b"]
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
@@ -26,5 +24,6 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "naive": naive,
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
+        "interleaved_1f1b": interleaved_1f1b,
     }
 )

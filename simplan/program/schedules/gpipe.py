@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.schedules.shape import PipelineShape
 
 __all__ = ["gpipe"]
 
 
-def gpipe(num_ranks: int, num_microbatches: int) -> Table:
+def gpipe(shape: PipelineShape) -> Table:
     """All forwards, then all backwards, both in microbatch order.
 
     Bubble fraction (p-1)/(m+p-1); m microbatches in flight on every stage.
 
     Args:
-        num_ranks: Pipeline ranks p, one stage each.
-        num_microbatches: Microbatches m of a step.
+        shape: The pipeline; one stage a rank.
     """
+    assert shape.virtual_stages == 1, shape
     return tuple(
         tuple(
             Action(rank, kind, microbatch)
             for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-            for microbatch in range(num_microbatches)
+            for microbatch in range(shape.num_microbatches)
         )
-        for rank in range(num_ranks)
+        for rank in range(shape.num_ranks)
     )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.schedules.shape import PipelineShape
 
 __all__ = ["naive"]
 
 
-def naive(num_ranks: int, num_microbatches: int) -> Table:
+def naive(shape: PipelineShape) -> Table:
     """Forward and backward of a microbatch end before the next one starts; all ranks but one are idle.
 
     Bubble fraction (p-1)/p; one microbatch in flight.
 
     Args:
-        num_ranks: Pipeline ranks p, one stage each.
-        num_microbatches: Microbatches m of a step.
+        shape: The pipeline; one stage a rank.
     """
+    assert shape.virtual_stages == 1, shape
     return tuple(
         tuple(
             Action(rank, kind, microbatch)
-            for microbatch in range(num_microbatches)
+            for microbatch in range(shape.num_microbatches)
             for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         )
-        for rank in range(num_ranks)
+        for rank in range(shape.num_ranks)
     )

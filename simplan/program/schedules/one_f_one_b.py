@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.schedules.shape import PipelineShape
 
 __all__ = ["one_f_one_b"]
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
+def one_f_one_b(shape: PipelineShape) -> Table:
     """A few forwards to fill the pipeline, then one forward and one backward in turn, then the rest.
 
     Bubble fraction (p-1)/(m+p-1) as GPipe's, but at most p-r microbatches in flight on stage r.
 
     Args:
-        num_ranks: Pipeline ranks p, one stage each.
-        num_microbatches: Microbatches m of a step.
+        shape: The pipeline; one stage a rank.
     """
-    return tuple(_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+    assert shape.virtual_stages == 1, shape
+    return tuple(_row(rank, shape.num_ranks, shape.num_microbatches) for rank in range(shape.num_ranks))
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import executor.worker
 from executor.trainer import Trainer
 
 PROFILED_STEP = 2  # DDP has settled its buckets by then
+KINDS = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::broadcast_": "broadcast",
+    "c10d::alltoall_base_": "all_to_all",
+}
 
 
 class DumpingTrainer(Trainer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.steps_done = 0
-        self.optimizer.register_step_pre_hook(lambda *_: self.dump())
+        self.gradients: dict[str, torch.Tensor] = {}
 
-    def dump(self) -> None:
-        gradients = {name: p.grad.clone() for name, p in self.stage.named_parameters() if p.grad is not None}
-        torch.save(gradients, Path(sys.argv[2]) / f"gradients.rank{dist.get_rank()}.step{self.steps_done}.pt")
+    def update(self) -> None:
+        for stage in self.stages.values():
+            self.gradients |= {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
+        super().update()
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         if self.steps_done == PROFILED_STEP:
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
                 losses = super().step(tokens, targets)
-            torch.save(all_reduced_elements(trace), Path(sys.argv[2]) / f"collectives.rank{dist.get_rank()}.pt")
+            torch.save(issued_elements(trace), Path(sys.argv[2]) / f"collectives.rank{dist.get_rank()}.pt")
         else:
             losses = super().step(tokens, targets)
+        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in self.gradients.items()}
+        torch.save(whole, Path(sys.argv[2]) / f"gradients.rank{dist.get_rank()}.step{self.steps_done}.pt")
         self.steps_done += 1
         return losses
 
 
-def all_reduced_elements(trace: profile) -> list[int]:
-    """Elements of every all-reduce that torch was asked for, in order of time."""
+def issued_elements(trace: profile) -> list[tuple[str, int]]:
+    """Kind and elements of every collective that torch was asked for, in order of time."""
     assert trace.profiler is not None
     results: Any = trace.profiler.kineto_results
-    calls = [event for event in results.events() if event.name() == "c10d::allreduce_"]
+    calls = [event for event in results.events() if event.name() in KINDS]
     calls.sort(key=lambda event: event.start_ns())
-    return [torch.Size(call.structured_input_shapes()[0][0]).numel() for call in calls]
+    return [(KINDS[call.name()], largest_elements(call)) for call in calls]
+
+
+def largest_elements(call: Any) -> int:
+    """Elements of the larger of a call's buffers: what was gathered, or is to be scattered."""
+    return max(math.prod(shape) for shape in shapes_in(call.structured_input_shapes()))
+
+
+def shapes_in(shapes: Any) -> Iterator[list[int]]:
+    """The shapes of tensors and of lists of tensors."""
+    for shape in shapes:
+        if shape and isinstance(shape[0], list):
+            yield from shapes_in(shape)
+        elif shape:
+            yield shape
 
 
 if __name__ == "__main__":

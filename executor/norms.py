@@ -1,0 +1,64 @@
+"""Normalization layers that keep what LayerSpec says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simplan.spec.model import ModelSpec
+
+__all__ = ["RMSNorm", "make_norm"]
+
+_EPS = 1e-5
+
+
+def make_norm(spec: ModelSpec) -> nn.Module:
+    """LayerNorm for GPT, RMSNorm for Llama."""
+    return nn.LayerNorm(spec.hidden_size, eps=_EPS) if spec.family == "gpt" else RMSNorm(spec.hidden_size)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) times a weight, over the last dimension."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dimension."""
+        if x.is_cuda:
+            return functional.rms_norm(x, self.weight.shape, self.weight, _EPS)
+        out: Tensor = _LeanRMSNorm.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _LeanRMSNorm(torch.autograd.Function):
+    """RMSNorm that keeps its input and one number per row, as torch's CUDA kernel does.
+
+    torch's own on the CPU is composed of single operations and keeps one tensor of the input's size more.
+    With r = rsqrt(mean(x^2) + eps): y = x r w; dx = r (w dy - x r^2 mean(w dy x)); dw = sum of dy x r over rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.rsqrt(_wide(x).square().mean(dim=-1, keepdim=True) + _EPS)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor]:
+        (grad,) = grad_outputs
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_normed = grad * weight
+        mean = (grad_normed * normed).mean(dim=-1, keepdim=True)
+        return ((grad_normed - normed * mean) * scale).to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32: squares of 16-bit numbers are summed exactly enough only there."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

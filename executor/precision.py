@@ -1,0 +1,41 @@
+"""The number formats of a job: what weights are kept in and what is computed in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from simplan.program.job import Job
+
+__all__ = ["Autocast", "compute_dtype", "weight_dtype"]
+
+
+def weight_dtype(job: Job) -> torch.dtype:
+    """Weights, gradients and optimizer states: fp32, also in mixed precision; fp64 for checking."""
+    return torch.float64 if job.dtype == "fp64" else torch.float32
+
+
+def compute_dtype(job: Job) -> torch.dtype | None:
+    """What matrix products are computed in where it is not ``weight_dtype``."""
+    return torch.bfloat16 if job.dtype == "bf16" else None
+
+
+class Autocast(nn.Module):
+    """A module run under ``torch.autocast``: weights are cast for matrix products, once for each forward.
+
+    Args:
+        module: The module.
+        dtype: What matrix products are computed in.
+        device_type: Where.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+        super().__init__()
+        self.module = module
+        self._dtype, self._device_type = dtype, device_type
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The module's output."""
+        with torch.autocast(self._device_type, self._dtype):
+            out: Tensor = self.module(x)
+        return out

@@ -1,0 +1,148 @@
+"""Tensor and sequence parallelism as in Megatron-LM, on plain tensors: collectives between matrices split in pairs.
+
+Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.
+Hidden states are (batch, tokens, hidden_size); ranks split tokens along dimension 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.parallel import Parallel, Peers
+
+__all__ = ["column_linear", "compute_dtype", "embed_tokens", "row_linear"]
+
+_TOKENS = 1  # the dimension
+
+
+def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: Parallel) -> list[Tensor]:
+    """Applies linear layers of which each rank has some of the columns to one input.
+
+    Args:
+        x: (batch, tokens, k); with sequence parallelism each rank's own tokens.
+        linears: With the rank's weights (n, k).
+        parallel: The ranks.
+
+    Returns:
+        (batch, tokens, n) for each, all tokens.
+    """
+    x = compute_dtype(x)
+    if not parallel.splits_tokens:
+        if parallel.tp.size > 1:
+            x = _SumGradients.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
+        return [linear(x) for linear in linears]
+    weights = [compute_dtype(linear.weight) for linear in linears]
+    outputs: tuple[Tensor, ...] = _GatheredLinears.apply(x, parallel.tp, *weights)  # type: ignore[no-untyped-call]
+    return [
+        y if linear.bias is None else y + compute_dtype(linear.bias) for linear, y in zip(linears, outputs, strict=True)
+    ]
+
+
+def row_linear(x: Tensor, linear: nn.Linear, parallel: Parallel) -> Tensor:
+    """Applies a linear layer of which each rank has some of the rows; its bias is added to the sum.
+
+    Args:
+        x: (batch, tokens, k), the rank's columns of the input.
+        linear: With the rank's weight (n, k).
+        parallel: The ranks.
+
+    Returns:
+        (batch, tokens, n); with sequence parallelism each rank's own tokens.
+    """
+    if parallel.tp.size == 1:
+        return linear(x)  # type: ignore[no-any-return]
+    y = _reduced(functional.linear(x, linear.weight), parallel)
+    return y if linear.bias is None else y + compute_dtype(linear.bias)
+
+
+def embed_tokens(tokens: Tensor, embedding: nn.Embedding, parallel: Parallel) -> Tensor:
+    """Looks up tokens (batch, tokens) in an embedding of which each rank has a part of the vocabulary.
+
+    Returns:
+        (batch, tokens, hidden_size); with sequence parallelism each rank's own tokens.
+    """
+    if parallel.tp.size == 1:
+        return embedding(tokens)  # type: ignore[no-any-return]
+    own = tokens - parallel.tp.rank * embedding.num_embeddings
+    foreign = (own < 0) | (own >= embedding.num_embeddings)
+    x = embedding(own.masked_fill_(foreign, 0))
+    return _reduced(x.masked_fill_(foreign.unsqueeze(-1), 0.0), parallel)
+
+
+def compute_dtype(x: Tensor) -> Tensor:
+    """In the precision of matrix products: under autocast its dtype, cast once and not by each product again."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _reduced(x: Tensor, parallel: Parallel) -> Tensor:
+    function = _ScatterSum if parallel.splits_tokens else _Sum
+    y: Tensor = function.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SumGradients(torch.autograd.Function):
+    """Megatron's f: the same in forward, all-reduce in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        return ctx.tp.all_reduce(grad_outputs[0].contiguous()), None
+
+
+class _Sum(torch.autograd.Function):
+    """Megatron's g: all-reduce in forward, the same in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
+        ctx.mark_dirty(x)
+        return tp.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """Reduce-scatter of tokens in forward, all-gather of their gradients in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
+        ctx.tp = tp
+        return tp.reduce_scatter(x, _TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        return ctx.tp.all_gather(grad_outputs[0], _TOKENS), None
+
+
+class _GatheredLinears(torch.autograd.Function):
+    """Products of all tokens with weights, of which only the own tokens are kept; backward gathers them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Peers, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp = tp
+        ctx.save_for_backward(x, *weights)
+        gathered = tp.all_gather(x, _TOKENS)
+        return tuple(functional.linear(gathered, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gathered = ctx.tp.all_gather(x, _TOKENS)
+        grad_weights = [grad.flatten(0, -2).T @ gathered.flatten(0, -2) for grad in grad_outputs]
+        del gathered
+        grad_x = grad_outputs[0] @ weights[0]
+        for grad, weight in zip(grad_outputs[1:], weights[1:], strict=True):
+            grad_x += grad @ weight
+        return ctx.tp.reduce_scatter(grad_x, _TOKENS), None, *grad_weights

@@ -1,0 +1,7 @@
+"""Every term of a prediction with its formula and its numbers, and the difference of two, term by term."""
+
+from simplan.explain.difference import Difference, DifferenceRow, difference
+from simplan.explain.explanation import Explanation, explain
+from simplan.explain.part import Part
+
+__all__ = ["Difference", "DifferenceRow", "Explanation", "Part", "difference", "explain"]

@@ -1,0 +1,104 @@
+"""Two explanations side by side: the difference of the wholes, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from simplan.explain.explanation import Explanation
+from simplan.explain.part import Part
+
+__all__ = ["Difference", "DifferenceRow", "difference"]
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceRow:
+    """One term in both; 0 where one does not have it.
+
+    Attributes:
+        group, name, unit: As in ``Part``.
+        first, second: Its values.
+        first_formula, second_formula: How they come about; empty where it is absent.
+    """
+
+    group: str
+    name: str
+    unit: str
+    first: float
+    second: float
+    first_formula: str
+    second_formula: str
+
+    @property
+    def difference(self) -> float:
+        """Second minus first."""
+        return self.second - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What the second scenario has more than the first; rows of time and memory sum to the difference of the wholes."""
+
+    first: Explanation
+    second: Explanation
+    time: tuple[DifferenceRow, ...]
+    memory: tuple[DifferenceRow, ...]
+    figures: tuple[DifferenceRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON document."""
+
+        def rows(found: Iterable[DifferenceRow]) -> list[dict[str, Any]]:
+            return [asdict(row) | {"difference": row.difference} for row in found]
+
+        return {
+            "schema_version": 1,
+            "kind": "difference",
+            "first": self.first.to_json(),
+            "second": self.second.to_json(),
+            "step_time_s": self.second.step_time_s - self.first.step_time_s,
+            "device_bytes": self.second.device_bytes - self.first.device_bytes,
+            "time": rows(self.time),
+            "memory": rows(self.memory),
+            "figures": rows(self.figures),
+        }
+
+
+def difference(first: Explanation, second: Explanation) -> Difference:
+    """Lines two explanations up by the names of their terms."""
+    return Difference(
+        first,
+        second,
+        _lined_up(first.time, second.time),
+        _lined_up(first.memory, second.memory),
+        _lined_up(first.figures, second.figures),
+    )
+
+
+def _lined_up(first: Iterable[Part], second: Iterable[Part]) -> tuple[DifferenceRow, ...]:
+    """Terms of one name are added up; groups keep together, the largest difference first in each."""
+    ones, others = _by_name(first), _by_name(second)
+    groups = list(dict.fromkeys(group for group, _ in (*ones, *others)))
+    rows = []
+    for key in dict.fromkeys((*ones, *others)):
+        one, other = ones.get(key, []), others.get(key, [])
+        rows.append(
+            DifferenceRow(
+                group=key[0],
+                name=key[1],
+                unit=(one or other)[0].unit,
+                first=sum(part.value for part in one),
+                second=sum(part.value for part in other),
+                first_formula="; ".join(part.formula for part in one),
+                second_formula="; ".join(part.formula for part in other),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (groups.index(row.group), -abs(row.difference))))
+
+
+def _by_name(parts: Iterable[Part]) -> dict[tuple[str, str], list[Part]]:
+    found: dict[tuple[str, str], list[Part]] = {}
+    for part in parts:
+        found.setdefault((part.group, part.name), []).append(part)
+    return found

@@ -1,0 +1,104 @@
+"""A prediction taken apart: parts that sum to the whole, each with its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from simplan.cost.calibration import Calibration
+from simplan.explain.memory import memory_parts
+from simplan.explain.part import Part
+from simplan.explain.time import time_parts
+from simplan.predict import simulate_again
+from simplan.prediction import Prediction
+from simplan.program.timeline import Split
+from simplan.units import format_flop_per_s, format_time
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One prediction taken apart.
+
+    Attributes:
+        name: Of the scenario.
+        rank: The rank whose step is explained: of those that compute longest, the lowest.
+        step_time_s: The step, to which the parts of ``time`` sum.
+        time: Seconds.
+        memory_rank: The rank whose memory is explained: the one that needs most.
+        device_bytes: What it needs at its worst instant, to which the parts of ``memory`` sum.
+        memory_action: The action during which that is; empty for the time between steps.
+        memory: Bytes.
+        figures: Numbers that follow, with their formulas.
+    """
+
+    name: str
+    rank: int
+    step_time_s: float
+    time: tuple[Part, ...]
+    memory_rank: int
+    device_bytes: int
+    memory_action: str
+    memory: tuple[Part, ...]
+    figures: tuple[Part, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON document."""
+        return {"schema_version": 1, "kind": "explanation", **asdict(self)}
+
+
+def explain(prediction: Prediction, calibration: Calibration | None = None) -> Explanation:
+    """Takes a prediction apart.
+
+    Args:
+        prediction: The prediction.
+        calibration: What it was made from, if it was.
+    """
+    simulated = simulate_again(prediction, calibration)
+    rank = max(range(len(prediction.splits)), key=lambda r: (_busy_s(prediction.splits[r]), -r))
+    worst = prediction.worst_memory
+    return Explanation(
+        name=prediction.name,
+        rank=rank,
+        step_time_s=prediction.step_time_s,
+        time=tuple(time_parts(prediction, simulated, rank)),
+        memory_rank=worst.rank,
+        device_bytes=worst.device_bytes,
+        memory_action=worst.peak_action,
+        memory=tuple(memory_parts(prediction, simulated.program)),
+        figures=tuple(_figures(prediction)),
+    )
+
+
+def _busy_s(split: Split) -> float:
+    return split.compute_s + split.recompute_s + split.optimizer_s
+
+
+def _figures(prediction: Prediction) -> Iterator[Part]:
+    """Throughput and utilization."""
+    model, training, cluster = prediction.model, prediction.training, prediction.cluster
+    step, devices = format_time(prediction.step_time_s), cluster.num_devices
+    yield Part(
+        "figures",
+        "tokens per second and device",
+        prediction.tokens_per_s_per_device,
+        "",
+        f"{training.global_batch_size} sequences x {model.seq_len} tokens / ({step} x {devices} devices)",
+    )
+    peak = cluster.device.peak_flop_per_s.get(training.precision)
+    if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None or peak is None:
+        return
+    below = f"({step} x {devices} devices x {format_flop_per_s(peak)})"
+
+    def tera(full_attention: bool) -> str:
+        flops = model.flops_per_sequence(full_attention=full_attention) * training.global_batch_size
+        return f"{flops / 1e12:,.4g} TFLOP"
+
+    yield Part("figures", "MFU", prediction.mfu, "", f"{tera(False)} (causal attention) / {below}")
+    yield Part(
+        "figures", "MFU, full attention", prediction.mfu_full_attention, "", f"{tera(True)} (PaLM's count) / {below}"
+    )
+    again = prediction.hfu / prediction.mfu
+    yield Part("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, with what is computed again")

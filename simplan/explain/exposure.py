@@ -1,0 +1,38 @@
+"""Which messages are seen: time in which bytes of a rank move while it computes nothing, shared out among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["exposed_s"]
+
+Interval = tuple[float, float]
+
+
+def exposed_s(computing: Iterable[Interval], moving: Sequence[tuple[str, Interval]]) -> dict[str, float]:
+    """By label, the time its messages are exposed; where several move at once, each counts an equal part.
+
+    Args:
+        computing: When the rank computes.
+        moving: Label and interval of every message.
+    """
+    found = dict.fromkeys((label for label, _ in moving), 0.0)
+    events: list[tuple[float, int, str]] = []  # time, change, label; no label for computing
+    for start, end in computing:
+        events += [(start, 1, ""), (end, -1, "")]
+    for label, (start, end) in moving:
+        events += [(start, 1, label), (end, -1, label)]
+    events.sort(key=lambda event: event[0])
+    busy, before = 0, 0.0
+    active: dict[str, int] = {}
+    for now, change, label in events:
+        num_active = sum(active.values())
+        if num_active and not busy:
+            for moved, count in active.items():
+                found[moved] += (now - before) * count / num_active
+        before = now
+        if label:
+            active[label] = active.get(label, 0) + change
+        else:
+            busy += change
+    return found

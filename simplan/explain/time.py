@@ -1,0 +1,113 @@
+"""What a rank's step is made of."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+
+from simplan.cost.base import Price
+from simplan.cost.pricing import PricedTerm
+from simplan.explain.exposure import exposed_s
+from simplan.explain.part import Part
+from simplan.predict import Simulated
+from simplan.prediction import Prediction
+from simplan.program.program import Stream, Work
+from simplan.program.timeline import SpanKind
+from simplan.units import format_percent, format_time
+
+__all__ = ["time_parts"]
+
+_GROUPS = {SpanKind.COMPUTE: "compute", SpanKind.RECOMPUTE: "recompute", SpanKind.OPTIMIZER: "optimizer"}
+
+
+def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[Part]:
+    """Parts that sum to the step: terms of what is computed, what is seen of messages, and what is left.
+
+    Args:
+        prediction: The prediction.
+        simulated: What is behind it.
+        rank: Whose step.
+    """
+    split = prediction.splits[rank]
+    written_out = simulated.program.stands_for[rank]
+    counts: dict[str, Counter[Work]] = defaultdict(Counter)
+    for index in simulated.program.by_rank[written_out]:
+        op = simulated.program.ops[index]
+        if op.stream is Stream.COMPUTE:
+            counts[_GROUPS[op.kind]].update(op.work)
+    spent_s = {"compute": split.compute_s, "recompute": split.recompute_s, "optimizer": split.optimizer_s}
+    for group, seconds in spent_s.items():
+        left_s = seconds
+        for name, count, price in _merged(counts[group], simulated.pricing.by_work):
+            left_s -= count * price.seconds
+            formula = f"{count} x {format_time(price.seconds)}; each {price.formula}"
+            yield Part(group, name, count * price.seconds, "s", formula, str(price.provenance), price.relative_std)
+        if abs(left_s) > 1e-9 * prediction.step_time_s:
+            rule = "ranks and their messages share the cores: what it takes longer than alone"
+            yield Part(group, "waiting for a core", left_s, "s", rule)
+    yield from _messages(simulated, written_out)
+    yield Part("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
+
+
+def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tuple[str, int, Price]]:
+    """Work of one name and price is one term."""
+    found: dict[tuple[str, Price], int] = {}
+    for work, count in counts.items():
+        term = terms[work]
+        if term.price.seconds:
+            key = (term.name, term.price)
+            found[key] = found.get(key, 0) + count
+    return [(name, count, price) for (name, price), count in found.items()]
+
+
+def _messages(simulated: Simulated, rank: int) -> Iterator[Part]:
+    """Messages by name: what of them is exposed, with the price of each."""
+    program, times = simulated.program, simulated.times
+    computing = []
+    moving = []
+    priced: dict[str, dict[Price, int]] = defaultdict(lambda: defaultdict(int))
+    busy_s: dict[str, float] = defaultdict(float)
+    for index in program.by_rank[rank]:
+        op, interval = program.ops[index], (times.start_s[index], times.end_s[index])
+        if interval[1] <= interval[0]:
+            continue
+        if op.stream is Stream.COMPUTE:
+            computing.append(interval)
+            continue
+        label = f"{simulated.pricing.by_work[op.work[0]].name} ({op.stream})"
+        moving.append((label, interval))
+        busy_s[label] += interval[1] - interval[0]
+        for work in op.work:
+            priced[label][simulated.pricing.by_work[work].price] += 1
+    for label, seconds in exposed_s(computing, moving).items():
+        prices = sorted(priced[label].items(), key=lambda item: -item[0].seconds * item[1])
+        shown = "; ".join(f"{count} x {format_time(price.seconds)} = {price.formula}" for price, count in prices[:2])
+        more = f"; and {len(prices) - 2} more sizes" if len(prices) > 2 else ""
+        hidden = f"{format_time(busy_s[label] - seconds)} of {format_time(busy_s[label])} beside other things; "
+        first = prices[0][0]
+        yield Part(
+            "exposed communication",
+            label,
+            seconds,
+            "s",
+            f"{hidden}{shown}{more}",
+            str(first.provenance),
+            first.relative_std,
+        )
+
+
+def _idle_formula(prediction: Prediction) -> str:
+    """What idle time is, beside the closed form of the schedule where there is one."""
+    plan, m = prediction.plan, prediction.num_microbatches
+    p, v = plan.pp, plan.virtual_stages
+    closed = {
+        "gpipe": (p - 1, m + p - 1, f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}"),
+        "1f1b": (p - 1, m + p - 1, f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}"),
+        "interleaved_1f1b": (p - 1, v * m + p - 1, f"(p-1)/(v m+p-1) = {p - 1}/{v * m + p - 1}"),
+        "naive": (p - 1, p, f"(p-1)/p = {p - 1}/{p}"),
+    }.get(plan.schedule)
+    rest = "step - all of the above"
+    if closed is None:
+        return rest
+    above, below, formula = closed
+    return f"{rest}; bubble of equal stages and free messages: {formula} = {format_percent(above / below)}"

@@ -1,0 +1,16 @@
+"""One plan -> a Prediction."""
+
+from simplan.predict.build import build_program, core_use, cost_model, folding_of
+from simplan.predict.evaluate import predict
+from simplan.predict.simulated import Simulated, simulate_again, simulate_program
+
+__all__ = [
+    "Simulated",
+    "build_program",
+    "core_use",
+    "cost_model",
+    "folding_of",
+    "predict",
+    "simulate_again",
+    "simulate_program",
+]

@@ -1,0 +1,128 @@
+"""From a plan to a priced Program: costs, stages, folding."""
+
+from __future__ import annotations
+
+from simplan.cost.analytic import AnalyticCost
+from simplan.cost.base import CostModel
+from simplan.cost.calibrated import CalibratedCost
+from simplan.cost.calibration import Calibration
+from simplan.cost.compute import roofline
+from simplan.errors import Problem, SpecError
+from simplan.prediction import Prediction
+from simplan.program.folding import Folding, fold, unfolded
+from simplan.program.lower import Lowering, lower
+from simplan.program.partition import assign_stage_layers, balanced_assignment
+from simplan.program.program import LayerWork, Phase, Program, Stream
+from simplan.sim.engine import CoreUse
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.layer import Exchange
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["assign_layers", "build_program", "core_use", "cost_model", "expands_all", "folding_of"]
+
+_MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only what communicates; its time is the same
+
+
+def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True) -> Program:
+    """The Program behind a prediction, for drawing, comparing and running.
+
+    Args:
+        prediction: A prediction.
+        level: 1 or 2.
+        folded: Write out ranks that do the same once.
+    """
+    plan, cluster = prediction.plan, prediction.cluster
+    folding = folding_of(plan, cluster) if folded else unfolded(RankMapping.of(plan))
+    expand_all = expands_all(prediction.model, plan, prediction.num_microbatches, folding)
+    how = Lowering(level, folding, expand_all, host_waits=cluster.device.kind == "cpu")
+    return lower(
+        prediction.model,
+        prediction.training,
+        plan,
+        prediction.software,
+        prediction.assignment,
+        prediction.table,
+        how,
+    )
+
+
+def folding_of(plan: ParallelPlan, cluster: ClusterSpec) -> Folding:
+    """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down."""
+    mapping = RankMapping.of(plan)
+    if cluster.cores_per_node is not None:
+        return unfolded(mapping)
+
+    def owns(rank: int) -> int:
+        """ZeRO-1 deals out whole parameters, so that each rank of a shard group updates others."""
+        return mapping.shard_group(rank).index(rank) if plan.shards_optimizer_only else 0
+
+    return fold(mapping, cluster.node_of, owns)
+
+
+def cost_model(
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec,
+    calibration: Calibration | None,
+) -> CostModel:
+    """Calibrated costs on this machine, datasheet costs elsewhere.
+
+    Raises:
+        SpecError: The cluster is this machine and there is no calibration, or a datasheet lacks a value.
+    """
+    if cluster.cores_per_node is None:
+        state = software.state(training, plan)
+        return AnalyticCost(cluster, roofline(cluster.device, training.precision, state, training.optimizer))
+    if calibration is None:
+        raise SpecError(
+            Problem(
+                field="cluster.preset",
+                value=cluster.id,
+                rule="needs a calibration, because nobody published this machine's speed",
+                fix="run `simplan calibrate SCENARIO` first (`simplan run` does it by itself)",
+            )
+        )
+    return CalibratedCost(
+        calibration, dtype=training.precision, optimizer=training.optimizer, num_ranks=plan.num_devices
+    )
+
+
+def core_use(program: Program, cluster: ClusterSpec) -> CoreUse | None:
+    """How the ranks of a CPU machine share its cores; None for devices of their own.
+
+    A rank computes on ``max(1, cores // ranks)`` threads; a message keeps one core busy on each member.
+    """
+    cores = cluster.cores_per_node
+    if cores is None:
+        return None
+    threads = max(1, cores // min(cluster.num_devices, cluster.devices_per_node))
+    return CoreUse(
+        cores,
+        [cluster.node_of(op.rank) for op in program.ops],
+        [1.0 if op.stream is not Stream.COMPUTE else float(threads) for op in program.ops],
+    )
+
+
+def assign_layers(model: ModelSpec, plan: ParallelPlan, cost: CostModel) -> StageAssignment:
+    """The user's split of layers into stages, or the balanced one."""
+    if plan.stage_layers is not None:
+        return assign_stage_layers(plan.stage_layers)
+    seconds: dict[str, float] = {}
+    for layer in (layers := model.layers_of(plan.shard)):
+        if layer.key not in seconds:
+            seconds[layer.key] = sum(
+                cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters)).seconds
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+            )
+    return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages)
+
+
+def expands_all(model: ModelSpec, plan: ParallelPlan, microbatches: int, folding: Folding) -> bool:
+    """Whether Level 2 is small enough to write every layer out."""
+    columns = len(folding.ranks) // plan.pp
+    pieces = max(1 + 2 * sum(isinstance(k, Exchange) for k in layer.kernels) for layer in model.layers_of(plan.shard))
+    return 2 * len(model.layers) * pieces * microbatches * columns <= _MOST_OPERATIONS

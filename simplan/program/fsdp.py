@@ -1,0 +1,286 @@
+"""FSDP2's hooks: what it gathers, frees and reduces around the layers of a rank, in torch's own order.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard and torch/distributed/pipelining/stage.py. Without a pipeline a
+unit is gathered before its forward, and, if it was resharded, before its backward, one unit ahead; its gradients are
+reduced after it. In a pipeline a whole stage is gathered at UNSHARD, its gradients add up unsharded and are reduced at
+REDUCE_GRAD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simplan.program.action import Action
+from simplan.program.hooks import Hooks
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
+from simplan.program.stage import Stages
+from simplan.program.units import Unit, unit_of_layer
+from simplan.program.writer import RankWriter
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["FsdpHooks"]
+
+_GATHERED, _BUFFERS, _GRADIENTS = MemoryCategory.GATHERED, MemoryCategory.BUFFERS, MemoryCategory.GRADIENTS
+
+
+class FsdpHooks(Hooks):
+    """Hooks of one rank.
+
+    Args:
+        stages, writer, level: As for ``Hooks``. At Level 1 a stage is one unit.
+        host_waits: The host waits for collectives that were not asked to run in the background, as with gloo.
+    """
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
+        super().__init__(stages, writer, level)
+        self._host_waits = host_waits
+        plan, state = stages.plan, stages.state
+        self._in_pipeline = plan.pp > 1
+        self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
+        self._shard_group = stages.mapping.shard_group(writer.rank)
+        self._replicate_group = stages.mapping.replicate_group(writer.rank)
+        self._num_shards = len(self._shard_group)
+        self._casts = state.gathered != state.parameter
+        self._units: dict[int, tuple[Unit, ...]] = {
+            stage: units if level == 2 else (_one(units),) for stage, units in enumerate(stages.units)
+        }
+        self._unit_of = {stage: unit_of_layer(units) for stage, units in self._units.items()}
+        self._gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
+        self._gathered: set[tuple[int, int]] = set()
+        self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
+        self._copied: list[int] = []  # copies out of gathered buffers, in order
+        self._forward_buffer_bytes = 0  # of the last gather in forward, freed with the next
+        self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
+        self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
+        self._last_reduction: int | None = None
+
+    def expands(self, action: Action) -> bool:
+        """Without a pipeline, units are gathered and reduced between layers."""
+        del action
+        return not self._in_pipeline
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Gathers the units that begin here."""
+        if self._in_pipeline:
+            self._settle(action)
+            return
+        stage = action.stage
+        for index, unit in enumerate(self._units[stage]):
+            if unit.layers[0] in part and (stage, index) not in self._gathered:
+                # the first one waits for all before it, the others for the buffer before the last to be copied out
+                waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
+                self._gather(action, index, waits)
+                self._copy_out(action, index, in_forward=True)
+
+    def after_forward(self, action: Action, part: range) -> None:
+        """Reshards the unit that ends here."""
+        if self._in_pipeline:
+            return
+        stage = action.stage
+        layers = self.stages.layers[stage]
+        effects: list[MemoryEffect] = []
+        for index, unit in enumerate(self._units[stage]):
+            if self._reshards and not unit.stays and unit.layers[-1] in part:
+                self._gathered.discard((stage, index))
+                effects.append(_free(_GATHERED, unit.padded * self.stages.state.gathered))
+        if part.stop == len(layers) and self._forward_buffer_bytes:
+            effects.append(_free(_BUFFERS, self._forward_buffer_bytes))
+            self._forward_buffer_bytes = 0
+        if effects:
+            self.writer.compute(action, "reshard", memory=effects)
+
+    def before_backward(self, action: Action, part: range) -> None:
+        """Waits for the unit that backward comes to, and asks for the one that comes next."""
+        stage = action.stage
+        index = self._unit_of[stage][part[-1]]
+        if self._in_pipeline:
+            self._settle(action)
+            return
+        unit = self._units[stage][index]
+        if unit.layers[-1] not in part:
+            return
+        if (stage, index) not in self._gathered:
+            if (stage, index) not in self._gathering:
+                self._gather(action, index, [])
+            self._copy_out(action, index, in_forward=False)
+        ahead = index - 1
+        if ahead >= 0 and (stage, ahead) not in self._gathered and (stage, ahead) not in self._gathering:
+            self._gather(action, ahead, self._copied[-1:])
+
+    def after_backward(self, action: Action, part: range, ended: int) -> None:
+        """Whole gradients are there; where they are wanted, they are reduced."""
+        del ended
+        stage = action.stage
+        if self._in_pipeline:
+            self._hold_gradients(action, [i for i, unit in enumerate(self._units[stage]) if unit.layers[0] in part])
+            return
+        index = self._unit_of[stage][part[0]]
+        if self._units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
+            self._hold_gradients(action, [index])
+            return
+        if self._synchronizes(action):
+            self._reduce_unit(action, index, made_now=True)
+            return
+        self._hold_gradients(action, [index])
+        self._gathered.discard((stage, index))
+        self.writer.compute(
+            action, "reshard", memory=[_free(_GATHERED, self._units[stage][index].padded * self.stages.state.gathered)]
+        )
+
+    def end_of_backward(self, action: Action) -> None:
+        """The end of backward waits for the last reduction."""
+        if not self._in_pipeline and self._synchronizes(action):
+            self._finish(action)
+
+    def unshard(self, action: Action) -> None:
+        """Asks for every unit of the stage at once; the stage's next computation waits for all of them."""
+        for index in range(len(self._units[action.stage])):
+            self._gather(action, index, [self.writer.last_compute], in_background=True)
+
+    def reshard(self, action: Action) -> None:
+        """Frees what is still gathered of the stage."""
+        left = [index for index in range(len(self._units[action.stage])) if (action.stage, index) in self._gathered]
+        num_bytes = sum(self._units[action.stage][index].padded for index in left) * self.stages.state.gathered
+        self._gathered -= {(action.stage, index) for index in left}
+        if num_bytes:
+            self.writer.compute(action, str(action), memory=[_free(_GATHERED, num_bytes)])
+
+    def reduce(self, action: Action) -> None:
+        """In a pipeline: all units of the stage, in the order of its layers."""
+        if not self._in_pipeline:
+            return
+        for index in range(len(self._units[action.stage])):
+            self._reduce_unit(action, index, made_now=False)
+        self._finish(action)
+
+    def _settle(self, action: Action) -> None:
+        """The first computation of a stage after UNSHARD copies its units out."""
+        for index in range(len(self._units[action.stage])):
+            if (action.stage, index) in self._gathering:
+                self._copy_out(action, index, in_forward=False)
+
+    def _synchronizes(self, action: Action) -> bool:
+        each = self.stages.plan.grad_sync == "microbatch"
+        return each or self.stages.last_backward[action.stage] == action
+
+    def _gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
+        """Issues the all-gather of a unit."""
+        state, unit = self.stages.state, self._units[action.stage][index]
+        num_bytes = unit.padded * state.gathered
+        cast_bytes = num_bytes // self._num_shards if self._casts else 0
+        if self._host_waits and not in_background:
+            waits = [self.writer.last_compute]
+        gather = self.writer.collective(
+            action,
+            Stream.SHARD,
+            self._name(action, index, "all_gather"),
+            Message(CollectiveKind.ALL_GATHER, num_bytes, self._shard_group),
+            waits,
+            [MemoryEffect(_BUFFERS, num_bytes + cast_bytes, num_bytes)],
+        )
+        self._gathering[action.stage, index] = gather
+        if self._host_waits and not in_background:
+            self.writer.block_on(gather)
+
+    def _copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
+        """Waits for a gathered unit and copies it to where it is used."""
+        unit = self._units[action.stage][index]
+        num_bytes = unit.padded * self.stages.state.gathered
+        freed = self._forward_buffer_bytes if in_forward else num_bytes
+        buffers = MemoryEffect(_BUFFERS, -freed if in_forward else 0, -freed)
+        if in_forward:
+            self._forward_buffer_bytes = num_bytes
+        self.writer.block_on(self._gathering.pop((action.stage, index)))
+        memory = [MemoryEffect(_GATHERED, num_bytes, num_bytes), buffers]
+        self._copied.append(
+            self.writer.compute(action, self._name(action, index, "copy"), self._copy(action, index), memory)
+        )
+        self._gathered.add((action.stage, index))
+
+    def _hold_gradients(self, action: Action, indices: list[int]) -> None:
+        """Whole gradients of units stay until they are reduced; later ones are added to them."""
+        state = self.stages.state
+        new = [index for index in indices if (action.stage, index) not in self._accumulated]
+        self._accumulated |= {(action.stage, index) for index in new}
+        held = sum(self._units[action.stage][index].elements for index in new) * state.accumulated
+        # gradients come in the precision of the weights and are widened, unit by unit
+        narrow = max(self._units[action.stage][index].elements for index in indices) * state.gathered if indices else 0
+        during = held + (narrow if state.gathered != state.accumulated else 0)
+        if during:
+            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
+
+    def _reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
+        """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard."""
+        state, unit, key = self.stages.state, self._units[action.stage][index], (action.stage, index)
+        whole_bytes, input_bytes = unit.elements * state.gathered, unit.padded * state.reduced
+        output_bytes = input_bytes // self._num_shards
+        held_bytes = unit.elements * state.accumulated if key in self._accumulated else 0
+        self._accumulated.discard(key)
+        # new gradients of the same precision are added in place to those that are held
+        adds_in_place = held_bytes > 0 and state.gathered == state.accumulated
+        extra = whole_bytes if made_now and not adds_in_place else 0
+        memory = [
+            MemoryEffect(_GRADIENTS, extra, -held_bytes),
+            MemoryEffect(_BUFFERS, input_bytes - self._reduce_buffer_bytes, input_bytes - self._reduce_buffer_bytes),
+        ]
+        if key in self._gathered:  # resharded before the buffer is made
+            self._gathered.discard(key)
+            gathered_bytes = unit.padded * state.gathered
+            memory.append(MemoryEffect(_GATHERED, -gathered_bytes, -gathered_bytes))
+        self._reduce_buffer_bytes = input_bytes
+        self.writer.block_on(self._last_reduction)
+        copied = self.writer.compute(action, self._name(action, index, "copy"), self._copy(action, index), memory)
+        replicated = len(self._replicate_group) > 1
+        reduction = self.writer.collective(
+            action,
+            Stream.SHARD,
+            self._name(action, index, "reduce_scatter"),
+            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, self._shard_group),
+            (copied,),
+            [MemoryEffect(_BUFFERS, output_bytes, output_bytes if replicated else 0)],
+        )
+        if replicated:
+            self._reduced_bytes += output_bytes
+            reduction = self.writer.collective(
+                action,
+                Stream.REPLICATE,
+                self._name(action, index, "all_reduce"),
+                Message(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
+                (reduction,),
+            )
+        self._last_reduction = reduction
+        if self._host_waits:
+            self.writer.block_on(reduction)
+
+    def _finish(self, action: Action) -> None:
+        """Waits for the last reduction and frees its buffers."""
+        freed = self._reduce_buffer_bytes + self._reduced_bytes
+        self._reduce_buffer_bytes = self._reduced_bytes = 0
+        self.writer.block_on(self._last_reduction)
+        self._last_reduction = None
+        self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
+
+    def _copy(self, action: Action, index: int) -> tuple[LayerWork, ...]:
+        unit = self._units[action.stage][index]
+        return self.stages.work(action.stage, unit.layers, Phase.COPY)
+
+    def _name(self, action: Action, index: int, what: str) -> str:
+        layers = self._units[action.stage][index].layers
+        if self.level == 1:
+            return what
+        return f"{what} {self.stages.layer_name(action.stage, layers[0])}"
+
+
+def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
+    """Frees before anything else happens."""
+    return MemoryEffect(category, -num_bytes, -num_bytes)
+
+
+def _one(units: tuple[Unit, ...]) -> Unit:
+    """A whole stage as one unit, for Level 1."""
+    return Unit(
+        tuple(sorted(layer for unit in units for layer in unit.layers)),
+        sum(unit.elements for unit in units),
+        sum(unit.padded for unit in units),
+        stays=all(unit.stays for unit in units),
+    )

@@ -1,0 +1,116 @@
+"""What data parallelism does around the layers of a rank: nothing, or DDP's reduction of gradients in buckets.
+
+FSDP's hooks are in ``simplan.program.fsdp``; which of them a plan has is decided in ``simplan.program.lower``.
+"""
+
+from __future__ import annotations
+
+from simplan.program.action import Action
+from simplan.program.buckets import ddp_buckets
+from simplan.program.program import LayerWork, Message, Phase, Stream
+from simplan.program.stage import Stages
+from simplan.program.writer import RankWriter
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["DdpHooks", "Hooks"]
+
+_ENDLESS = 2**62
+
+
+class Hooks:
+    """No data parallelism: the calls that the lowering makes around layers and actions, all without effect.
+
+    Args:
+        stages: Facts about the stages.
+        writer: Takes the operations.
+        level: Of the Program.
+    """
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
+        self.stages, self.writer, self.level = stages, writer, level
+
+    def expands(self, action: Action) -> bool:
+        """Whether the action must be written layer by layer, because something happens between layers."""
+        del action
+        return False
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Before some layers' forward."""
+
+    def after_forward(self, action: Action, part: range) -> None:
+        """After it."""
+
+    def before_backward(self, action: Action, part: range) -> None:
+        """Before some layers' backward."""
+
+    def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
+        """Divisions of gradients that belong to these layers' backward."""
+        del action, part
+        return ()
+
+    def after_backward(self, action: Action, part: range, ended: int) -> None:
+        """After it; ``ended`` is the index of its last operation."""
+
+    def end_of_backward(self, action: Action) -> None:
+        """At the end of the action."""
+
+    def unshard(self, action: Action) -> None:
+        """At UNSHARD."""
+
+    def reshard(self, action: Action) -> None:
+        """At RESHARD."""
+
+    def reduce(self, action: Action) -> None:
+        """At REDUCE_GRAD, before gradients are divided."""
+
+
+class DdpHooks(Hooks):
+    """torch's DistributedDataParallel: gradients divided, then all-reduced in buckets as backward completes them."""
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
+        super().__init__(stages, writer, level)
+        software, plan = stages.software, stages.plan
+        self._group = stages.mapping.dp_group(writer.rank)
+        if level == 1 or not software.grad_overlap:
+            self._limits = (_ENDLESS, _ENDLESS)
+        elif plan.bucket_bytes is not None:
+            self._limits = (plan.bucket_bytes, plan.bucket_bytes)
+        else:
+            self._limits = (software.bucket_bytes, software.first_bucket_bytes)
+        self._ended: dict[int, int] = {}
+
+    def expands(self, action: Action) -> bool:
+        """Only where buckets are reduced in between."""
+        return self._reduces(action)
+
+    def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
+        """Gradients are divided by the number of data-parallel ranks before they are summed."""
+        return self.stages.work(action.stage, part, Phase.SCALE) if self._reduces(action) else ()
+
+    def after_backward(self, action: Action, part: range, ended: int) -> None:
+        """Remembers when gradients are there."""
+        del action
+        self._ended.update(dict.fromkeys(part, ended))
+
+    def end_of_backward(self, action: Action) -> None:
+        """All-reduces of the stage's gradients, each from when its gradients are there, and the wait for them."""
+        if not self._reduces(action):
+            return
+        stages, writer = self.stages, self.writer
+        buckets = ddp_buckets(stages.layers[action.stage], stages.state.gradient, *self._limits)
+        indices = [
+            writer.collective(
+                action,
+                Stream.DATA,
+                f"bucket {number}" if self.level == 2 else "all_reduce",
+                Message(CollectiveKind.ALL_REDUCE, bucket.num_bytes, self._group),
+                (self._ended[bucket.ready_layer],),
+            )
+            for number, bucket in enumerate(buckets)
+        ]
+        writer.block_on(*indices)
+        writer.compute(action, "wait for gradients")
+
+    def _reduces(self, action: Action) -> bool:
+        each = self.stages.plan.grad_sync == "microbatch"
+        return each or self.stages.last_backward[action.stage] == action

@@ -1,0 +1,70 @@
+"""The units in which FSDP gathers parameters and reduces gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simplan.spec.layer import LayerKind, LayerSpec
+
+__all__ = ["Unit", "fsdp_units", "padded_elements", "unit_of_layer"]
+
+
+class Unit(NamedTuple):
+    """Layers whose parameters FSDP handles together.
+
+    Attributes:
+        layers: Positions in the stage, ascending.
+        elements: Parameters, a tied weight counted once.
+        padded: The same once every first dimension is padded to a multiple of the shards, as torch does.
+        stays: It is not resharded between forward and backward, whatever the plan says.
+    """
+
+    layers: tuple[int, ...]
+    elements: int
+    padded: int
+    stays: bool
+
+
+def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool) -> tuple[Unit, ...]:
+    """Units of a stage in the order in which FSDP has ended their forward.
+
+    Every layer is one, but for an embedding and a head that share a weight: they belong to the root, which ends last.
+
+    Args:
+        layers: The stage.
+        num_shards: Ranks over which parameters are sharded.
+        keep_last: The unit with which backward begins stays gathered.
+    """
+    head = len(layers) - 1
+    tied = layers[0].kind is LayerKind.EMBEDDING and bool(layers[head].tied)
+    alone = range(1, head) if tied else range(len(layers))
+    groups: list[tuple[int, ...]] = [(position,) for position in alone]
+    if tied:
+        groups.append((0, head))
+    units = []
+    for group in groups:
+        owned = [
+            parameter
+            for position in group
+            for parameter in layers[position].parameters
+            if not (tied and parameter.name in layers[position].tied)
+        ]
+        elements = sum(parameter.num_elements for parameter in owned)
+        padded = sum(padded_elements(parameter.shape, num_shards) for parameter in owned)
+        units.append(Unit(group, elements, padded, stays=keep_last and group == groups[-1]))
+    return tuple(units)
+
+
+def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
+    """Elements of a tensor whose first dimension is padded to a multiple of ``num_shards``."""
+    first, *rest = shape
+    elements = -(-first // num_shards) * num_shards
+    for size in rest:
+        elements *= size
+    return elements
+
+
+def unit_of_layer(units: Sequence[Unit]) -> dict[int, int]:
+    """By layer, the index of its unit."""
+    return {layer: index for index, unit in enumerate(units) for layer in unit.layers}

@@ -1,0 +1,128 @@
+"""Writes the operations of one rank in host issue order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from simplan.program.action import Action
+from simplan.program.folding import Folding
+from simplan.program.program import LayerWork, MemoryEffect, Message, Op, Stream, Work
+from simplan.program.timeline import SpanKind
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["RankWriter"]
+
+
+class RankWriter:
+    """Operations of one rank, in the making.
+
+    Args:
+        rank: Global rank.
+        first: Index of the rank's first operation in the Program.
+        folding: Which other ranks are written out.
+    """
+
+    def __init__(self, rank: int, first: int, folding: Folding) -> None:
+        self.rank = rank
+        self.ops: list[Op] = []
+        self.last_compute: int | None = None
+        self._first = first
+        self._folding = folding
+        self.blocking: list[int] = []  # what the next computation waits for
+        self._met: Counter[tuple[Stream, tuple[int, ...]]] = Counter()
+        self._works: dict[Message, tuple[Work, ...]] = {}
+        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def block_on(self, *indices: int | None) -> None:
+        """The next computation waits for these operations."""
+        self.blocking.extend(index for index in indices if index is not None)
+
+    def compute(
+        self,
+        action: Action,
+        name: str,
+        work: tuple[LayerWork, ...] = (),
+        memory: Sequence[MemoryEffect] = (),
+        kind: SpanKind = SpanKind.COMPUTE,
+    ) -> int:
+        """Something on the compute stream; gives its index."""
+        self.last_compute = self._add(action, Stream.COMPUTE, name, kind, work, tuple(self.blocking), None, memory)
+        self.blocking.clear()
+        return self.last_compute
+
+    def collective(
+        self,
+        action: Action,
+        stream: Stream,
+        name: str,
+        message: Message,
+        waits: Sequence[int | None],
+        memory: Sequence[MemoryEffect] = (),
+    ) -> int:
+        """A collective of the rank's group; gives its index. Members meet in the order of issue on their stream."""
+        members = self._members.get(message.ranks)
+        if members is None:
+            members = self._members[message.ranks] = self._folding.members(message.ranks)
+        key = (stream, members)
+        self._met[key] += 1
+        meeting = (*key, self._met[key]) if len(members) > 1 else None
+        return self._add(
+            action, stream, name, SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
+        )
+
+    def exposed(self, action: Action, stream: Stream, name: str, messages: tuple[Work, ...]) -> None:
+        """Messages among equal ranks, one after the other, that the next computation waits for."""
+        waits = (*self.blocking, self.last_compute)
+        self.blocking.clear()
+        self.block_on(self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), None, ()))
+
+    def send(
+        self,
+        action: Action,
+        stream: Stream,
+        num_bytes: int,
+        ends: tuple[int, int],
+        memory: Sequence[MemoryEffect] = (),
+    ) -> int:
+        """One end of a message to or from another stage, issued when the host gets to it; gives its index.
+
+        Args:
+            action: The SEND or RECV.
+            stream: Which.
+            num_bytes: Size.
+            ends: Sending and receiving rank.
+            memory: What it holds.
+        """
+        forward = stream in (Stream.SEND_F, Stream.RECV_F)
+        source_stage = (
+            action.stage if stream in (Stream.SEND_F, Stream.SEND_B) else action.stage + (-1 if forward else 1)
+        )
+        meeting = (forward, source_stage, action.microbatch, ends)
+        message = Message(CollectiveKind.SEND, num_bytes, ends)
+        waits = (*self.blocking, self.last_compute)
+        return self._add(
+            action, stream, str(action), SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
+        )
+
+    def _one(self, message: Message) -> tuple[Work, ...]:
+        """The message as work; equal messages share one object, by which what follows tells equal work."""
+        return self._works.setdefault(message, (message,))
+
+    def _add(
+        self,
+        action: Action,
+        stream: Stream,
+        name: str,
+        kind: SpanKind,
+        work: tuple[Work, ...],
+        waits: tuple[int, ...],
+        meeting: Hashable | None,
+        memory: Sequence[MemoryEffect],
+    ) -> int:
+        self.ops.append(Op(self.rank, stream, name, action, kind, work, waits, meeting, tuple(memory)))
+        return self._first + len(self.ops) - 1
+
+
+def _known(waits: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(wait for wait in waits if wait is not None)

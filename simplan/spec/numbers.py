@@ -1,0 +1,29 @@
+"""Small arithmetic and wording for rules: divisors, and lists of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["divisors", "either", "nearest_divisors"]
+
+
+def nearest_divisors(number: int, value: int) -> list[int]:
+    """The nearest divisors of ``number`` around ``value``: one below (or equal), one above, where there is one."""
+    found = divisors(number)
+    below = [d for d in found if d <= value]
+    above = [d for d in found if d > value]
+    return [*below[-1:], *above[:1]]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending; for numbers too large to factor in an instant, the powers of two among them."""
+    if number > 10**10:
+        return [2**k for k in range(40) if number % 2**k == 0]
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def either(choices: Iterable[object]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,144 @@
+"""What must hold between a model and the ways its layers are split: tensor, context and sharded data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.spec.model import ModelSpec
+from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec
+
+__all__ = ["parallel_rules", "unmodelled_parallelism"]
+
+
+def parallel_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    """Plans that cannot be, or that the framework would run wrongly."""
+    yield from _tensor_rules(model, plan)
+    yield from _context_rules(model, plan)
+    yield from _sharding_rules(plan)
+    yield from _stage_rules(plan, software)
+
+
+def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """Plans that can be, but that simplan does not model."""
+    if plan.ep > 1:
+        yield _not_modelled("plan.ep", plan.ep, "expert parallelism", "use 1")
+    if plan.grad_sync == "microbatch" and plan.pp > 1:
+        what = "gradient reduction after every microbatch of a pipeline (torch's pipelines reduce once a step)"
+        yield _not_modelled("plan.grad_sync", plan.grad_sync, what, "use step")
+    if plan.shards_parameters and plan.pp > 1 and model.tied_embeddings:
+        what = "sharding of an embedding whose two copies are on different stages"
+        fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
+        yield _not_modelled("model.tied_embeddings", "true", what, fix)
+    if plan.grad_dtype is not None:
+        yield _not_modelled("plan.grad_dtype", plan.grad_dtype, "another dtype for gradients", "remove it")
+    if plan.prefetch_depth is not None:
+        what = "another depth of prefetching than the software's own"
+        yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, what, "remove it")
+
+
+def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
+    return Problem(field=field, value=str(value), rule=f"{what} is not modelled yet", fix=fix)
+
+
+def _tensor_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    tp = plan.tp
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        size = getattr(model, key)
+        if size % tp:
+            fix = f"use {either(nearest_divisors(size, tp))}"
+            if key == "vocab_size":
+                fix += f", or model.vocab_size = {-(-size // tp) * tp} (padded)"
+            yield Problem(field="plan.tp", value=str(tp), rule=f"must divide model.{key} = {size}", fix=fix)
+    if not plan.sequence_parallel:
+        return
+    if tp == 1:
+        yield Problem(
+            field="plan.sequence_parallel",
+            value="true",
+            rule="splits tokens over the tensor-parallel ranks, and tp = 1",
+            fix="use false, or a larger tp",
+        )
+    elif model.seq_len % (tp * plan.cp):
+        yield Problem(
+            field="model.seq_len",
+            value=str(model.seq_len),
+            rule=f"must be a multiple of tp x cp = {tp * plan.cp} for sequence parallelism",
+            fix=f"use {either(_nearest_multiples(model.seq_len, tp * plan.cp))}, or plan.sequence_parallel = false",
+        )
+
+
+def _context_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    cp = plan.cp
+    if cp == 1:
+        if plan.cp_comm != "ring":
+            rule = "says how context-parallel ranks exchange keys, and cp = 1"
+            yield Problem(field="plan.cp_comm", value=plan.cp_comm, rule=rule, fix="remove it, or use a larger cp")
+        return
+    if model.seq_len % (2 * cp):
+        yield Problem(
+            field="model.seq_len",
+            value=str(model.seq_len),
+            rule=f"must be a multiple of 2 x cp = {2 * cp}: each rank takes an early and a late part of the sequence, "
+            "so that causal attention is spread evenly",
+            fix=f"use {either(_nearest_multiples(model.seq_len, 2 * cp))}, or another plan.cp",
+        )
+    if plan.cp_comm == "a2a":
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(model, key)
+            if heads % (cp * plan.tp):
+                yield Problem(
+                    field="plan.cp",
+                    value=str(cp),
+                    rule=f"cp x tp = {cp * plan.tp} must divide model.{key} = {heads}: "
+                    "all-to-all trades tokens for heads",
+                    fix="use plan.cp_comm = ring or all_gather, or a smaller cp",
+                )
+
+
+def _sharding_rules(plan: ParallelPlan) -> Iterator[Problem]:
+    if plan.dp_shard > 1 and plan.zero_stage == 0:
+        yield Problem(
+            field="plan.zero_stage",
+            value="0",
+            rule=f"shards nothing, and dp_shard = {plan.dp_shard}",
+            fix=f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1",
+        )
+    if not plan.reshard_after_forward and plan.zero_stage < 2:
+        yield Problem(
+            field="plan.reshard_after_forward",
+            value="false",
+            rule=f"is about sharded parameters, and zero_stage = {plan.zero_stage}",
+            fix="remove it, or use zero_stage = 3",
+        )
+    if plan.shards_parameters and plan.bucket_bytes is not None:
+        yield Problem(
+            field="plan.bucket_bytes",
+            value=str(plan.bucket_bytes),
+            rule="is about DDP's buckets; FSDP reduces layer by layer",
+            fix="remove it, or use zero_stage = 0 or 1",
+        )
+    if plan.grad_sync == "microbatch" and plan.dp * plan.cp == 1:
+        yield Problem(
+            field="plan.grad_sync",
+            value="microbatch",
+            rule="is about reducing gradients over data-parallel ranks, and there is one",
+            fix="remove it",
+        )
+
+
+def _stage_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    if plan.virtual_stages > 1 and plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_stages:
+        yield Problem(
+            field="plan.virtual_stages",
+            value=str(plan.virtual_stages),
+            rule="torch's DistributedDataParallel fails with several stages on a rank",
+            fix=f"use dp_shard = {plan.dp} with zero_stage = 3 (or 2), or virtual_stages = 1",
+        )
+
+
+def _nearest_multiples(number: int, unit: int) -> list[int]:
+    below = number // unit * unit
+    return [value for value in (below, below + unit) if value]

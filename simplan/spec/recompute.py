@@ -1,0 +1,125 @@
+"""Recomputation of activations: what a layer still keeps in each mode, and what its backward runs again.
+
+The modes ``none``, ``selective`` and ``full`` are those of the executor's modules, the others those of the frameworks
+whose published runs use them. Embedding and head are never recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Saved
+from simplan.spec.plan import Recompute
+
+__all__ = ["Recomputation", "recomputation"]
+
+_LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
+
+
+class Recomputation(NamedTuple):
+    """What recomputation makes of a layer.
+
+    Attributes:
+        saved: What forward keeps for backward.
+        kernels: Indices into ``LayerSpec.kernels`` of what runs again at the beginning of backward, in order.
+    """
+
+    saved: tuple[Saved, ...]
+    kernels: tuple[int, ...]
+
+
+def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Recomputation:
+    """What a layer keeps and repeats.
+
+    ``full`` keeps the input. ``selective`` keeps all but what the attention core keeps for itself alone
+    (Korthikanti et al. 2022). ``selective_op`` keeps the results of every second matrix product beginning with the
+    first, of the attention core and of reduce-scatters (torchtitan's per-op policy), of which some are not needed.
+    ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the results of
+    matrix products as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has q, k and v on the host, whose
+    transfers are not counted, and repeats the rest (MaxText).
+
+    Args:
+        layer: The layer.
+        mode: ``ParallelPlan.recompute``.
+        block_index: Which of the model's blocks it is, from 0; matters to ``selective_layer`` only.
+    """
+    if layer.kind is not LayerKind.BLOCK:
+        return Recomputation(layer.saved, ())
+    match mode:
+        case "none":
+            return Recomputation(layer.saved, ())
+        case "full":
+            return _keeping(layer, ())
+        case "selective":
+            return _selective(layer)
+        case "selective_layer":
+            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(layer.saved, ())
+        case "selective_op":
+            kept = {index for number, index in enumerate(_gemms(layer)) if number % 2 == 0}
+            kept |= _where(layer, lambda k: isinstance(k, Attention))
+            kept |= _where(layer, lambda k: isinstance(k, Exchange) and k.forward is CollectiveKind.REDUCE_SCATTER)
+            return _keeping(layer, sorted(kept))
+        case "minimal":
+            return _keeping(layer, _gemms(layer)[:-1])
+        case "qkv_proj_offloaded":
+            first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
+            on_host = [index for index in _gemms(layer) if index < first_attention]
+            return _keeping(layer, (), on_host)
+
+
+def _selective(layer: LayerSpec) -> Recomputation:
+    """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
+    cores = _where(layer, lambda kernel: isinstance(kernel, Attention))
+    first, last = min(cores), max(cores)
+    again = tuple(
+        index
+        for index in range(first, last + 1)
+        if index in cores or getattr(layer.kernels[index], "forward", None) is not None
+    )
+    saved = tuple(t for t in layer.saved if t.made_by != "attention" or t.name == "attention output")
+    return Recomputation(saved, again)
+
+
+def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: list[int] | None = None) -> Recomputation:
+    """Keeps the input and the results of some kernels; the others run again as far as saved tensors need them.
+
+    Args:
+        layer: The layer.
+        kept: Indices of kernels whose results are kept.
+        elsewhere: Indices of kernels whose results are kept, but not on the device.
+    """
+    saved = [tensor for tensor in layer.saved if not tensor.made_by]
+    names = {layer.kernels[index].name for index in kept}
+    for index in kept:
+        saved += _results(layer, index)
+    makers = {tensor.made_by for tensor in layer.saved} - names
+    # torch ends the second forward with the last tensor that backward needs
+    last = max(index for index, kernel in enumerate(layer.kernels) if kernel.name in makers)
+    skipped = {*kept, *(elsewhere or ())}
+    again = tuple(
+        index
+        for index, kernel in enumerate(layer.kernels[: last + 1])
+        if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
+    )
+    return Recomputation(tuple(dict.fromkeys(saved)), again)  # a ring's attention kernels make one result together
+
+
+def _results(layer: LayerSpec, index: int) -> list[Saved]:
+    """What a kernel gives, as tensors to keep."""
+    kernel = layer.kernels[index]
+    match kernel:
+        case Gemm():
+            return [Saved(f"{kernel.name} output", kernel.m * kernel.n, made_by=kernel.name)]
+        case Exchange():
+            return [Saved(kernel.name, layer.output_elements, made_by=kernel.name)]
+        case _:
+            return [tensor for tensor in layer.saved if tensor.made_by == kernel.name]
+
+
+def _gemms(layer: LayerSpec) -> list[int]:
+    return sorted(_where(layer, lambda kernel: isinstance(kernel, Gemm)))
+
+
+def _where(layer: LayerSpec, holds: Callable[[object], bool]) -> set[int]:
+    return {index for index, kernel in enumerate(layer.kernels) if holds(kernel)}

@@ -1,0 +1,26 @@
+"""Which part of every layer one rank holds and computes under tensor and context parallelism."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from simplan.spec.base import Count, Spec
+
+__all__ = ["Shard"]
+
+
+class Shard(Spec):
+    """The part of a layer that each of its tensor- and context-parallel ranks has; all have equal parts.
+
+    Attributes:
+        tp: Tensor-parallel ranks: heads, MLP columns and vocabulary are split (Shoeybi et al. 2019).
+        sequence_parallel: Outside of attention and MLP these ranks split the tokens (Korthikanti et al. 2022).
+        cp: Context-parallel ranks: tokens are split everywhere.
+        cp_comm: How attention then gets at all keys: sent round a ring (Liu et al. 2023), gathered, or exchanged for
+            heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+    """
+
+    tp: Count = 1
+    sequence_parallel: bool = False
+    cp: Count = 1
+    cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"

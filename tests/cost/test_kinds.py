@@ -1,0 +1,51 @@
+"""The kinds of collectives of each strategy, as the papers and torch's hooks have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.cost.kinds import kinds_needed
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+
+
+def model(family: str) -> ModelSpec:
+    return ModelSpec(
+        family=family,
+        num_hidden_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=64,
+        seq_len=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [
+        ({}, ""),
+        ({"dp_replicate": 2}, "all_reduce"),
+        ({"dp_shard": 2, "zero_stage": 1}, "all_reduce broadcast"),
+        ({"dp_replicate": 2, "zero_stage": 1}, "all_reduce"),
+        ({"dp_shard": 2}, "all_gather reduce_scatter"),
+        ({"dp_shard": 2, "zero_stage": 2}, "all_gather reduce_scatter"),
+        ({"dp_shard": 2, "dp_replicate": 2}, "all_gather all_reduce reduce_scatter"),
+        ({"pp": 2}, "send"),
+        ({"pp": 2, "dp_shard": 2}, "all_gather reduce_scatter send"),
+        ({"tp": 2, "sequence_parallel": False}, "all_reduce"),
+        ({"tp": 2}, "all_gather all_reduce reduce_scatter"),
+        ({"cp": 2, "cp_comm": "ring"}, "all_reduce ring"),
+        ({"cp": 2, "cp_comm": "a2a"}, "all_reduce all_to_all"),
+        ({"cp": 2, "cp_comm": "all_gather"}, "all_gather all_reduce reduce_scatter"),
+        ({"cp": 2, "cp_comm": "a2a", "zero_stage": 3}, "all_gather all_to_all reduce_scatter"),
+    ],
+)
+def test_kinds_of_each_strategy(plan: dict[str, Any], kinds: str) -> None:
+    assert " ".join(sorted(kinds_needed(ParallelPlan(**plan), model("llama")))) == kinds
+
+
+def test_a_tied_embedding_is_summed_over_both_ends_of_a_pipeline() -> None:
+    assert " ".join(sorted(kinds_needed(ParallelPlan(pp=2), model("gpt")))) == "all_reduce send"

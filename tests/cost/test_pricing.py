@@ -1,0 +1,76 @@
+"""Pricing a Program: what equal work costs is asked once, and every operation adds up its parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from simplan.cost.base import Price, Provenance
+from simplan.cost.pricing import price_program
+from simplan.program.action import Action
+from simplan.program.program import LayerWork, Message, Op, Phase, Program, Stream, Work
+from simplan.program.timeline import SpanKind
+from simplan.spec.layer import CollectiveKind
+from simplan.spec.model import ModelSpec
+
+MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
+EMBEDDING, BLOCK, *_ = MODEL.layers
+
+
+class Tariff:
+    """Seconds by phase and kind; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Work] = []
+
+    def compute(self, work: LayerWork) -> Price:
+        self.asked.append(work)
+        return _price({Phase.FORWARD: 1.0, Phase.RECOMPUTE: 0.5, Phase.BACKWARD: 2.0}[work.phase])
+
+    def message(self, message: Message) -> Price:
+        self.asked.append(message)
+        return _price(message.num_bytes / 100)
+
+
+def _price(seconds: float) -> Price:
+    return Price(seconds, Provenance.DATASHEET, 0.1, "")
+
+
+def op(kind: SpanKind, *work: Work) -> Op:
+    stream = Stream.DATA if kind is SpanKind.COMMUNICATION else Stream.COMPUTE
+    return Op(0, stream, "", Action.parse("0F0"), kind, work)
+
+
+def program(*ops: Op) -> Program:
+    return Program(level=2, table=(), ops=ops, ranks=(0,), stands_for=(0,), resting_bytes={}, rebuild_bytes={})
+
+
+FORWARD = LayerWork(BLOCK, Phase.FORWARD, 1, BLOCK.num_parameters)
+AGAIN = LayerWork(BLOCK, Phase.RECOMPUTE, 1, BLOCK.num_parameters, (2,))
+BACKWARD = LayerWork(BLOCK, Phase.BACKWARD, 1, BLOCK.num_parameters)
+GATHER = Message(CollectiveKind.ALL_GATHER, 300, tuple(range(8)))
+SEND = Message(CollectiveKind.SEND, 50, (0, 1))
+
+
+def test_every_operation_adds_up_its_parts_and_equal_work_is_asked_once() -> None:
+    tariff = Tariff()
+    compute, messages = SpanKind.COMPUTE, SpanKind.COMMUNICATION
+    ops = (
+        op(compute, FORWARD, FORWARD),
+        op(compute, AGAIN, BACKWARD),
+        op(compute),
+        op(messages, GATHER),
+        op(messages, GATHER._replace()),  # an equal one, not the same
+        op(messages, SEND),
+        op(compute, FORWARD),
+    )
+    pricing = price_program(program(*ops, ops[0]), tariff)
+    assert pricing.durations_s == pytest.approx((2.0, 2.5, 0.0, 3.0, 3.0, 0.5, 1.0, 2.0))
+    assert pricing.deviations_s == pytest.approx([0.1 * duration_s for duration_s in pricing.durations_s])
+    assert tariff.asked == [FORWARD, AGAIN, BACKWARD, GATHER, SEND]
+    assert [(term.name, term.count) for term in pricing.terms] == [
+        ("block forward", 5),
+        ("block recompute", 1),
+        ("block backward", 1),
+        ("all_gather over 8 ranks", 2),
+        ("send", 1),
+    ]

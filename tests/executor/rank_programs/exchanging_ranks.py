@@ -1,0 +1,93 @@
+"""One of two ranks that split the layers of small models in several ways: what they compute and what they exchange.
+
+``python exchanging_ranks.py REQUEST RANK``: the request is a folder with ``cases.pt``, a list of (model, shard,
+recompute, dtype), and gets ``rank0.pt`` and ``rank1.pt``, a result for each case.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.data import make_batch
+from executor.groups import Group
+from executor.loss import cross_entropy
+from executor.model import build_stage
+from executor.parallel import Parallel, partial_parameters, sum_partial_gradients
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import Recompute
+from simplan.spec.shard import Shard
+
+CPU = torch.device("cpu")
+NUM_RANKS = 2
+NUM_SAMPLES = 3
+SEED = 5
+
+
+class Listener:
+    """Takes the place of a recorder."""
+
+    def __init__(self) -> None:
+        self.issued: list[tuple[str, tuple[int, ...], int]] = []
+        self.completed: list[int] = []
+
+    def issue(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> int:
+        """Remembers a collective."""
+        self.issued.append((kind, ranks, num_bytes))
+        return len(self.issued) - 1
+
+    def complete(self, handle: int) -> None:
+        """Remembers its end."""
+        self.completed.append(handle)
+
+
+def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype, rank: int, group: Group) -> Any:
+    """One forward and backward of the rank's share of a model."""
+    listener: Any = Listener()
+    parallel = Parallel.of(shard, group if shard.tp > 1 else None, group if shard.cp > 1 else None, rank, listener)
+    stage = build_stage(model, range(len(model.layers)), dtype, CPU, SEED, parallel, recompute)
+    batch = make_batch(
+        model.vocab_size, model.seq_len, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES
+    )
+    tokens, targets = (parallel.local_tokens(x) for x in batch)
+    order: list[str] = []
+    for name, parameter in stage.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    loss = cross_entropy(stage(tokens), targets, parallel)
+    loss.backward()
+    num_issued = len(listener.issued)
+    sum_partial_gradients(partial_parameters(stage, model, shard), parallel.tp)
+    gradients = {}
+    for name, parameter in stage.named_parameters():
+        if shard.cp > 1:  # what data parallelism does over these ranks
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= shard.cp
+        gradients[name] = parameter.grad
+    return {
+        "loss": loss.detach(),
+        "gradients": gradients,
+        "order": order,
+        "issued": listener.issued[:num_issued],
+        "issued for partial gradients": listener.issued[num_issued:],
+        "all completed": listener.completed == list(range(len(listener.issued))),
+    }
+
+
+def main(folder: Path, rank: int) -> None:
+    """Runs all cases."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
+    handle = dist.new_group(list(range(NUM_RANKS)))
+    assert isinstance(handle, dist.ProcessGroup)
+    group = Group(handle, tuple(range(NUM_RANKS)))
+    cases = torch.load(folder / "cases.pt", weights_only=False)
+    torch.save([run(*case, rank, group) for case in cases], folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

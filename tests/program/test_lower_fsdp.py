@@ -1,0 +1,157 @@
+"""What FSDP issues, by hand: two blocks, so units are embedding, block 0, block 1 and head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.program.lower import Lowering, lower
+from simplan.program.program import MemoryCategory, Program, Stream
+from simplan.program.table import plan_table
+from simplan.sim.memory import memory_peak
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.training import TrainingSpec
+
+TORCH = catalogue.software("torch")
+
+
+def model(**fields: Any) -> ModelSpec:
+    sizes: dict[str, Any] = {
+        "family": "gpt",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "seq_len": 16,
+        "tied_embeddings": False,
+    }
+    return ModelSpec(**{**sizes, **fields})
+
+
+def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, **fields: Any) -> Program:
+    training = TrainingSpec(global_batch_size=m * plan.dp, precision="fp32")
+    found = model(**fields)
+    boundaries = tuple(range(0, 5, 4 // plan.num_stages))
+    table = plan_table(plan, m)
+    return lower(found, training, plan, TORCH, StageAssignment(boundaries), table, Lowering(level))
+
+
+def issued(found: Program, rank: int = 0) -> list[str]:
+    """``action: collective unit`` of everything that moves, in order of issue."""
+    ops = [found.ops[index] for index in found.by_rank[rank]]
+    return [f"{op.action}: {op.name}" for op in ops if op.message and op.stream in (Stream.SHARD, Stream.REPLICATE)]
+
+
+FORWARD = [f"0F0: all_gather {unit}" for unit in ("embedding", "block 0", "block 1", "head")]
+RESHARDED = [
+    "0B0: all_gather block 1",  # the head stayed; the unit before it is gathered ahead
+    "0B0: reduce_scatter head",
+    "0B0: all_gather block 0",
+    "0B0: reduce_scatter block 1",
+    "0B0: all_gather embedding",
+    "0B0: reduce_scatter block 0",
+    "0B0: reduce_scatter embedding",
+]
+KEPT = [f"0B0: reduce_scatter {unit}" for unit in ("head", "block 1", "block 0", "embedding")]
+
+
+def test_resharding_gathers_again_one_unit_ahead() -> None:
+    assert issued(program(ParallelPlan(dp_shard=2))) == FORWARD + RESHARDED
+
+
+@pytest.mark.parametrize("fields", [{"reshard_after_forward": False}, {"zero_stage": 2}])
+def test_without_resharding_backward_only_reduces(fields: dict[str, Any]) -> None:
+    assert issued(program(ParallelPlan(dp_shard=2, **fields))) == FORWARD + KEPT
+
+
+def test_replicas_all_reduce_the_shard() -> None:
+    found = issued(program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2)))
+    assert found[4:] == [line for kept in KEPT for line in (kept, kept.replace("reduce_scatter", "all_reduce"))]
+
+
+def test_tied_weights_are_one_unit_that_stays() -> None:
+    found = issued(program(ParallelPlan(dp_shard=2), tied_embeddings=True))
+    assert found == [
+        *(f"0F0: all_gather {unit}" for unit in ("embedding", "block 0", "block 1")),
+        "0B0: all_gather block 1",
+        "0B0: all_gather block 0",
+        "0B0: reduce_scatter block 1",
+        "0B0: reduce_scatter block 0",
+        "0B0: reduce_scatter embedding",
+    ]
+
+
+def test_gradients_are_reduced_once_a_step_or_every_microbatch() -> None:
+    once = issued(program(ParallelPlan(dp_shard=2, zero_stage=2), m=3))
+    each = issued(program(ParallelPlan(dp_shard=2, zero_stage=2, grad_sync="microbatch"), m=3))
+    assert sum("reduce_scatter" in line for line in once) == 4
+    assert all(line.startswith("0B2") for line in once if "reduce_scatter" in line)
+    assert sum("reduce_scatter" in line for line in each) == 12
+    assert sum("all_gather" in line for line in once) == sum("all_gather" in line for line in each) == 12
+
+
+def test_a_pipeline_gathers_stages_and_reduces_at_the_end() -> None:
+    found = issued(program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2))
+    assert found == [
+        "0UNSHARD: all_gather embedding",
+        "0UNSHARD: all_gather block 0",
+        "0REDUCE_GRAD: reduce_scatter embedding",
+        "0REDUCE_GRAD: reduce_scatter block 0",
+    ]
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_bytes_of_a_step(m: int) -> None:
+    """ZeRO-3 moves every parameter twice a microbatch (but the head, which stays) and every gradient once a step."""
+    found = program(ParallelPlan(dp_shard=2), m=m)
+    messages = [op.message for op in found.ops if op.rank == 0 and op.message]
+    gathered = sum(message.num_bytes for message in messages if message.kind == "all_gather")
+    reduced = sum(message.num_bytes for message in messages if message.kind == "reduce_scatter")
+    parameters, head = model().num_parameters, model().layers[-1].num_parameters
+    assert gathered == 4 * m * (2 * parameters - head)
+    assert reduced == 4 * parameters
+
+
+def test_rows_that_do_not_divide_are_padded() -> None:
+    """Three shards of 256 rows hold 86 each; each of the other tensors is padded by rows of its own width."""
+    found = program(ParallelPlan(dp_shard=3))
+    layers = model().layers
+    padded = sum(
+        4 * -(-p.shape[0] // 3) * 3 * (p.num_elements // p.shape[0]) for layer in layers for p in layer.parameters
+    )
+    gathers = [op.message.num_bytes for op in found.ops if op.rank == 0 and op.message and "all_gather" in op.name]
+    assert sum(gathers[:4]) == padded
+    assert found.resting_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_shard=2),
+        ParallelPlan(dp_shard=2, zero_stage=2),
+        ParallelPlan(dp_shard=2, grad_sync="microbatch"),
+        ParallelPlan(dp_shard=2, dp_replicate=2),
+        ParallelPlan(dp_shard=2, pp=2),
+        ParallelPlan(dp_shard=2, zero_stage=1),
+    ],
+)
+def test_memory_comes_back_to_its_base_and_is_a_sum(plan: ParallelPlan, m: int, level: int) -> None:
+    found = program(plan, m=m, level=level)
+    for rank in found.ranks:
+        peak = memory_peak(found, rank)  # asserts the base
+        assert peak.total_bytes >= sum(found.resting_bytes[rank].values())
+        assert min(peak.by_category.values()) >= 0
+
+
+def test_whole_gradients_wait_for_reduce_grad() -> None:
+    """In a pipeline gradients add up unsharded: at the peak a rank holds its shard and all of its stage's."""
+    found = program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2, vocab_size=16384)
+    peak = memory_peak(found, 0)
+    layers = model(vocab_size=16384).layers[:2]
+    stage = sum(layer.num_parameters for layer in layers)
+    assert peak.by_category[MemoryCategory.GRADIENTS] == 4 * stage + 4 * stage // 2
