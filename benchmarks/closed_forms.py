@@ -5,18 +5,17 @@ from __future__ import annotations
 from fractions import Fraction
 
 from benchmarks.table import Row
-from simplan.cost.collectives import ring_all_reduce_s
+from simplan.cost.collectives import ring_s
 from simplan.program.action import ActionKind
 from simplan.program.complete import complete_table
-from simplan.program.footprint import resting_bytes
-from simplan.program.lower import lower
+from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
-from simplan.program.program import Message, Op
-from simplan.program.schedules import SCHEDULES
+from simplan.program.program import Op
+from simplan.program.schedules import SCHEDULES, PipelineShape, naive
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
+from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
@@ -34,8 +33,14 @@ def closed_forms() -> list[Row]:
             bubbles += found_bubble == Fraction(p - 1, m + p - 1)
             flights += found_flight == [m if name == "gpipe" else min(p - rank, m) for rank in range(p)]
     total = 2 * len(_GRID)
+    interleaved = [
+        _simulated("interleaved_1f1b", p, m, v)[0] == Fraction(p - 1, v * m + p - 1)
+        for p, m in _GRID
+        for v in (2, 3, 4)
+        if p > 1 and m % p == 0
+    ]
     rings = [
-        ring_all_reduce_s(num_bytes, n, 1.0, 0.0) == 2 * (n - 1) * (num_bytes / n)
+        ring_s(2, num_bytes, n, 1.0, 0.0) == 2 * (n - 1) * (num_bytes / n)
         for n in range(2, 65)
         for num_bytes in (n * 1000, n * 4096)
     ]
@@ -43,6 +48,12 @@ def closed_forms() -> list[Row]:
     return [
         Row("bubble of GPipe and 1F1B, p to 16, m to 64", "(p-1)/(m+p-1)", f"{bubbles} of {total}", bubbles == total),
         Row("microbatches in flight by stage", "m; min(p-r, m)", f"{flights} of {total}", flights == total),
+        Row(
+            "bubble of interleaved 1F1B, m a multiple of p, v to 4",
+            "(p-1)/(v m+p-1)",
+            f"{sum(interleaved)} of {len(interleaved)}",
+            all(interleaved),
+        ),
         Row("ring all-reduce, 2 to 64 ranks", "2 (n-1)/n x bytes", f"{sum(rings)} of {len(rings)}", all(rings)),
         Row(
             "bytes a parameter by optimizer and precision",
@@ -80,15 +91,15 @@ def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
     return sum(program.resting_bytes[0].values()) / model.num_parameters
 
 
-def _simulated(name: str, p: int, m: int) -> tuple[Fraction, list[int]]:
+def _simulated(name: str, p: int, m: int, v: int = 1) -> tuple[Fraction, list[int]]:
     """Bubble fraction and microbatches in flight, stages equal (F = 1, B = 2) and communication free."""
     program = lower(
-        _model(p),
+        _model(p * v),
         TrainingSpec(global_batch_size=m, precision="fp32"),
-        ParallelPlan(pp=p),
+        ParallelPlan(pp=p, virtual_stages=v),
         _software(_STATES[0][0][0]),
-        assign_stage_layers([1] * p),
-        complete_table(SCHEDULES[name](PipelineShape(p, m))),
+        assign_stage_layers([1] * (p * v)),
+        complete_table(SCHEDULES[name](PipelineShape(p, m, v))),
         Lowering(level=1),
     )
 
@@ -99,4 +110,4 @@ def _simulated(name: str, p: int, m: int) -> tuple[Fraction, list[int]]:
 
     step = Fraction(simulate(program, [seconds(op) for op in program.ops]).step_time_s)
     flights = [memory_peak(program, rank).activations_in_flight[rank] for rank in program.ranks]
-    return 1 - Fraction(3 * m) / step, flights
+    return 1 - Fraction(3 * m * v) / step, flights

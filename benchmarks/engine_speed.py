@@ -13,8 +13,8 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
-from simplan.program.program import Message, Program
-from simplan.program.schedules import one_f_one_b
+from simplan.program.program import Program
+from simplan.program.schedules import PipelineShape, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.spec.model import ModelSpec
@@ -36,8 +36,7 @@ def engine_speed() -> list[Row]:
     table = complete_table(compute)
     program = _program(table)
     durations_s = [
-        _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0
-        for op in program.ops
+        _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
 
     def engine(fresh: Program) -> None:

@@ -127,10 +127,7 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     received = [op.message for op in program.ops if op.action.kind.value.startswith("RECV")]
     assert sorted(map(str, sent)) == sorted(map(str, received))
     assert len(sent) == 2 * m * (p - 1) * dp
-    assert all(
-        w is not None and w.num_bytes == b * 32 * 96 * found.software.state_bytes["bf16"].boundary
-        for w in sent
-    )
+    assert all(w is not None and w.num_bytes == b * 32 * 96 * found.software.state_bytes["bf16"].boundary for w in sent)
     reduced = sum(op.message.num_bytes for op in program.ops if op.message and op.stream is Stream.DATA)
     held = sum(rank.by_category[MemoryCategory.GRADIENTS] for rank in found.memory)
     assert reduced == (held if dp > 1 else 0)

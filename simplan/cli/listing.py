@@ -153,7 +153,7 @@ def _software() -> list[Row]:
 def _schedules() -> list[Row]:
     def row(name: str, doc: str) -> Row:
         paragraphs = [" ".join(part.split()) for part in doc.split("\n\n")]
-        return {"name": name, "order": paragraphs[0], "for p ranks, m microbatches": paragraphs[1]}
+        return {"name": name, "order": paragraphs[0], "for p ranks with v stages each, m microbatches": paragraphs[1]}
 
     # ``none`` is one rank, where naive's bubble is zero: nothing to choose
     return [row(name, getdoc(schedule) or "") for name, schedule in SCHEDULES.items() if name != "none"]

@@ -25,7 +25,7 @@ from simplan.spec.hardware import ClusterSpec, LinkSpec
 from simplan.spec.layer import CollectiveKind
 from simplan.units import format_bytes, format_rate, format_time
 
-__all__ = ["LINK_EFFICIENCY", "bus_factor", "message_price", "ring_all_reduce_s", "send_s"]
+__all__ = ["LINK_EFFICIENCY", "bus_factor", "message_price", "ring_s", "send_s"]
 
 LINK_EFFICIENCY = 0.75
 """Share of a link's datasheet bandwidth that large messages reach. Published nccl-tests runs of ring all-reduce reach
@@ -57,16 +57,17 @@ def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
             return 1.0
 
 
-def ring_all_reduce_s(num_bytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """Ring all-reduce: 2 (n-1) steps of num_bytes / n each (Patarasuk and Yuan 2009).
+def ring_s(num_laps: int, num_bytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
+    """A ring collective: in each lap n-1 steps of num_bytes / n (Patarasuk and Yuan 2009).
 
     Args:
-        num_bytes: Bytes of the buffer on each rank.
+        num_laps: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather.
+        num_bytes: Bytes of the buffer.
         num_ranks: Ranks n in the ring.
         bytes_per_s: What one rank sends to its neighbour.
         latency_s: Of one step.
     """
-    steps = 2 * (num_ranks - 1)
+    steps = num_laps * (num_ranks - 1)
     return steps * (latency_s + num_bytes / num_ranks / bytes_per_s)
 
 
@@ -163,14 +164,16 @@ def _hop(message: Message, route: _Route) -> tuple[float, str]:
 
 
 def _round_the_ring(message: Message, route: _Route) -> tuple[float, str]:
-    """All-reduce, all-gather, reduce-scatter and broadcast."""
-    laps, n, rate = _LAPS[message.kind], route.num_ranks, route.ring_bytes_per_s
+    """All-reduce, all-gather, reduce-scatter, and broadcast, whose buffer passes every rank whole."""
+    laps, num_bytes, n, rate = _LAPS[message.kind], message.num_bytes, route.num_ranks, route.ring_bytes_per_s
     latency_s = laps * sum(hops * link.latency_s for hops, link in route.lap_hops)
-    seconds = latency_s + bus_factor(message.kind, n) * message.num_bytes / rate
     hops = " + ".join(f"{laps * hops} x {format_time(link.latency_s)}" for hops, link in route.lap_hops)
-    factor = "" if message.kind is CollectiveKind.BROADCAST else f"{'2 ' if laps == 2 else ''}({n}-1)/{n} x "
-    moved = f"{factor}{format_bytes(message.num_bytes)} / {format_rate(rate)}"
-    return seconds, f"{hops} + {moved} ({route.where})"
+    if message.kind is CollectiveKind.BROADCAST:
+        seconds, factor = send_s(num_bytes, rate, latency_s), ""
+    else:
+        seconds = latency_s + ring_s(laps, num_bytes, n, rate, 0.0)
+        factor = f"{'2 ' if laps == 2 else ''}({n}-1)/{n} x "
+    return seconds, f"{hops} + {factor}{format_bytes(num_bytes)} / {format_rate(rate)} ({route.where})"
 
 
 def _all_to_all(message: Message, route: _Route) -> tuple[float, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration import Calibration, way_of_mixing
 from simplan.cost.compute import roofline
 from simplan.errors import Problem, SpecError
 from simplan.prediction import Prediction
@@ -87,7 +87,11 @@ def cost_model(
             )
         )
     return CalibratedCost(
-        calibration, dtype=training.precision, optimizer=training.optimizer, num_ranks=plan.num_devices
+        calibration,
+        dtype=training.precision,
+        optimizer=training.optimizer,
+        num_ranks=plan.num_devices,
+        mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
     )
 
 

@@ -40,7 +40,7 @@ def check_plan(
         SpecError: With every violation, options that are not modelled included.
     """
     unmodelled = [
-        *_unmodelled_plan(plan),
+        *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan),
         *_unmodelled_training(training, software),
     ]
@@ -59,7 +59,9 @@ def check_plan(
         raise NotModelledError(unmodelled)
 
 
-def _unmodelled_plan(plan: ParallelPlan) -> Iterator[Problem]:
+def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Problem]:
+    if plan.cp > 1 and plan.cp_comm == "ring" and cluster.device.kind == "cpu":
+        yield _not_modelled("plan.cp_comm", "ring", "ring attention on CPU ranks", "use all_gather or a2a")
     if plan.schedule not in ("none", *_MODELLED_SCHEDULES):
         choices = f"use {either(_MODELLED_SCHEDULES)}"
         yield _not_modelled("plan.schedule", plan.schedule, "this schedule", choices)

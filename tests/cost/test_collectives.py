@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.cost.base import Price
-from simplan.cost.collectives import LINK_EFFICIENCY, bus_factor, message_price, ring_all_reduce_s, send_s
+from simplan.cost.collectives import LINK_EFFICIENCY, bus_factor, message_price, ring_s, send_s
 from simplan.errors import SpecError
 from simplan.program.program import Message
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
@@ -56,7 +56,7 @@ def test_ring_all_reduce_moves_every_chunk_round_the_ring_twice(n: int, chunk: i
             holders[target, c] = holders[target, c] | addends if reducing else addends
         time += latency + chunk  # one chunk per rank at one byte a second
     assert all(addends == set(range(n)) for addends in holders.values())
-    assert ring_all_reduce_s(num_bytes, n, 1.0, float(latency)) == pytest.approx(time, rel=1e-12)
+    assert ring_s(2, num_bytes, n, 1.0, float(latency)) == pytest.approx(time, rel=1e-12)
 
 
 def test_send_inside_and_between_nodes() -> None:

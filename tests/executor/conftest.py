@@ -128,6 +128,13 @@ CASES: dict[str, Callable[[], Job]] = {
         plan={"virtual_stages": 2, "dp_shard": 2, "zero_stage": 2},
         dtype="fp64",
     ),
+    "interleaved-pp2-v4-zero3-2-llama": lambda: _job(  # more stages on a rank than torch keeps gathered
+        "interleaved_1f1b",
+        pp=2,
+        model=_model("llama", num_hidden_layers=6),
+        plan={"virtual_stages": 4, "dp_shard": 2},
+        dtype="fp64",
+    ),
     "tp2-zero3-2-gpt-tied": lambda: _job(model=_model(vocab_size=96), plan={"tp": 2, "dp_shard": 2}, dtype="fp64"),
     "tp2-1f1b-pp2-gpt-tied-recompute": lambda: _job(
         "1f1b",
@@ -149,7 +156,16 @@ CASES: dict[str, Callable[[], Job]] = {
 }
 
 
-@pytest.fixture(scope="session", params=list(CASES))
+QUICK_ON_FOUR = "1f1b-pp2-zero3-2-llama"
+"""Four ranks take long on the two cores of the CI machines: of those cases only this one is not slow."""
+
+
+def _case(name: str) -> Any:
+    slow = CASES[name]().plan.num_devices > 2 and name != QUICK_ON_FOUR
+    return pytest.param(name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.fixture(scope="session", params=[_case(name) for name in CASES])
 def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One real run per case, shared by all tests that look at it."""
     out_dir = tmp_path_factory.mktemp(request.param)

@@ -1,4 +1,4 @@
-"""Jobs that the executor refuses by name."""
+"""Jobs that the executor refuses by name, and plans it no longer refuses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,58 @@ from typing import Any
 import pytest
 
 from executor.checks import check_job
-from simplan.errors import NotModelledError
+from simplan.errors import NotModelledError, SpecError
+from simplan.spec.training import TrainingSpec
 
 
-def test_a_stage_on_another_rank_is_refused(make_job: Any) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp_shard": 2},
+        {"dp_shard": 2, "zero_stage": 1},
+        {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 2},
+        {"dp_shard": 2, "grad_sync": "microbatch"},
+        {"tp": 2, "recompute": "selective"},
+        {"cp": 2, "cp_comm": "a2a"},
+    ],
+)
+def test_plans_that_run(plan: dict[str, Any], make_job: Any, make_model: Any) -> None:
+    check_job(make_job(model=make_model(vocab_size=96), plan=plan))
+
+
+def test_stages_may_be_anywhere(make_job: Any) -> None:
     job = make_job("gpipe", pp=2)
-    check_job(job)
-    with pytest.raises(
-        NotModelledError, match=r"^table.0 = stage 1: the executor runs stage s on pipeline rank s only"
-    ):
-        check_job(job.model_copy(update={"table": job.table[::-1]}))
+    check_job(job.model_copy(update={"table": job.table[::-1]}))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"ep": 2}, "plan.ep = 2: the executor has no experts to spread; use 1"),
+        ({"cp": 2}, "plan.cp_comm = ring: the executor has no ring attention; use all_gather or a2a"),
+        ({"recompute": "minimal"}, "plan.recompute = minimal: the executor does not recompute like this"),
+        ({"pp": 2, "schedule": "1f1b", "grad_sync": "microbatch"}, "plan.grad_sync = microbatch: torch's pipelines"),
+        (
+            {"pp": 2, "schedule": "1f1b", "dp_shard": 2},
+            "model.tied_embeddings = true: the executor does not shard an embedding whose two copies are on different "
+            "stages; use false, or plan.zero_stage = 1",
+        ),
+        ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: the executor keeps gradients in the precision"),
+        ({"dp_shard": 2, "prefetch_depth": 2}, "plan.prefetch_depth = 2: the executor leaves prefetching to torch"),
+    ],
+)
+def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) -> None:
+    job = make_job(plan.get("schedule", "none"), plan=plan)
+    with pytest.raises(NotModelledError) as caught:
+        check_job(job)
+    assert said in str(caught.value)
+
+
+def test_the_dtype_is_that_of_the_precision(make_job: Any) -> None:
+    training = TrainingSpec(global_batch_size=8, precision="bf16")
+    check_job(make_job(training=training, dtype="bf16"))
+    with pytest.raises(SpecError, match=r"^dtype = fp32: must be bf16 for training.precision = bf16, or fp64"):
+        check_job(make_job(training=training))
+    halved = training.model_copy(update={"precision": "fp16"})
+    with pytest.raises(NotModelledError, match=r"^training.precision = fp16: the executor does not run this precision"):
+        check_job(make_job(training=halved, dtype="fp16"))

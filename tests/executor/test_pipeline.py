@@ -1,10 +1,12 @@
-"""The private names of torch's pipelining that the adapter uses; torch 2.11 and 2.13 have them alike."""
+"""The private names of torch's pipelining and FSDP2 that are used; torch 2.11 and 2.13 have them alike."""
 
 from __future__ import annotations
 
 import inspect
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.pipelining import PipelineStage, schedules
 
 RUNTIME = schedules._PipelineScheduleRuntime
@@ -48,6 +50,21 @@ def test_the_cache_holds_outputs_and_inputs_and_the_last_stage_needs_no_outputs(
 def test_actions_are_read_from_the_same_text() -> None:
     for text in ("0F1", "1B0", "2SEND_F3", "2RECV_B3", "1REDUCE_GRAD", "0UNSHARD", "0RESHARD", "0I1", "0W1"):
         assert str(schedules._Action.from_str(text)) == text
+
+
+def test_fsdp_takes_other_collectives_and_torchs_own_can_be_extended() -> None:
+    gather, scatter = _fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter
+    assert parameters(gather.__call__) == ["self", "output_tensor", "input_tensor", "group", "async_op"]
+    assert parameters(scatter.__call__) == ["self", "output_tensor", "input_tensor", "group", "op", "async_op"]
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        assert parameters(getattr(FSDPModule, name)) == ["self", "comm"]
+    assert parameters(FSDPModule.set_all_reduce_hook)[:2] == ["self", "hook"]
+
+
+def test_fsdp_calls_the_all_reduce_hook_after_its_own_all_reduce() -> None:
+    source = inspect.getsource(_fsdp_collectives.foreach_reduce)
+    order = [source.index(call) for call in ("reduce_scatter_comm(", "dist.all_reduce(", "all_reduce_hook(reduce")]
+    assert order == sorted(order)
 
 
 def test_the_version_is_one_that_was_looked_at() -> None:

@@ -89,8 +89,8 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             {"cp": 5},
             {},
             [
-                "model.seq_len = 48: must be a multiple of 2 x cp = 10: each rank takes an early and a late part of the "
-                "sequence, so that causal attention is spread evenly; use 40 or 50, or another plan.cp"
+                "model.seq_len = 48: must be a multiple of 2 x cp = 10: each rank takes an early and a late part of "
+                "the sequence, so that causal attention is spread evenly; use 40 or 50, or another plan.cp"
             ],
         ),
         (
@@ -104,7 +104,10 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
         (
             {"cp_comm": "a2a"},
             {},
-            ["plan.cp_comm = a2a: says how context-parallel ranks exchange keys, and cp = 1; remove it, or use a larger cp"],
+            [
+                "plan.cp_comm = a2a: says how context-parallel ranks exchange keys, and cp = 1; "
+                "remove it, or use a larger cp"
+            ],
         ),
         (
             {"dp_shard": 2, "zero_stage": 0},

@@ -141,7 +141,11 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
             "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
         ),
         ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: another dtype for gradients is not modelled yet; remove it"),
-        ({"prefetch_depth": 1}, "plan.prefetch_depth = 1: another depth of prefetching than the software's own is not modelled yet; remove it"),
+        (
+            {"prefetch_depth": 1},
+            "plan.prefetch_depth = 1: another depth of prefetching than the software's own is not modelled yet; "
+            "remove it",
+        ),
     ],
 )
 def test_options_that_are_not_modelled_are_refused_by_name(plan: dict[str, Any], sentence: str) -> None:

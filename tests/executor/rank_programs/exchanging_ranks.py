@@ -50,9 +50,7 @@ def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype
     listener: Any = Listener()
     parallel = Parallel.of(shard, group if shard.tp > 1 else None, group if shard.cp > 1 else None, rank, listener)
     stage = build_stage(model, range(len(model.layers)), dtype, CPU, SEED, parallel, recompute)
-    batch = make_batch(
-        model.vocab_size, model.seq_len, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES
-    )
+    batch = make_batch(model.vocab_size, model.seq_len, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES)
     tokens, targets = (parallel.local_tokens(x) for x in batch)
     order: list[str] = []
     for name, parameter in stage.named_parameters():

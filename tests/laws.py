@@ -1,0 +1,114 @@
+"""What must hold for every Program and every prediction, whatever the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from simplan.predict import Simulated
+from simplan.prediction import Prediction
+from simplan.program.program import MemoryCategory, Op, Program, Stream
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["check_bytes", "check_memory", "check_prediction", "check_same", "check_times"]
+
+_RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
+
+
+def check_bytes(program: Program) -> None:
+    """Members of a meeting do the same, all that are concerned take part, and what is sent is received.
+
+    Args:
+        program: With every rank written out.
+    """
+    for indices in program.meetings.values():
+        members = [program.ops[index] for index in indices]
+        ranks = sorted(member.rank for member in members)
+        messages = {member.message for member in members}
+        assert len(messages) == 1, members
+        [message] = messages
+        assert message is not None, members
+        assert message.num_bytes > 0, message
+        assert ranks == sorted(message.ranks), members
+        if message.kind is CollectiveKind.SEND:
+            source, destination = sorted(members, key=lambda member: member.rank != message.ranks[0])
+            assert _RECEIVES[source.stream] is destination.stream, members
+        else:
+            assert len({member.stream for member in members}) == 1, members
+    moved = Counter(dict.fromkeys(Stream, 0))
+    for op in program.ops:
+        moved[op.stream] += op.message.num_bytes if op.message else 0
+    assert all(moved[send] == moved[receive] for send, receive in _RECEIVES.items()), moved
+    alone = [op for op in program.ops if op.message and op.meeting is None]
+    assert program.level == 1 or not alone, alone  # Level 1 has the exchanges of an action in one piece on each rank
+
+
+def check_memory(program: Program) -> None:
+    """Each category alone is never negative and back to its base at the end of a step."""
+    for rank in program.ranks:
+        held: Counter[MemoryCategory] = Counter(program.resting_bytes[rank])
+        assert all(num_bytes >= 0 for num_bytes in held.values()), held
+        for op in (program.ops[index] for index in program.by_rank[rank]):
+            during = held.copy()
+            for effect in op.memory:
+                during[effect.category] += effect.during_bytes
+                held[effect.category] += effect.after_bytes
+            assert all(num_bytes >= 0 for num_bytes in (*during.values(), *held.values())), (op, during, held)
+        assert +held == +Counter(program.resting_bytes[rank]), rank
+
+
+def check_times(simulated: Simulated) -> None:
+    """Nothing runs for a negative time, before what it waits for, beside its stream, or apart from its meeting."""
+    program, start_s, end_s = simulated.program, simulated.times.start_s, simulated.times.end_s
+    assert all(duration_s >= 0 for duration_s in simulated.pricing.durations_s)
+    assert all(0 <= start <= end for start, end in zip(start_s, end_s, strict=True))
+    for index, op in enumerate(program.ops):
+        assert all(program.ops[wait].rank == op.rank and end_s[wait] <= start_s[index] for wait in op.waits), op
+    for indices in program.streams.values():
+        for before, after in pairwise(indices):
+            assert end_s[before] <= start_s[after], (program.ops[before], program.ops[after])
+    for indices in program.meetings.values():
+        assert len({(start_s[index], end_s[index]) for index in indices}) == 1, program.ops[indices[0]]
+
+
+def check_prediction(prediction: Prediction) -> None:
+    """Shares sum to the step, categories to the peak, and no figure is negative or beyond what is possible."""
+    step_time_s = prediction.step_time_s
+    low_s, high_s = prediction.step_time_interval_s
+    assert 0 <= low_s <= step_time_s <= high_s
+    assert step_time_s > 0
+    assert prediction.level1_step_time_s > 0
+    assert -1e-9 <= prediction.bubble_fraction < 1
+    assert len(prediction.splits) == len(prediction.memory) == prediction.plan.num_devices
+    for split in prediction.splits:
+        shares = (split.compute_s, split.recompute_s, split.exposed_communication_s, split.wait_s, split.host_s)
+        assert min(*shares, split.optimizer_s) >= 0, split
+        assert split.total_s == pytest.approx(step_time_s, rel=1e-9), split
+    for memory in prediction.memory:
+        assert min(memory.by_category.values()) >= 0, memory
+        context_bytes = memory.by_category[MemoryCategory.CONTEXT]
+        assert sum(memory.by_category.values()) - context_bytes == memory.allocated_bytes
+        assert memory.allocated_bytes <= memory.reserved_bytes <= memory.device_bytes
+    if prediction.mfu is not None:
+        assert prediction.mfu_full_attention is not None
+        assert prediction.hfu is not None
+        assert 0 < prediction.mfu <= min(1, prediction.mfu_full_attention, prediction.hfu)
+
+
+def check_same(one: Simulated, other: Simulated) -> None:
+    """A folded Program and the unfolded one: what stands for a rank does what the rank does, at the same times."""
+    assert one.times.step_time_s == pytest.approx(other.times.step_time_s, rel=1e-9)
+    for rank, leader in enumerate(one.program.stands_for):
+        ours, theirs = one.program.by_rank[leader], other.program.by_rank[rank]
+        assert len(ours) == len(theirs)
+        for mine, its in zip(ours, theirs, strict=True):
+            assert _deed(one.program.ops[mine]) == _deed(other.program.ops[its])
+            assert one.times.start_s[mine] == pytest.approx(other.times.start_s[its], rel=1e-9, abs=1e-15)
+            assert one.times.end_s[mine] == pytest.approx(other.times.end_s[its], rel=1e-9, abs=1e-15)
+
+
+def _deed(op: Op) -> object:
+    work = op.message._replace(ranks=()) if op.message else op.work
+    return op.stream, op.name, op.action, op.kind, op.memory, work if op.stream is Stream.COMPUTE or op.message else ()

@@ -1,0 +1,175 @@
+"""Any plan at all is refused with a sentence, or predicted with all laws kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from simplan.errors import SpecError
+from simplan.predict import build_program, cost_model, predict, simulate_again, simulate_program
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from tests.laws import check_bytes, check_memory, check_prediction, check_same, check_times
+
+TORCH = catalogue.software("torch")
+SIZES: dict[str, Any] = {
+    "family": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "seq_len": 32,
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "one device": {"microbatch_size": 2},
+    "ddp": {"dp_replicate": 4},
+    "ddp every microbatch": {"dp_replicate": 4, "grad_sync": "microbatch"},
+    "zero 1": {"dp_shard": 4, "zero_stage": 1},
+    "zero 1 replicated": {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1},
+    "zero 2": {"dp_shard": 4, "zero_stage": 2},
+    "fsdp": {"dp_shard": 4},
+    "fsdp every microbatch": {"dp_shard": 4, "grad_sync": "microbatch"},
+    "fsdp without reshard": {"dp_shard": 4, "reshard_after_forward": False},
+    "hsdp": {"dp_shard": 2, "dp_replicate": 2},
+    "naive": {"pp": 4, "schedule": "naive"},
+    "gpipe": {"pp": 4, "schedule": "gpipe"},
+    "1f1b": {"pp": 4},
+    "interleaved": {"pp": 2, "virtual_stages": 2},
+    "1f1b x ddp": {"pp": 2, "dp_replicate": 2},
+    "1f1b x zero 1": {"pp": 2, "dp_shard": 2, "zero_stage": 1},
+    "interleaved x fsdp": {"pp": 2, "virtual_stages": 2, "dp_shard": 2},
+    "interleaved x hsdp": {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "dp_replicate": 2, "zero_stage": 2},
+    "tp": {"tp": 4},
+    "tp without sequence parallelism": {"tp": 4, "sequence_parallel": False},
+    "tp x fsdp": {"tp": 2, "dp_shard": 2},
+    "tp x 1f1b": {"tp": 2, "pp": 2},
+    "ring": {"cp": 4},
+    "ring x fsdp": {"cp": 2, "dp_shard": 2, "zero_stage": 3},
+    "gathered keys": {"cp": 2, "cp_comm": "all_gather", "zero_stage": 3},
+    "ulysses": {"cp": 2, "cp_comm": "a2a", "tp": 2},
+    "selective": {"dp_shard": 2, "recompute": "selective"},
+    "full": {"dp_shard": 2, "recompute": "full"},
+    "all at once": {
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "tp": 2,
+        "cp": 2,
+        "pp": 2,
+        "virtual_stages": 2,
+        "recompute": "full",
+    },
+}
+
+
+def keeps_the_laws(model: ModelSpec, cluster: str, devices: int, training: TrainingSpec, plan: ParallelPlan) -> None:
+    found = catalogue.cluster(cluster, num_devices=devices)
+    prediction = predict("random", model, found, training, plan, TORCH)
+    check_prediction(prediction)
+    cost = cost_model(found, training, plan, TORCH, None)
+    for level in (1, 2):
+        unfolded = simulate_program(build_program(prediction, level=level, folded=False), cost, found)
+        check_bytes(unfolded.program)
+        check_memory(unfolded.program)
+        check_times(unfolded)
+        folded = simulate_program(build_program(prediction, level=level), cost, found)
+        check_times(folded)
+        check_same(folded, unfolded)
+    assert simulate_again(prediction).times.step_time_s == prediction.step_time_s
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_keeps_the_laws(name: str, tied: bool) -> None:
+    plan = ParallelPlan.model_validate(STRATEGIES[name])
+    if tied and plan.pp > 1 and plan.shards_parameters:
+        pytest.skip("refused by name")
+    model = ModelSpec.model_validate({**SIZES, "tied_embeddings": tied})
+    batch = 3 * plan.dp * plan.microbatch_size
+    keeps_the_laws(model, "dgx-h100", plan.num_devices, TrainingSpec(global_batch_size=batch), plan)
+
+
+def rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
+    """Most often the usual value, so that not every plan has something wrong."""
+    return st.sampled_from([usual] * 5 * len(others) + list(others))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    family = draw(st.sampled_from(["gpt", "llama"]))
+    heads = draw(rarely(8, 1, 3, 4, 6, 12))
+    return ModelSpec(
+        family=family,
+        num_hidden_layers=draw(st.integers(1, 6)),
+        hidden_size=heads * draw(rarely(8, 4, 5, 16)),
+        num_attention_heads=heads,
+        num_key_value_heads=draw(st.sampled_from([heads, heads, max(1, heads // 2), 3]))
+        if family == "llama"
+        else heads,
+        intermediate_size=draw(rarely(96, 10, 64)),
+        vocab_size=draw(rarely(128, 97, 120)),
+        seq_len=draw(rarely(32, 7, 24, 64)),
+        max_position_embeddings=64,
+        tied_embeddings=draw(st.booleans()),
+    )
+
+
+degrees = rarely(1, 2, 2, 2, 2, 3, 4)
+axes = st.sampled_from([1, 1, 1, 2, 2, 3, 4])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ParallelPlan:
+    keys: dict[str, Any] = {
+        "dp_replicate": draw(axes),
+        "dp_shard": draw(axes),
+        "tp": draw(st.sampled_from([1, 1, 2, 2, 3, 4])),
+        "cp": draw(degrees),
+        "pp": draw(axes),
+        "virtual_stages": draw(rarely(1, 2, 3)),
+        "microbatch_size": draw(st.integers(1, 3)),
+        "recompute": draw(rarely("none", "selective", "full", "selective_op", "selective_layer", "minimal")),
+    }
+    choices: dict[str, st.SearchStrategy[Any]] = {
+        "zero_stage": st.integers(0, 3),
+        "reshard_after_forward": st.booleans(),
+        "sequence_parallel": st.booleans(),
+        "cp_comm": st.sampled_from(["ring", "all_gather", "a2a"]),
+        "schedule": st.sampled_from(["none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-v"]),
+        "grad_sync": st.sampled_from(["step", "microbatch"]),
+        "bucket_bytes": st.sampled_from([1, 1000, 40_000]),
+        "stage_layers": st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple),
+        "ep": st.just(2),
+        "grad_dtype": st.just("bf16"),
+        "prefetch_depth": st.just(2),
+    }
+    usual = draw(st.lists(st.sampled_from(list(choices)[:7]), unique=True, max_size=3))
+    odd = draw(rarely([], ["stage_layers"], ["ep"], ["grad_dtype"], ["prefetch_depth"]))
+    return ParallelPlan.model_validate(keys | {key: draw(choices[key]) for key in (*usual, *odd)})
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
+    plan, model = data.draw(plans(), "plan"), data.draw(models(), "model")
+    training = TrainingSpec(
+        global_batch_size=data.draw(rarely(plan.dp * plan.microbatch_size * 3, 1, 8, 12), "batch"),
+        precision=data.draw(rarely("bf16", "fp32", "tf32", "fp16", "fp8"), "precision"),
+        optimizer=data.draw(st.sampled_from(["adam", "adamw", "sgd"]), "optimizer"),
+    )
+    cluster = data.draw(rarely("dgx-h100", "dgx-v100", "dgx-a100-80gb", "gb200-nvl72", "this-machine"), "cluster")
+    devices = data.draw(rarely(plan.num_devices, 1, 4, 16), "devices")
+    try:
+        keeps_the_laws(model, cluster, devices, training, plan)
+    except SpecError as error:
+        refused = error.problems
+    else:
+        refused = ()
+    assert all(problem.field and problem.rule for problem in refused)
+    event("refused" if refused else "predicted")
