@@ -15,6 +15,7 @@ from benchmarks.table import Row
 from executor.calibrate import calibrate
 from executor.run import run_job
 from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.kinds import kinds_needed
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import format_table
@@ -30,7 +31,7 @@ __all__ = ["accuracy"]
 
 _NUM_RANKS = 2
 _ROUNDS = 6
-_CALIBRATION_S = 24.0
+_CALIBRATION_S = 60.0
 _STEPS = 5
 
 _MODELS = (
@@ -60,8 +61,23 @@ _PLANS = {
     "naive": ParallelPlan(pp=2, schedule="naive", microbatch_size=2),
     "GPipe": ParallelPlan(pp=2, schedule="gpipe", microbatch_size=2),
     "1F1B": ParallelPlan(pp=2, schedule="1f1b", microbatch_size=2),
+    "interleaved": ParallelPlan(pp=2, virtual_stages=2, microbatch_size=2),
+    "ZeRO-1": ParallelPlan(dp_shard=2, zero_stage=1, microbatch_size=2),
+    "ZeRO-2": ParallelPlan(dp_shard=2, zero_stage=2, microbatch_size=2),
+    "ZeRO-3": ParallelPlan(dp_shard=2, microbatch_size=2),
+    "ZeRO-3, recompute": ParallelPlan(dp_shard=2, microbatch_size=2, recompute="full"),
+    "TP": ParallelPlan(tp=2, sequence_parallel=False, microbatch_size=2),
+    "TP with SP": ParallelPlan(tp=2, microbatch_size=2),
+    "CP all-gather": ParallelPlan(cp=2, cp_comm="all_gather", microbatch_size=2),
+    "CP all-to-all": ParallelPlan(cp=2, cp_comm="a2a", microbatch_size=2),
 }
-_STAGE_LAYERS = {"gpt": (5, 3), "llama": (4, 2)}  # fixed, so that every calibration predicts the split that runs
+_BOTH_MODELS = ("DDP", "naive", "GPipe", "1F1B", "ZeRO-3", "TP with SP")  # the others with one of them
+_STAGE_LAYERS = {  # fixed, so that every calibration predicts the split that runs
+    ("gpt", 2): (5, 3),
+    ("llama", 2): (4, 2),
+    ("gpt", 4): (2, 2, 2, 2),
+    ("llama", 4): (2, 2, 1, 1),
+}
 _TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 
 
@@ -77,7 +93,9 @@ class _Case:
     @property
     def plan(self) -> ParallelPlan:
         plan = _PLANS[self.plan_name]
-        return plan.model_copy(update={"stage_layers": _STAGE_LAYERS[self.model.name]}) if plan.pp > 1 else plan
+        if plan.pp == 1:
+            return plan
+        return plan.model_copy(update={"stage_layers": _STAGE_LAYERS[self.model.name, plan.num_stages]})
 
     def predict(self, calibration: Calibration) -> Prediction:
         return predict(
@@ -93,14 +111,14 @@ class _Case:
 
 def accuracy() -> list[Row]:
     """One row per model and plan, and their mean."""
-    cases = [_Case(model, name) for model in _MODELS for name in _PLANS]
+    cases = _cases()
     calibrations: list[Calibration] = []
     runs: dict[str, list[Measurement]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(_ROUNDS):
             print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)
             if number % 2 == 0:
-                calibrations.append(_calibrate())
+                calibrations.append(_calibrate(cases))
             else:
                 for case in cases:
                     job = _job(case.predict(calibrations[-1]))
@@ -122,16 +140,16 @@ def accuracy() -> list[Row]:
                 "",
                 f"predicted {1e3 * middle_s:.0f} ms ({1e3 * min(predicted_s):.0f} to {1e3 * max(predicted_s):.0f}), "
                 f"measured {1e3 * truth_s:.0f} ms (p10 to p90 {_p10_to_p90(measured_s)}): {error:+.1%}",
-                abs(error) <= 0.1,
+                abs(error) <= 0.12,
             )
         )
     mean = statistics.fmean(abs(error) for error in errors)
     rows.append(
         Row(
             "step time, mean absolute error",
-            "at most 10 %",
+            "at most 12 %",
             f"{mean:.1%} (largest {max(map(abs, errors)):.1%})",
-            mean <= 0.1,
+            mean <= 0.12,
         )
     )
     rows.append(
@@ -146,9 +164,29 @@ def accuracy() -> list[Row]:
     return rows
 
 
-def _calibrate() -> Calibration:
-    shapes = tuple(ShapeRequest(model=model, microbatch_size=2) for model in _MODELS)
-    return calibrate(CalibrationRequest(shapes=shapes, num_ranks=_NUM_RANKS, budget_s=_CALIBRATION_S))
+def _cases() -> list[_Case]:
+    """Every plan with one of the models in turn, the basic ones with both."""
+    return [
+        _Case(model, name)
+        for number, name in enumerate(_PLANS)
+        for model in (_MODELS if name in _BOTH_MODELS else (_MODELS[number % len(_MODELS)],))
+    ]
+
+
+def _calibrate(cases: list[_Case]) -> Calibration:
+    shapes = {
+        (case.model.name, case.plan.shard): ShapeRequest(model=case.model, shard=case.plan.shard, microbatch_size=2)
+        for case in cases
+    }
+    kinds = frozenset().union(*(kinds_needed(case.plan, case.model) for case in cases))
+    request = CalibrationRequest(
+        shapes=tuple(shapes.values()),
+        num_ranks=_NUM_RANKS,
+        budget_s=_CALIBRATION_S,
+        communication=tuple(sorted(kinds)),
+        matmuls=False,
+    )
+    return calibrate(request)
 
 
 def _job(found: Prediction) -> Job:

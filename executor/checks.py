@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.program.action import Table
+from simplan.program.complete import stage_to_rank
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
+from simplan.spec.parallel_rules import parallel_rules
 
 __all__ = ["check_job", "runs_on_cuda"]
 
@@ -22,7 +25,8 @@ def check_job(job: Job) -> None:
 
     Raises:
         NotModelledError: The plan or the training asks for something the executor does not do.
-        SpecError: The machine cannot hold so many ranks, or parts of the job do not fit each other.
+        SpecError: The plan cannot split the model, the machine cannot hold so many ranks, or parts of the job do not
+            fit each other.
         ProgramError: The table is one that torch would run wrongly or not at all.
     """
     not_modelled = list(_not_modelled(job))
@@ -31,7 +35,11 @@ def check_job(job: Job) -> None:
     problems = [*_inconsistent(job), *_too_many_ranks(job)]
     if problems:
         raise SpecError(problems)
-    check_executable(job.parsed_table(), job.plan, job.software)
+    table = job.parsed_table()
+    check_executable(table, job.plan, job.software)
+    apart = list(_tied_apart(job, table))
+    if apart:
+        raise NotModelledError(apart)
 
 
 def runs_on_cuda(job: Job) -> bool:
@@ -56,6 +64,13 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             value=plan.recompute,
             rule="the executor does not recompute like this",
             fix="use none, selective or full",
+        )
+    if plan.pp == 1 and plan.virtual_stages > 1:
+        yield Problem(
+            field="plan.virtual_stages",
+            value=str(plan.virtual_stages),
+            rule="the executor runs several stages on a rank in pipelines only",
+            fix="use 1",
         )
     if plan.grad_sync != "step" and plan.pp > 1:
         yield Problem(
@@ -105,8 +120,21 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
         )
 
 
+def _tied_apart(job: Job, table: Table) -> Iterator[Problem]:
+    placement = stage_to_rank(table)
+    last = max(placement)
+    if job.model.tied_embeddings and last > 0 and placement[0] == placement[last]:
+        yield Problem(
+            field="model.tied_embeddings",
+            value="true",
+            rule="the executor does not tie weights of two stages on the same rank",
+            fix="use false",
+        )
+
+
 def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
+    yield from parallel_rules(job.model, plan, job.software)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):
         yield Problem(

@@ -11,8 +11,9 @@ from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.spec.layer import CollectiveKind
+from simplan.spec.plan import ParallelPlan
 
-__all__ = ["check_bytes", "check_memory", "check_prediction", "check_same", "check_times"]
+__all__ = ["check_bytes", "check_memory", "check_prediction", "check_reductions", "check_same", "check_times"]
 
 _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
 
@@ -43,6 +44,36 @@ def check_bytes(program: Program) -> None:
     assert all(moved[send] == moved[receive] for send, receive in _RECEIVES.items()), moved
     alone = [op for op in program.ops if op.message and op.meeting is None]
     assert program.level == 1 or not alone, alone  # Level 1 has the exchanges of an action in one piece on each rank
+
+
+def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int) -> None:
+    """Every gradient that a rank holds is reduced over all ranks that must agree on it, once a step or a microbatch.
+
+    Args:
+        program: Of Level 2.
+        plan: Its plan.
+        num_microbatches: Of a step.
+    """
+    times = num_microbatches if plan.grad_sync == "microbatch" else 1
+    num_shards = plan.dp_shard * plan.cp
+    for rank in program.ranks:
+        moved: Counter[tuple[Stream, CollectiveKind]] = Counter()
+        for message, stream in (
+            (op.message, op.stream) for op in (program.ops[index] for index in program.by_rank[rank]) if op.message
+        ):
+            moved[stream, message.kind] += message.num_bytes
+        held_bytes = times * program.resting_bytes[rank][MemoryCategory.GRADIENTS]
+        replicated, sharded, whole = (
+            moved[Stream.REPLICATE, CollectiveKind.ALL_REDUCE],
+            moved[Stream.SHARD, CollectiveKind.REDUCE_SCATTER],
+            moved[Stream.DATA, CollectiveKind.ALL_REDUCE],
+        )
+        if plan.shards_parameters:
+            replicas_bytes = held_bytes if plan.dp_replicate > 1 else 0
+            assert (sharded, replicated, whole) == (held_bytes * num_shards, replicas_bytes, 0)
+        else:
+            replicas_bytes = held_bytes if plan.dp * plan.cp > 1 else 0
+            assert (sharded, replicated, whole) == (0, 0, replicas_bytes)
 
 
 def check_memory(program: Program) -> None:

@@ -203,7 +203,7 @@ def demo(
     ),
     json: AsJson = False,
 ) -> int:
-    """Predict a small GPT under DDP, GPipe and 1F1B, run it on two ranks of this machine, and compare."""
+    """Predict a small GPT under DDP, FSDP and three pipelines, run it on two ranks of this machine, and compare."""
     from simplan.cli.demo import demo_command
 
     return demo_command(output, as_json=json)

@@ -18,7 +18,7 @@ from simplan.units import GIB, format_bytes, format_time
 
 __all__ = ["demo_command"]
 
-_SCENARIOS = ("ddp", "gpipe", "1f1b")
+_SCENARIOS = ("ddp", "fsdp", "gpipe", "1f1b", "interleaved")
 _CALIBRATION_BUDGET_S = 30.0
 _BUSY_LOAD_PER_CORE = 0.5  # mean over the last minute, from which ranks and other programs get into each other's way
 _OPTIONS = RunOptions(num_steps=15, num_warmup_steps=2, timeout_s=60.0)

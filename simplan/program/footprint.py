@@ -115,7 +115,8 @@ def _block_workspace(layer: LayerSpec, b: int, state: StateBytes, recomputation:
     narrowed = output * (narrow if narrow < wide else 0)
     incoming = b * last.m * last.n * narrow if scattered else narrowed
     widened = weight * state.gradient if state.weight_copy else 0
-    return forward, output * wide + max(incoming + (inner + weight) * narrow, writes * narrow, widened)
+    released = weight * state.weight_copy
+    return forward, output * wide + max(incoming + (inner + weight) * narrow, writes * narrow - released, widened)
 
 
 def _before(layer: LayerSpec, kernel: Gemm) -> Iterator[Kernel]:
@@ -124,7 +125,7 @@ def _before(layer: LayerSpec, kernel: Gemm) -> Iterator[Kernel]:
 
 
 def _scatter_elements(whole: int, part: int, b: int) -> int:
-    """Elements that reduce-scatter of tokens holds: its input, in the order of ranks too where that differs, its result."""
+    """Elements that a reduce-scatter of tokens holds: input, the same in the order of ranks (if it differs), result."""
     return whole * (2 if b > 1 else 1) + part
 
 
@@ -168,9 +169,10 @@ def _embedding_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[i
     forward = output
     if len(lookups) > 1:
         forward += output + lookups[1].rows * lookups[1].width
+    backward = output + (tokens if exchanged else 0) + _largest_weight(layer)
     if output < tokens:
         forward = max(forward, _scatter_elements(tokens, output, b))
-    backward = output + (tokens if exchanged else 0) + _largest_weight(layer)
+        backward = max(backward, _scatter_elements(tokens, output, b))
     return forward * state.residual, backward * state.residual
 
 

@@ -99,6 +99,7 @@ class _RankLowering:
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank)}
+        self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.received: dict[Action, int] = {}
         self.sends: list[int] = []
 
@@ -261,7 +262,7 @@ class _RankLowering:
     def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
         num_layers = len(self.stages.layers[action.stage])
-        if self.how.level == 1 or not (self.how.expand_all or self.hooks.expands(action)):
+        if self.how.level == 1 or not (self.how.expand_all or self.overlaps or self.hooks.expands(action)):
             return (range(num_layers),)
         return [range(i, i + 1) for i in range(num_layers)]
 

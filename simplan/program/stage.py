@@ -164,8 +164,10 @@ class Stages:
         if forward:
             segments = list(self._pieces(layer, range(len(layer.kernels)), Phase.FORWARD))
         else:
-            segments = list(self._pieces(layer, kept.kernels, Phase.RECOMPUTE))
-            segments += self._pieces(layer, range(len(layer.kernels) - 1, -1, -1), Phase.BACKWARD)
+            # what does not need the dropped tensors runs before they are made again
+            segments = list(self._pieces(layer, range(len(layer.kernels) - 1, kept.needed_by, -1), Phase.BACKWARD))
+            segments += self._pieces(layer, kept.kernels, Phase.RECOMPUTE)
+            segments += self._pieces(layer, range(kept.needed_by, -1, -1), Phase.BACKWARD)
         computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
         first, last = computing[0], computing[-1]
         effects = layers_effects([footprint], forward=forward)
@@ -198,7 +200,7 @@ class Stages:
             kind = kernel.backward if phase is Phase.BACKWARD else kernel.forward
             if kind is not None:
                 flush()
-                width = kernel.bytes_per_element or self.state.activation
+                width = kernel.bytes_per_element or (self.state.residual if kernel.residual else self.state.activation)
                 segments.append(
                     Segment(exchange=(kernel.axis, kind, kernel.elements * b * width, kernel.beside_previous))
                 )

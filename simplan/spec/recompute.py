@@ -22,11 +22,14 @@ class Recomputation(NamedTuple):
 
     Attributes:
         saved: What forward keeps for backward.
-        kernels: Indices into ``LayerSpec.kernels`` of what runs again at the beginning of backward, in order.
+        kernels: Indices into ``LayerSpec.kernels`` of what runs again in backward, in order.
+        needed_by: Index of the kernel before whose backward they run: the first that asks for a tensor that was not
+            kept. Backward of the kernels after it comes first.
     """
 
     saved: tuple[Saved, ...]
     kernels: tuple[int, ...]
+    needed_by: int = -1
 
 
 def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Recomputation:
@@ -78,7 +81,7 @@ def _selective(layer: LayerSpec) -> Recomputation:
         if index in cores or getattr(layer.kernels[index], "forward", None) is not None
     )
     saved = tuple(t for t in layer.saved if t.made_by != "attention" or t.name == "attention output")
-    return Recomputation(saved, again)
+    return Recomputation(saved, again, last)
 
 
 def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: list[int] | None = None) -> Recomputation:
@@ -102,7 +105,8 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         for index, kernel in enumerate(layer.kernels[: last + 1])
         if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
     )
-    return Recomputation(tuple(dict.fromkeys(saved)), again)  # a ring's attention kernels make one result together
+    # a ring's attention kernels make one result together
+    return Recomputation(tuple(dict.fromkeys(saved)), again, _gemms(layer)[-1])
 
 
 def _results(layer: LayerSpec, index: int) -> list[Saved]:

@@ -174,7 +174,7 @@ def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, make_job: A
     command = [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("plan.tp = 2: the executor does not run this yet; use 1\n")
+    assert done.stderr.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")
     assert not (tmp_path / "out").exists()
 
 

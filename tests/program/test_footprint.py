@@ -8,6 +8,7 @@ from simplan.program.footprint import layer_footprint, layers_effects, owned_par
 from simplan.program.program import MemoryCategory
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
+from simplan.spec.recompute import recomputation
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
@@ -65,13 +66,13 @@ def test_gpt_block_keeps_the_published_activations() -> None:
     b, s, h, a = 4, 1024, 768, 12
     state = StateBytes(parameter=2, gradient=4, activation=2, boundary=2)
     norm_statistics, logsumexp = 4 * s * b * 4, a * s * b * 4
-    found = layer_footprint(GPT2.layers[1], b, state).activations
+    found = layer_footprint(GPT2.layers[1], b, state, recomputation(GPT2.layers[1], "none")).activations
     assert found - norm_statistics - logsumexp == (34 - 2) * s * b * h
 
 
 def test_group_has_the_peak_of_its_layers_one_by_one() -> None:
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
-    footprints = [layer_footprint(layer, 2, state) for layer in GPT2.layers]
+    footprints = [layer_footprint(layer, 2, state, recomputation(layer, "none")) for layer in GPT2.layers]
     for forward in (True, False):
         order = footprints if forward else footprints[::-1]
         held = peak = 0
@@ -88,4 +89,26 @@ def test_head_holds_log_probabilities_in_fp32() -> None:
     head = GPT2.layers[-1]
     assert head.kind is LayerKind.HEAD
     state = StateBytes(parameter=2, gradient=2, activation=2, boundary=2)
-    assert layer_footprint(head, 3, state).logits == 3 * 1024 * 50257 * 4
+    assert layer_footprint(head, 3, state, recomputation(head, "none")).logits == 3 * 1024 * 50257 * 4
+
+
+def test_full_recomputation_keeps_the_input_and_makes_the_rest_in_backward() -> None:
+    """Korthikanti et al. 2022, table 2: 2 s b h bytes a layer; at its worst backward has one layer's as without."""
+    state = StateBytes(parameter=2, gradient=4, activation=2, boundary=2)
+    block = GPT2.layers[1]
+    plain, full = (layer_footprint(block, 4, state, recomputation(block, mode)) for mode in ("none", "full"))
+    assert full.activations == full.input_bytes == 2 * 1024 * 4 * 768
+    assert full.activations + full.backward_workspace == plain.activations + plain.backward_workspace
+
+
+def test_autocast_keeps_copies_of_matrices_for_every_microbatch() -> None:
+    """12 h^2 weights of a block in 16 bits, whatever the microbatch; residuals are fp32."""
+    alike = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
+    autocast = StateBytes(parameter=4, gradient=4, activation=2, residual=4, boundary=4, weight_copy=2)
+    block = GPT2.layers[1]
+    for b in (1, 4):
+        kept = [
+            layer_footprint(block, b, state, recomputation(block, "none")).activations for state in (alike, autocast)
+        ]
+        residuals = 2 * b * 1024 * 768  # the input and what attention was added to
+        assert kept[1] - kept[0] == 2 * 12 * 768**2 + 2 * residuals

@@ -7,6 +7,7 @@ recompute, dtype), and gets ``rank0.pt`` and ``rank1.pt``, a result for each cas
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,18 @@ def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype
     tokens, targets = (parallel.local_tokens(x) for x in batch)
     order: list[str] = []
     for name, parameter in stage.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        hook = partial(lambda name, _: order.append(name), name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     loss = cross_entropy(stage(tokens), targets, parallel)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     num_issued = len(listener.issued)
     sum_partial_gradients(partial_parameters(stage, model, shard), parallel.tp)
     gradients = {}
     for name, parameter in stage.named_parameters():
+        assert parameter.grad is not None
         if shard.cp > 1:  # what data parallelism does over these ranks
             dist.all_reduce(parameter.grad)
-            parameter.grad /= shard.cp
+            parameter.grad.div_(shard.cp)
         gradients[name] = parameter.grad
     return {
         "loss": loss.detach(),
@@ -82,8 +85,8 @@ def main(folder: Path, rank: int) -> None:
     handle = dist.new_group(list(range(NUM_RANKS)))
     assert isinstance(handle, dist.ProcessGroup)
     group = Group(handle, tuple(range(NUM_RANKS)))
-    cases = torch.load(folder / "cases.pt", weights_only=False)
-    torch.save([run(*case, rank, group) for case in cases], folder / f"rank{rank}.pt")
+    cases: list[tuple[ModelSpec, Shard, Recompute, torch.dtype]] = torch.load(folder / "cases.pt", weights_only=False)
+    torch.save([run(*case, rank=rank, group=group) for case in cases], folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
