@@ -16,10 +16,8 @@ from executor.calibrate import calibrate
 from executor.run import run_job
 from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
 from simplan.cost.kinds import kinds_needed
-from simplan.predict import predict
+from simplan.predict import job_of, predict
 from simplan.prediction import Prediction
-from simplan.program.action import format_table
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
@@ -121,7 +119,13 @@ def accuracy() -> list[Row]:
                 calibrations.append(_calibrate(cases))
             else:
                 for case in cases:
-                    job = _job(case.predict(calibrations[-1]))
+                    job = job_of(
+                        case.predict(calibrations[-1]),
+                        num_steps=_STEPS,
+                        num_warmup_steps=2,
+                        profile_memory=False,
+                        device="cpu",
+                    )
                     runs[case.name].append(run_job(job, Path(folder) / f"{number} {case.name}"))
     rows, errors, structures, held = [], [], [], []
     for case in cases:
@@ -187,22 +191,6 @@ def _calibrate(cases: list[_Case]) -> Calibration:
         matmuls=False,
     )
     return calibrate(request)
-
-
-def _job(found: Prediction) -> Job:
-    return Job(
-        name=found.name,
-        model=found.model,
-        training=found.training,
-        plan=found.plan,
-        software=found.software,
-        boundaries=found.assignment.boundaries,
-        table=tuple(tuple(row) for row in format_table(found.table)),
-        num_steps=_STEPS,
-        num_warmup_steps=2,
-        profile_memory=False,
-        device="cpu",
-    )
 
 
 def _compared(found: Prediction, run: Measurement) -> Comparison:

@@ -47,6 +47,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp every microbatch": {"dp_shard": 4, "grad_sync": "microbatch"},
     "fsdp without reshard": {"dp_shard": 4, "reshard_after_forward": False},
     "hsdp": {"dp_shard": 2, "dp_replicate": 2},
+    "hsdp with groups within a node and across nodes": {"dp_replicate": 2, "dp_shard": 3, "tp": 2},
     "naive": {"pp": 4, "schedule": "naive"},
     "gpipe": {"pp": 4, "schedule": "gpipe"},
     "1f1b": {"pp": 4},
@@ -91,14 +92,16 @@ def keeps_the_laws(model: ModelSpec, cluster: str, devices: int, training: Train
         check_times(simulated)
         return simulated
 
+    folding = folding_of(plan, found)
     for level, host_waits in product((1, 2), (False, True)):
         unfolded = lowered(Lowering(level, host_waits=host_waits))
         check_bytes(unfolded.program)
-        folded = lowered(Lowering(level, folding_of(plan, found), host_waits=host_waits))
+        folded = lowered(Lowering(level, folding, host_waits=host_waits))
         check_same(folded, unfolded)
-    check_reductions(unfolded.program, plan, prediction.num_microbatches)
-    merged = lowered(Lowering(2, folding_of(plan, found), expand_all=False, host_waits=True))
-    assert merged.times.step_time_s == pytest.approx(folded.times.step_time_s, rel=1e-9)
+        if level == 2:
+            check_reductions(unfolded.program, plan, prediction.num_microbatches)
+            merged = lowered(Lowering(level, folding, expand_all=False, host_waits=host_waits))
+            assert merged.times.step_time_s == pytest.approx(folded.times.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -175,7 +178,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
     plan, model = data.draw(plans(), "plan"), data.draw(models(), "model")
     training = TrainingSpec(

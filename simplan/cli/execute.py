@@ -13,9 +13,8 @@ from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
-from simplan.predict import predict
+from simplan.predict import job_of, predict
 from simplan.prediction import Prediction
-from simplan.program.action import format_table
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.scenario import Scenario
@@ -135,23 +134,15 @@ def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job
                 field="cluster.device", value=device.id, rule="cannot be run: the executor drives CPUs and CUDA GPUs"
             )
         )
-    if precision not in ("fp32", "tf32"):
-        rule = "cannot be run yet: the executor has no mixed precision"
-        problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use fp32"))
+    if precision not in ("fp32", "tf32", "bf16"):
+        rule = "cannot be run yet: the executor has no loss scaling and no narrower formats"
+        problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16 or fp32"))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
-    return Job.model_validate(
-        {
-            "name": scenario.name,
-            "model": scenario.model,
-            "training": scenario.training,
-            "plan": scenario.plan,
-            "software": scenario.software,
-            "boundaries": prediction.assignment.boundaries,
-            "table": tuple(tuple(row) for row in format_table(prediction.table)),
-            "num_steps": options.num_steps,
-            "num_warmup_steps": options.num_warmup_steps,
-            "timeout_s": options.timeout_s,
-            "device": _DEVICES[device.kind],
-        }
+    return job_of(
+        prediction,
+        num_steps=options.num_steps,
+        num_warmup_steps=options.num_warmup_steps,
+        timeout_s=options.timeout_s,
+        device=_DEVICES[device.kind],
     )

@@ -2,6 +2,7 @@
 
 from simplan.predict.build import build_program, core_use, cost_model, folding_of
 from simplan.predict.evaluate import predict
+from simplan.predict.job import job_of
 from simplan.predict.simulated import Simulated, simulate_again, simulate_program
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "core_use",
     "cost_model",
     "folding_of",
+    "job_of",
     "predict",
     "simulate_again",
     "simulate_program",

@@ -12,10 +12,9 @@ from typing import NamedTuple
 from simplan.program.program import MemoryCategory, MemoryEffect
 from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
 from simplan.spec.recompute import Recomputation
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import TrainingSpec
+from simplan.spec.software import StateBytes
 
-__all__ = ["LayerFootprint", "layer_footprint", "layers_effects", "owned_parameters", "resting_bytes"]
+__all__ = ["LayerFootprint", "layer_footprint", "layers_effects", "owned_parameters"]
 
 _LOSS_BYTES = 4
 _ADAM_STATE_BYTES = 8  # two fp32 moments
@@ -212,27 +211,3 @@ def owned_parameters(layers: Sequence[LayerSpec]) -> list[int]:
         sum(p.num_elements for p in layer.parameters if not (holds_embedding and p.name in layer.tied))
         for layer in layers
     ]
-
-
-def resting_bytes(
-    layers: Sequence[LayerSpec], training: TrainingSpec, software: SoftwareSpec, *, dp: int, receive_bytes: int
-) -> dict[MemoryCategory, int]:
-    """What a rank holds between steps.
-
-    Args:
-        layers: All layers of the rank's stages.
-        training: For precision and optimizer.
-        software: For element widths and buckets.
-        dp: Data-parallel ranks.
-        receive_bytes: Buffers preallocated for messages.
-    """
-    state = software.state_bytes[training.precision]  # type: ignore[index]
-    elements = sum(owned_parameters(layers))
-    states = _ADAM_STATE_BYTES if training.optimizer in ("adam", "adamw") else 0
-    buckets = elements * state.gradient if dp > 1 and not software.gradient_as_bucket_view else 0
-    return {
-        MemoryCategory.PARAMETERS: elements * state.parameter,
-        MemoryCategory.GRADIENTS: elements * state.gradient,
-        MemoryCategory.OPTIMIZER: elements * (states + int(state.master)),
-        MemoryCategory.BUFFERS: buckets + (receive_bytes if software.preallocated_receives else 0),
-    }

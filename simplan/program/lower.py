@@ -140,6 +140,7 @@ class _RankLowering:
             MemoryCategory.GRADIENTS: held * state.gradient,
             MemoryCategory.OPTIMIZER: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
+            MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine),
         }
 
     @property
@@ -229,7 +230,7 @@ class _RankLowering:
     def _reduce(self, action: Action) -> None:
         stages, stage = self.stages, action.stage
         self.hooks.reduce(action)
-        partial = self.states.of_stage(stages.partial_elements[stage])
+        partial = self.states.partial_elements(stage)
         if partial:
             group = stages.mapping.tp_group(self.rank)
             message = Message(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)

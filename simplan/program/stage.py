@@ -45,7 +45,6 @@ class Stages:
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         boundary_bytes: What one rank sends to the next stage for one microbatch.
         tied_bytes: Gradient of a tied embedding; 0 without.
-        partial_elements: By stage, elements of parameters whose gradients are summed over tensor-parallel ranks.
     """
 
     def __init__(
@@ -80,10 +79,6 @@ class Stages:
         self.boundary_bytes = model_layers[0].output_elements * plan.microbatch_size * self.state.boundary
         head = model_layers[-1]
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
-        self.partial_elements = [
-            sum(p.num_elements for layer in layers for p in layer.parameters if p.partial_gradient)
-            for layers in self.layers
-        ]
         self._kept: dict[tuple[str, int], tuple[Recomputation, LayerFootprint]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase], tuple[LayerWork, ...]] = {}
         self._whole: dict[tuple[int, range, bool], tuple[Segment, ...]] = {}
@@ -98,6 +93,15 @@ class Stages:
     def stages_of(self, pp_rank: int) -> list[int]:
         """Stages on a pipeline rank, ascending."""
         return sorted(stage for stage, rank in self.placement.items() if rank == pp_rank)
+
+    def constant_bytes(self, stage: int) -> int:
+        """Tables that the layers of a stage share."""
+        layers = {layer.key: layer for layer in self.layers[stage]}.values()
+        return sum(
+            table.elements * (table.bytes_per_element or self.state.activation)
+            for layer in layers
+            for table in layer.constants
+        )
 
     def layer_name(self, stage: int, position: int) -> str:
         """``embedding``, ``block 3`` or ``head``."""

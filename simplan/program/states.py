@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from simplan.program.partition_states import partition_states
@@ -54,9 +55,20 @@ class OptimizerStates:
             return self.held_elements
         return sum(self._owned_elements(key) for key, owner in self._owners.items() if owner == self._shard_rank)
 
-    def of_stage(self, elements: int) -> int:
-        """What sharding leaves of so many elements of gradients."""
-        return -(-elements // self._num_shards)
+    def partial_elements(self, stage: int) -> int:
+        """Gradients of a stage that the rank holds and that are summed over tensor-parallel ranks."""
+        shapes = [
+            parameter.shape
+            for layer in self._stages.layers[stage]
+            for parameter in layer.parameters
+            if parameter.partial_gradient
+        ]
+        return sum(math.prod(shape) // shape[0] * self._own_rows(shape[0]) for shape in shapes)
+
+    def _own_rows(self, rows: int) -> int:
+        """Rows of a tensor that are in the rank's shard: as many as in the others, but at the end fewer or none."""
+        each = -(-rows // self._num_shards)
+        return rows if self._num_shards == 1 else max(0, min(each, rows - self._shard_rank * each))
 
     def work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
         """A phase over all that the rank holds of a stage."""

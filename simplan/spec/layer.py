@@ -202,6 +202,7 @@ class LayerSpec:
         kernels: What forward runs, for one sequence.
         saved: What forward keeps for backward, for one sequence.
         output_elements: Elements handed to the next layer, for one sequence (0 for the head: a scalar loss).
+        constants: Tables that are made once and that all layers of this key on a rank share.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
     """
@@ -212,6 +213,7 @@ class LayerSpec:
     kernels: tuple[Kernel, ...]
     saved: tuple[Saved, ...]
     output_elements: int
+    constants: tuple[Saved, ...] = ()
     tied: tuple[str, ...] = ()
     gradient_order: tuple[int, ...] = field(default=())
 

@@ -16,7 +16,15 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["Share", "attention_kernels", "attention_saved", "column_exchanges", "row_kernels", "share_of"]
+__all__ = [
+    "Share",
+    "attention_constants",
+    "attention_kernels",
+    "attention_saved",
+    "column_exchanges",
+    "row_kernels",
+    "share_of",
+]
 
 _STATISTICS_BYTES = 4  # softmax and norm statistics are fp32 whatever the precision
 _K = CollectiveKind
@@ -193,3 +201,10 @@ def attention_saved(share: Share, *, fused: bool) -> list[Saved]:
         saved = [Saved(inputs, q + 2 * kv, made_by=maker)]
     logsumexp = Saved("attention logsumexp", n * share.heads, _STATISTICS_BYTES, made_by="attention")
     return [*saved, output, logsumexp]
+
+
+def attention_constants(share: Share) -> tuple[Saved, ...]:
+    """The mask of own queries against the keys of all ranks, where these are gathered."""
+    if share.shard.cp == 1 or share.shard.cp_comm != "all_gather":
+        return ()
+    return (Saved("attention mask", share.tokens**2 * share.shard.cp),)

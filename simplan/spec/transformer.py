@@ -20,7 +20,15 @@ from simplan.spec.layer import (
     Pointwise,
     Saved,
 )
-from simplan.spec.share import Share, attention_kernels, attention_saved, column_exchanges, row_kernels, share_of
+from simplan.spec.share import (
+    Share,
+    attention_constants,
+    attention_kernels,
+    attention_saved,
+    column_exchanges,
+    row_kernels,
+    share_of,
+)
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
@@ -113,6 +121,7 @@ def _gpt_block(model: ModelSpec, share: Share) -> LayerSpec:
         key=_block_key(model, share),
         kind=LayerKind.BLOCK,
         parameters=parameters,
+        constants=attention_constants(share),
         kernels=(
             Pointwise("norm1", own, own),
             *before_qkv,
@@ -167,6 +176,7 @@ def _llama_block(model: ModelSpec, share: Share) -> LayerSpec:
         key=_block_key(model, share),
         kind=LayerKind.BLOCK,
         parameters=parameters,
+        constants=(Saved("rotary tables", 2 * n * model.head_dim, 4), *attention_constants(share)),
         kernels=(
             Pointwise("norm1", own, own),
             *before_qkv,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.program.footprint import layer_footprint, layers_effects, owned_parameters, resting_bytes
+from simplan.program.footprint import layer_footprint, layers_effects, owned_parameters
+from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory
+from simplan.program.table import plan_table
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
@@ -27,6 +30,11 @@ def software(state: StateBytes, **changes: bool) -> SoftwareSpec:
     )
 
 
+def resting(training: TrainingSpec, plan: ParallelPlan, framework: SoftwareSpec) -> dict[MemoryCategory, int]:
+    table, assignment = plan_table(plan, 1), StageAssignment((0, len(GPT2.layers)))
+    return lower(GPT2, training, plan, framework, assignment, table, Lowering(level=1)).resting_bytes[0]
+
+
 @pytest.mark.parametrize(
     ("state", "optimizer", "bytes_per_parameter"),
     [
@@ -41,14 +49,13 @@ def software(state: StateBytes, **changes: bool) -> SoftwareSpec:
 )
 def test_bytes_per_parameter(state: StateBytes, optimizer: str, bytes_per_parameter: int) -> None:
     training = TrainingSpec(global_batch_size=8, precision="bf16", optimizer=optimizer)  # type: ignore[arg-type]
-    resting = resting_bytes(GPT2.layers, training, software(state), dp=1, receive_bytes=0)
-    assert sum(resting.values()) == bytes_per_parameter * 124_439_808
+    assert sum(resting(training, ParallelPlan(), software(state)).values()) == bytes_per_parameter * 124_439_808
 
 
 def test_buckets_beside_the_gradients_cost_another_copy() -> None:
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
     training = TrainingSpec(global_batch_size=8, precision="bf16")
-    apart = resting_bytes(GPT2.layers, training, software(state, gradient_as_bucket_view=False), dp=2, receive_bytes=0)
+    apart = resting(training, ParallelPlan(dp_replicate=2), software(state, gradient_as_bucket_view=False))
     assert apart[MemoryCategory.BUFFERS] == 4 * 124_439_808
 
 

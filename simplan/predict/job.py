@@ -1,0 +1,32 @@
+"""The job that runs what was predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simplan.prediction import Prediction
+from simplan.program.action import format_table
+from simplan.program.job import Job
+
+__all__ = ["job_of"]
+
+
+def job_of(prediction: Prediction, **options: Any) -> Job:
+    """A prediction's plan with its stages and its table, fully decided.
+
+    Args:
+        prediction: What is to be run.
+        options: Further fields of ``Job``; ``dtype`` is the training's precision unless given.
+    """
+    precision = prediction.training.precision
+    fields: dict[str, Any] = {
+        "name": prediction.name,
+        "model": prediction.model,
+        "training": prediction.training,
+        "plan": prediction.plan,
+        "software": prediction.software,
+        "boundaries": prediction.assignment.boundaries,
+        "table": tuple(tuple(row) for row in format_table(prediction.table)),
+        "dtype": "fp32" if precision == "tf32" else precision,
+    }
+    return Job(**(fields | options))
