@@ -92,7 +92,7 @@ def keeps_the_laws(model: ModelSpec, cluster: str, devices: int, training: Train
         check_times(simulated)
         return simulated
 
-    folding = folding_of(plan, found)
+    folding = folding_of(model, plan, found)
     for level, host_waits in product((1, 2), (False, True)):
         unfolded = lowered(Lowering(level, host_waits=host_waits))
         check_bytes(unfolded.program)

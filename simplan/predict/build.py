@@ -35,7 +35,7 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
         folded: Write out ranks that do the same once.
     """
     plan, cluster = prediction.plan, prediction.cluster
-    folding = folding_of(plan, cluster) if folded else unfolded(RankMapping.of(plan))
+    folding = folding_of(prediction.model, plan, cluster) if folded else unfolded(RankMapping.of(plan))
     expand_all = expands_all(prediction.model, plan, prediction.num_microbatches, folding)
     how = Lowering(level, folding, expand_all, host_waits=cluster.device.kind == "cpu")
     return lower(
@@ -49,15 +49,20 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
     )
 
 
-def folding_of(plan: ParallelPlan, cluster: ClusterSpec) -> Folding:
+def folding_of(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> Folding:
     """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down."""
     mapping = RankMapping.of(plan)
     if cluster.cores_per_node is not None:
         return unfolded(mapping)
 
+    num_shards = plan.dp_shard * plan.cp
+    partial = [p for layer in set(model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient]
+    uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
+
     def owns(rank: int) -> int:
-        """ZeRO-1 deals out whole parameters, so that each rank of a shard group updates others."""
-        return mapping.shard_group(rank).index(rank) if plan.shards_optimizer_only else 0
+        """ZeRO-1 deals out whole parameters, so that each rank of a shard group updates others; and where rows do not
+        divide, the last shards of parameters have fewer of them to sum over tensor-parallel ranks."""
+        return mapping.shard_group(rank).index(rank) if plan.shards_optimizer_only or uneven else 0
 
     return fold(mapping, cluster.node_of, owns)
 

@@ -60,7 +60,7 @@ def predict(
     table = plan_table(plan, microbatches)
     check_table(table, plan.num_stages, microbatches)
 
-    folding = folding_of(plan, cluster)
+    folding = folding_of(model, plan, cluster)
     expand_all = expands_all(model, plan, microbatches, folding)
     coarse, fine = (
         lower(

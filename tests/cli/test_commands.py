@@ -35,6 +35,26 @@ def test_predict_prints_the_verdict_first(simplan: Simplan, scenario: Path) -> N
     assert "\033" not in result.stdout, "no colour off a terminal"
 
 
+def test_explain_shows_every_term_with_its_formula(simplan: Simplan, scenario: Path) -> None:
+    result = simplan("explain", scenario)
+    assert (result.returncode, result.stderr) == (0, "")
+    for words in ("a step on rank", "compute", "parameters x 4 B", "MFU = ", "(p-1)/(m+p-1)"):
+        assert words in result.stdout
+    document = json.loads(simplan("explain", scenario, "--json").stdout)
+    assert document["kind"] == "explanation"
+    assert sum(part["value"] for part in document["time"]) == pytest.approx(document["step_time_s"])
+
+
+def test_explain_of_two_is_their_difference(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(scenario.read_text().replace("gpipe", "1f1b").replace("name: small", "name: other"))
+    result = simplan("explain", scenario, other)
+    assert result.stdout.startswith("small -> other: a step ")
+    document = json.loads(simplan("explain", scenario, other, "--json").stdout)
+    assert sum(row["difference"] for row in document["memory"]) == pytest.approx(document["device_bytes"])
+    assert document["device_bytes"] < 0, "1F1B holds less than GPipe"
+
+
 def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path) -> None:
     scenario.write_text(
         "model: {preset: gpt3-175b}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 8}\n"

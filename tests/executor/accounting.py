@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor import ddp
+from executor import ddp, trainer
 from executor.clock import make_clock
 from executor.groups import make_groups
 from executor.heartbeat import Heartbeat
@@ -223,6 +223,25 @@ def _held_sends() -> Iterator[None]:
         yield
 
 
+class _KeptBuckets:
+    """A reducer that keeps the buckets it has: it would send round their order, which takes numbers."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _wrap_ddp(*args: Any) -> Any:
+    wrapped: Any = ddp.wrap_ddp(*args)
+    wrapped.reducer = _KeptBuckets(wrapped.reducer)
+    return wrapped
+
+
 class _WithFutures:
     """``torch.distributed`` whose all-reduces have futures with values."""
 
@@ -243,20 +262,20 @@ def account(job: Job, rank: int) -> Account:
         recorders.append(_MarkingRecorder(row, ledger))
         return recorders[0]
 
-    with fake_trainer_under(job, rank, recorder_of, ledger) as trainer:
+    with fake_trainer_under(job, rank, recorder_of, ledger) as built:
         (recorder,) = recorders
         worst: list[tuple[list[tuple[_Allocation, int, MemoryCategory | None]], Action, int]] = []
 
         def on_peak() -> None:
-            states = _states(trainer)
+            states = _states(built)
             held = [(a, a.num_bytes, states.get(key)) for key, a in ledger.alive.items()]
             worst[:] = [(held, recorder.action, ledger.action_number)]
 
         for step in range(2):
-            batch = trainer.batch(step)
+            batch = built.batch(step)
             if step:
                 ledger.peak_bytes, ledger.on_peak = 0, on_peak
-            trainer.step(*batch)
+            built.step(*batch)
         held, action, number = worst[0]
         by_category: Counter[MemoryCategory] = Counter()
         largest = []
@@ -290,6 +309,9 @@ def fake_trainer_under(job: Job, rank: int, recorder_of: Any, ledger: _Ledger) -
             _real_meshes(),
             _held_sends(),
             patch.object(ddp, "dist", _WithFutures),
+            patch.object(PipelineStage, "_warmup_forward_vote", lambda *_, **__: None),
+            patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: SimpleNamespace(item=lambda: 1)),
+            patch.object(trainer, "wrap_ddp", _wrap_ddp),
         ):
             yield Trainer(job, rank, torch.device("cpu"), groups, recorder_of(table[mapping.place(rank).pp]))
     finally:

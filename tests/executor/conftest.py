@@ -156,13 +156,20 @@ CASES: dict[str, Callable[[], Job]] = {
 }
 
 
-QUICK_ON_FOUR = "1f1b-pp2-zero3-2-llama"
-"""Four ranks take long on the two cores of the CI machines: of those cases only this one is not slow."""
+QUICK = (
+    "one-device-gpt-tied",
+    "ddp2-gpt-tied",
+    "zero1-2-gpt-tied",
+    "zero3-2-gpt-tied",
+    "1f1b-pp2-gpt-tied",
+    "interleaved-pp2-v2-llama",
+    "1f1b-pp2-zero3-2-llama",
+)
+"""A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
 
 
 def _case(name: str) -> Any:
-    slow = CASES[name]().plan.num_devices > 2 and name != QUICK_ON_FOUR
-    return pytest.param(name, marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
 
 
 @pytest.fixture(scope="session", params=[_case(name) for name in CASES])

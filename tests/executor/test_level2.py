@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from executor.run import run_job
-from simplan.predict import predict
-from simplan.program.action import format_table
-from simplan.program.job import Job
+from simplan.predict import job_of, predict
 from simplan.program.measurement import Measurement
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
@@ -43,11 +41,14 @@ CASES: dict[str, tuple[ModelSpec, ParallelPlan, int, Precision]] = {
 }
 
 
-def of_ranks(name: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.slow] if CASES[name][1].num_devices > 2 else [])
+QUICK = ("ddp in bf16", "fsdp in bf16")
 
 
-@pytest.mark.parametrize("name", [of_ranks(name) for name in CASES])
+def case(name: str) -> Any:
+    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in CASES])
 def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
     model, plan, batch, precision = CASES[name]
     prediction = predict(
@@ -58,20 +59,7 @@ def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
         plan,
         catalogue.software("torch"),
     )
-    job = Job(
-        name=name,
-        model=model,
-        training=prediction.training,
-        plan=plan,
-        software=prediction.software,
-        boundaries=prediction.assignment.boundaries,
-        table=tuple(tuple(row) for row in format_table(prediction.table)),
-        num_steps=1,
-        num_warmup_steps=2,
-        dtype="bf16" if precision == "bf16" else "fp32",
-        device="cpu",
-        profile_memory=False,
-    )
+    job = job_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
     measurement = run_job(job, tmp_path)
     assert compare(prediction.to_json(), measurement).structure_equal
     for rank, predicted in predicted_messages(job).items():
