@@ -60,8 +60,11 @@ def folding_of(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> Fo
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
 
     def owns(rank: int) -> int:
-        """ZeRO-1 deals out whole parameters, so that each rank of a shard group updates others; and where rows do not
-        divide, the last shards of parameters have fewer of them to sum over tensor-parallel ranks."""
+        """Tells ranks of a shard group apart where they hold unequal parts.
+
+        ZeRO-1 deals out whole parameters; and where rows do not divide, the last shards of parameters have fewer of
+        them to sum over tensor-parallel ranks.
+        """
         return mapping.shard_group(rank).index(rank) if plan.shards_optimizer_only or uneven else 0
 
     return fold(mapping, cluster.node_of, owns)

@@ -141,7 +141,7 @@ def _made_by() -> tuple[MemoryCategory | None, str]:
     first = ""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if not first and (file.parts[-2] == "executor" != file.parts[-3:-2] and file != Path(__file__) or file.name.startswith(("_fsdp", "stage"))):
+        if not first and ((file.parts[-2] == "executor" != file.parts[-3:-2] and file != Path(__file__)) or file.name.startswith(("_fsdp", "stage"))):
             first = f"{file.name}:{frame.f_lineno}"
         for name, function, category in _MAKERS:
             if file.name == name and frame.f_code.co_name == function:

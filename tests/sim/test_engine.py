@@ -14,7 +14,7 @@ from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
 from simplan.program.program import Op, Program, Stream
-from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
+from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.timeline import Span, SpanKind, split_of_rank
 from simplan.sim.engine import CoreUse, simulate, timeline
 from simplan.spec.model import ModelSpec
@@ -34,9 +34,10 @@ SOFTWARE = SoftwareSpec(
 
 def program(compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: int = 1) -> Program:
     p, m = len(compute), 1 + max(action.microbatch or 0 for action in compute[0])
+    num_stages = 1 + max(action.stage for row in compute for action in row)
     model = ModelSpec(
         family="gpt",
-        num_hidden_layers=p * layers_per_stage,
+        num_hidden_layers=num_stages * layers_per_stage,
         hidden_size=64,
         num_attention_heads=4,
         vocab_size=256,
@@ -48,7 +49,7 @@ def program(compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: in
         TrainingSpec(global_batch_size=m * dp, precision="fp32"),
         ParallelPlan(pp=p, dp_replicate=dp),
         SOFTWARE,
-        assign_stage_layers([layers_per_stage] * p),
+        assign_stage_layers([layers_per_stage] * num_stages),
         complete_table(compute),
         Lowering(level),
     )
@@ -90,6 +91,14 @@ def test_any_table_takes_as_long_as_the_recursion_says(compute: Table, seed: int
     found = program(compute)
     given_s = [0.0 if op.message else seconds.get(op.action, 0.0) for op in found.ops]
     assert simulate(found, given_s).step_time_s == pytest.approx(makespan_s(compute, seconds.__getitem__), rel=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (2, 8, 2), (4, 4, 2), (4, 8, 3), (3, 9, 4)])
+def test_the_interleaved_bubble_is_the_closed_form(p: int, m: int, v: int) -> None:
+    """(p-1)/(v m+p-1) of equal stages and free messages (Narayanan et al. 2021); integers, so exactly."""
+    found = program(interleaved_1f1b(PipelineShape(p, m, v)))
+    step_s = simulate(found, durations(found, 1.0, 2.0)).step_time_s
+    assert step_s == 3 * (v * m + p - 1)
 
 
 def test_a_message_delays_the_next_stage_and_overlaps_the_next_forward() -> None:
