@@ -68,8 +68,16 @@ class Roofline:
             sum(self._kernel_s(kernel, work.microbatch_size, backward) for kernel in kernels),
             self.provenance,
             _RELATIVE_STD[self.provenance],
-            f"{len(kernels)} kernels, {format_count(flops * work.microbatch_size * (2 if backward else 1))} FLOPs at "
-            f"up to {format_flop_per_s(self.matmul_flop_per_s)}, the rest at {format_rate(self.bytes_per_s)}",
+            self._formula(len(kernels), flops * work.microbatch_size * (2 if backward else 1)),
+        )
+
+    def _formula(self, num_kernels: int, flops: int) -> str:
+        counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
+        if not flops:
+            return f"{counted} at {format_rate(self.bytes_per_s)}"
+        return (
+            f"{counted}, {format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmul_flop_per_s)}, "
+            f"the rest at {format_rate(self.bytes_per_s)}"
         )
 
     def _streamed_bytes(self, phase: Phase) -> int:

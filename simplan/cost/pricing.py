@@ -97,6 +97,15 @@ def _sum(op: Op, terms: dict[Work, PricedTerm], cost: CostModel) -> _Sum:
 
 def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
     if isinstance(part, LayerWork):
-        return PricedTerm(f"{part.layer.kind} {part.phase}", op.kind, cost.compute(part))
+        return PricedTerm(_name(part), op.kind, cost.compute(part))
     alone = part.kind is CollectiveKind.SEND
     return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", op.kind, cost.message(part))
+
+
+def _name(work: LayerWork) -> str:
+    """``block forward``, or with some of the kernels only ``block forward: norm2 to down``."""
+    whole = f"{work.layer.kind} {work.phase}"
+    if work.kernels is None:
+        return whole
+    first, last = (work.layer.kernels[index].name for index in (work.kernels[0], work.kernels[-1]))
+    return f"{whole}: {first}" if len(work.kernels) == 1 else f"{whole}: {first} to {last}"

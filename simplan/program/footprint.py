@@ -14,10 +14,23 @@ from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
-__all__ = ["LayerFootprint", "layer_footprint", "layers_effects", "owned_parameters"]
+__all__ = ["LayerFootprint", "Moment", "layer_footprint", "layers_effects", "owned_parameters"]
 
 _LOSS_BYTES = 4
-_ADAM_STATE_BYTES = 8  # two fp32 moments
+
+
+class Moment(NamedTuple):
+    """Bytes beside what is kept at a moment at which a layer could need most.
+
+    Attributes:
+        workspace: Outputs, gradients of activations, temporaries, and what was computed again.
+        logits: Logits, their copies and their gradients.
+        gradients: Gradients of weights before they are added to the others.
+    """
+
+    workspace: int = 0
+    logits: int = 0
+    gradients: int = 0
 
 
 class LayerFootprint(NamedTuple):
@@ -26,22 +39,30 @@ class LayerFootprint(NamedTuple):
     Attributes:
         activations: Kept from forward to backward, copies of weights among them.
         logits: The same, for the output distribution.
-        forward_workspace: Only while forward runs; the output is among it.
-        backward_workspace: Only while backward runs, beside what was kept; what is computed again is among it, and the
-            gradients of input and output are.
+        forward: Moments of forward, in order; the head's last one is that of the loss.
+        backward: Moments of backward, in order, beside what was kept; the head's first one is that of the loss.
         input_bytes: The part of ``activations`` that is the layer's input.
         output_bytes: What the layer hands on.
-        weight_gradient: The part of ``backward_workspace`` that is the gradient of a weight before it is added to the
-            others.
+        left: Gradient of a weight that is tied to another layer: backward leaves it (or, negative, takes it up).
     """
 
     activations: int
     logits: int
-    forward_workspace: int
-    backward_workspace: int
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
     input_bytes: int
     output_bytes: int
-    weight_gradient: int
+    left: int = 0
+
+    @property
+    def forward_workspace(self) -> int:
+        """Bytes beside what is kept, at the worst moment of forward."""
+        return max(map(sum, self.forward))
+
+    @property
+    def backward_workspace(self) -> int:
+        """Bytes beside what was kept, at the worst moment of backward."""
+        return max(map(sum, self.backward))
 
 
 def layer_footprint(
@@ -63,21 +84,20 @@ def layer_footprint(
     rebuilt = b * _bytes((t for t in layer.saved if t not in recomputation.saved), state) + copies
     match layer.kind:
         case LayerKind.HEAD:
-            forward, backward = _head_workspace(layer, b, state)
+            forward, backward = _head_moments(layer, b, state)
         case LayerKind.EMBEDDING:
-            forward, backward = _embedding_workspace(layer, b, state)
+            forward, backward = _embedding_moments(layer, b, state)
         case LayerKind.BLOCK:
-            forward, backward = _block_workspace(layer, b, state, recomputation)
-    width = state.residual if layer.kind is LayerKind.EMBEDDING else state.activation
+            forward, backward = _block_moments(layer, b, state, recomputation)
+    # a part that runs again alone is needed after the worst moment
+    again = rebuilt if whole_again else 0
     return LayerFootprint(
         activations=kept,
         logits=logits,
-        forward_workspace=forward,
-        # a part that runs again alone is needed after the worst moment
-        backward_workspace=backward + (rebuilt if whole_again else 0),
+        forward=forward,
+        backward=tuple(moment._replace(workspace=moment.workspace + again) for moment in backward),
         input_bytes=b * _bytes((t for t in recomputation.saved if not t.made_by), state),
         output_bytes=b * layer.output_elements * state.residual,
-        weight_gradient=_largest_weight(layer) * width,
     )
 
 
@@ -88,11 +108,12 @@ def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
     )
 
 
-def _largest_weight(layer: LayerSpec) -> int:
-    return max(p.num_elements for p in layer.parameters)
+_Moments = tuple[Moment, ...]
 
 
-def _block_workspace(layer: LayerSpec, b: int, state: StateBytes, recomputation: Recomputation) -> tuple[int, int]:
+def _block_moments(
+    layer: LayerSpec, b: int, state: StateBytes, recomputation: Recomputation
+) -> tuple[_Moments, _Moments]:
     """Forward ends with the output beside what is added to the residual stream; before, it has what it does not keep.
 
     Backward begins with the last matrix: gradients of output, input and weight; or has its worst moment right after,
@@ -115,7 +136,12 @@ def _block_workspace(layer: LayerSpec, b: int, state: StateBytes, recomputation:
     incoming = b * last.m * last.n * narrow if scattered else narrowed
     widened = weight * state.gradient if state.weight_copy else 0
     released = weight * state.weight_copy
-    return forward, output * wide + max(incoming + (inner + weight) * narrow, writes * narrow - released, widened)
+    incoming_gradient = output * wide
+    return (Moment(forward),), (
+        Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * narrow),
+        Moment(incoming_gradient + writes * narrow - released),
+        Moment(incoming_gradient, gradients=widened),
+    )
 
 
 def _before(layer: LayerSpec, kernel: Gemm) -> Iterator[Kernel]:
@@ -136,7 +162,7 @@ def _dropped_in_forward(layer: LayerSpec, recomputation: Recomputation, state: S
     return _bytes((t for t in dropped if not t.made_by.startswith("norm")), state)
 
 
-def _head_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[int, int]:
+def _head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
     """Forward has the logits, and their fp32 copy where they are narrower, beside the log-probabilities.
 
     Backward has the gradients after and, unless the vocabulary is split, before the softmax; then, with the
@@ -148,11 +174,13 @@ def _head_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[int, i
     exchanges = {k.backward for k in layer.kernels if isinstance(k, Exchange)}
     if CollectiveKind.REDUCE_SCATTER in exchanges:
         hidden = _scatter_elements(hidden, b * _input_elements(layer), b)
-    forward = logits * (narrow + (_LOSS_BYTES if narrow < _LOSS_BYTES else 0))
-    loss = logits * _LOSS_BYTES * (1 if exchanges else 2)
-    widened = weight * state.gradient if state.weight_copy else 0
-    products = hidden * narrow + max((logits + weight) * narrow, widened)
-    return forward, max(loss, products - logits * _LOSS_BYTES)
+    copy = logits * _LOSS_BYTES if narrow < _LOSS_BYTES else 0
+    loss_gradients = Moment(logits=logits * _LOSS_BYTES * (1 if exchanges else 2))
+    gone = logits * _LOSS_BYTES
+    products = [Moment(hidden * narrow, logits * narrow - gone, weight * narrow)]
+    if state.weight_copy:
+        products.append(Moment(hidden * narrow, -gone, weight * state.gradient))
+    return (Moment(logits=logits * narrow - gone), Moment(logits=logits * narrow + copy)), (loss_gradients, *products)
 
 
 def _input_elements(layer: LayerSpec) -> int:
@@ -160,7 +188,7 @@ def _input_elements(layer: LayerSpec) -> int:
     return sum(t.elements for t in layer.saved if not t.made_by)
 
 
-def _embedding_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[int, int]:
+def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
     """Forward looks up tokens, then positions, and adds them; backward has the output's and the weight's gradients."""
     lookups = [k for k in layer.kernels if isinstance(k, Lookup)]
     output, tokens = b * layer.output_elements, b * lookups[0].rows * lookups[0].width
@@ -168,11 +196,13 @@ def _embedding_workspace(layer: LayerSpec, b: int, state: StateBytes) -> tuple[i
     forward = output
     if len(lookups) > 1:
         forward += output + lookups[1].rows * lookups[1].width
-    backward = output + (tokens if exchanged else 0) + _largest_weight(layer)
-    if output < tokens:
-        forward = max(forward, _scatter_elements(tokens, output, b))
-        backward = max(backward, _scatter_elements(tokens, output, b))
-    return forward * state.residual, backward * state.residual
+    weight = max(p.num_elements for p in layer.parameters) * state.residual
+    scattered = _scatter_elements(tokens, output, b) if output < tokens else 0
+    gradient = output + (tokens if exchanged else 0)
+    return (Moment(max(forward, scattered) * state.residual),), (
+        Moment(scattered * state.residual),
+        Moment(gradient * state.residual, gradients=weight),
+    )
 
 
 def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:
@@ -186,22 +216,25 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
         forward: Each layer adds what it keeps before its workspace; in backward it frees it after.
     """
     sign = 1 if forward else -1
-    activations = logits = 0
-    worst = (-(2**62), 0, 0, 0)  # all bytes, then activations, logits and workspace
+    activations = logits = gradients = 0
+    worst_bytes, worst = -(2**62), (0, 0, 0, 0)
     for footprint in footprints:
         before = (activations, logits)
         activations += sign * footprint.activations
         logits += sign * footprint.logits
         held = (activations, logits) if forward else before
-        workspace = footprint.forward_workspace if forward else footprint.backward_workspace
-        worst = max(worst, (sum(held) + workspace, *held, workspace), key=lambda state: state[0])
-    effects = [
-        MemoryEffect(MemoryCategory.ACTIVATIONS, worst[1], activations),
+        for moment in footprint.forward if forward else footprint.backward:
+            state = (held[0], held[1] + moment.logits, gradients + moment.gradients, moment.workspace)
+            if sum(state) > worst_bytes:
+                worst_bytes, worst = sum(state), state
+        gradients += 0 if forward else footprint.left
+    effects = (
+        MemoryEffect(MemoryCategory.ACTIVATIONS, worst[0], activations),
+        MemoryEffect(MemoryCategory.LOGITS, worst[1], logits),
+        MemoryEffect(MemoryCategory.GRADIENTS, worst[2], gradients),
         MemoryEffect(MemoryCategory.WORKSPACE, worst[3], 0),
-    ]
-    if logits:
-        effects.append(MemoryEffect(MemoryCategory.LOGITS, worst[2], logits))
-    return tuple(effects)
+    )
+    return tuple(effect for effect in effects if effect.during_bytes or effect.after_bytes)
 
 
 def owned_parameters(layers: Sequence[LayerSpec]) -> list[int]:

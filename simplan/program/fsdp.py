@@ -71,6 +71,11 @@ class FsdpHooks(Hooks):
                 waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
                 self._gather(action, index, waits)
                 self._copy_out(action, index, in_forward=True)
+        if self._at_head(stage, part):  # the last buffer goes between the model and the loss
+            freed = self._forward_buffer_bytes
+            self._forward_buffer_bytes = 0
+            effects = [*self.stages.loss_effects(stage, forward=True), MemoryEffect(_BUFFERS, 0, -freed)]
+            self.writer.compute(action, "model", memory=effects)
 
     def after_forward(self, action: Action, part: range) -> None:
         """Reshards the unit that ends here."""
@@ -99,6 +104,8 @@ class FsdpHooks(Hooks):
         unit = self._units[stage][index]
         if unit.layers[-1] not in part:
             return
+        if self._at_head(stage, part):  # nothing is asked for before backward is through the loss
+            self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
         if (stage, index) not in self._gathered:
             if (stage, index) not in self._gathering:
                 self._gather(action, index, [])
@@ -116,7 +123,6 @@ class FsdpHooks(Hooks):
             return
         index = self._unit_of[stage][part[0]]
         if self._units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
-            self._hold_gradients(action, [index])
             return
         if self._synchronizes(action):
             self._reduce_unit(action, index, made_now=True)
@@ -152,6 +158,9 @@ class FsdpHooks(Hooks):
         for index in range(len(self._units[action.stage])):
             self._reduce_unit(action, index, made_now=False)
         self._finish(action)
+
+    def _at_head(self, stage: int, part: range) -> bool:
+        return self.level == 2 and part.stop == len(self.stages.layers[stage])
 
     def _settle(self, action: Action) -> None:
         """The first computation of a stage after UNSHARD copies its units out."""

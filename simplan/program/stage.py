@@ -79,7 +79,7 @@ class Stages:
         self.boundary_bytes = model_layers[0].output_elements * plan.microbatch_size * self.state.boundary
         head = model_layers[-1]
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
-        self._kept: dict[tuple[str, int], tuple[Recomputation, LayerFootprint]] = {}
+        self._kept: dict[tuple[str, int, tuple[bool, bool]], tuple[Recomputation, LayerFootprint]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase], tuple[LayerWork, ...]] = {}
         self._whole: dict[tuple[int, range, bool], tuple[Segment, ...]] = {}
         self._scripts: dict[tuple[int, int, bool], tuple[Segment, ...]] = {}
@@ -152,15 +152,39 @@ class Stages:
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # with torchtitan's selective_layer every second block is recomputed; in all other modes they are alike
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
-        key = (layer.key, variant if position or not stage else -1 - variant)
+        ends = position == 0 and stage > 0, position == len(self.layers[stage]) - 1 and stage < self.num_stages - 1
+        key = (layer.key, variant, ends)
         found = self._kept.get(key)
         if found is None:
             kept = recomputation(layer, self.plan.recompute, number)
             footprint = layer_footprint(layer, self.plan.microbatch_size, self.state, kept)
-            if position == 0 and stage > 0:  # the input of a later stage is its receive buffer, which is counted there
+            if ends[0]:  # the input of a later stage is its receive buffer, which is counted there
                 footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
+            if ends[1]:
+                footprint = _receiving(footprint)
+            if self.owned[stage][-1] != self.layers[stage][-1].num_parameters:
+                footprint = footprint._replace(left=self._left_gradient(layer))
             found = self._kept[key] = (kept, footprint)
         return found
+
+    def _left_gradient(self, layer: LayerSpec) -> int:
+        """Of a weight that embedding and head share, autograd holds the head's gradient until it has the other one."""
+        match layer.kind:
+            case LayerKind.HEAD:
+                return sum(p.num_elements for p in layer.parameters if p.name in layer.tied) * self.state.residual
+            case LayerKind.EMBEDDING:
+                return -layer.parameters[0].num_elements * self.state.residual
+            case LayerKind.BLOCK:
+                return 0
+
+    def loss_effects(self, stage: int, *, forward: bool) -> tuple[MemoryEffect, ...]:
+        """Of the head, the moments on the other side of its module's hooks than the rest of the head.
+
+        Hooks come between the module and the loss: in forward this is the module, in backward it is the loss.
+        """
+        footprint = self._facts(stage, len(self.layers[stage]) - 1)[1]
+        alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
+        return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
 
     def _cut(self, stage: int, position: int, forward: bool) -> tuple[Segment, ...]:
         layer = self.layers[stage][position]
@@ -174,6 +198,8 @@ class Stages:
             segments += self._pieces(layer, range(kept.needed_by, -1, -1), Phase.BACKWARD)
         computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
         first, last = computing[0], computing[-1]
+        if layer.kind is LayerKind.HEAD and self.plan.shards_parameters and self.plan.pp == 1:
+            footprint = footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
         effects = layers_effects([footprint], forward=forward)
         if first == last or forward:
             segments[first] = segments[first]._replace(memory=effects)
@@ -210,3 +236,11 @@ class Stages:
                 )
         flush()
         return segments
+
+
+def _receiving(footprint: LayerFootprint) -> LayerFootprint:
+    """The gradient of the output of the last layer of a stage is in a receive buffer, which is counted there."""
+    backward = tuple(
+        moment._replace(workspace=moment.workspace - footprint.output_bytes) for moment in footprint.backward
+    )
+    return footprint._replace(backward=backward)

@@ -148,6 +148,12 @@ CASES: dict[str, Callable[[], Job]] = {
     ),
     "cp2-ddp2-gpt-tied": lambda: _job(dp=2, plan={"cp": 2, "cp_comm": "a2a", "bucket_bytes": 40_000}, dtype="fp64"),
     "hsdp-2x2-gpt-tied": lambda: _job(plan={"dp_replicate": 2, "dp_shard": 2}, dtype="fp64"),
+    "gpipe-pp2-hsdp-2x2-llama": lambda: _job(
+        "gpipe", pp=2, model=_model("llama"), plan={"dp_replicate": 2, "dp_shard": 2}, dtype="fp64"
+    ),
+    "tp2-1f1b-pp2-zero3-2-llama": lambda: _job(
+        "1f1b", pp=2, model=_model("llama", vocab_size=96), plan={"tp": 2, "dp_shard": 2}, dtype="fp64"
+    ),
     "hsdp-zero1-2x2-llama": lambda: _job(
         model=_model("llama"),
         plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},

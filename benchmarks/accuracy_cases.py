@@ -1,0 +1,116 @@
+"""What the accuracy benchmark predicts and runs: every strategy on two ranks, combinations on four."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simplan.cost.calibration import Calibration
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["MICROBATCH_SIZE", "Case", "cases"]
+
+MICROBATCH_SIZE = 2
+_MODELS = (
+    ModelSpec(
+        name="gpt",
+        family="gpt",
+        num_hidden_layers=8,
+        hidden_size=256,
+        num_attention_heads=4,
+        vocab_size=4096,
+        seq_len=128,
+    ),
+    ModelSpec(
+        name="llama",
+        family="llama",
+        num_hidden_layers=6,
+        hidden_size=320,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        intermediate_size=864,
+        vocab_size=4096,
+        seq_len=128,
+    ),
+)
+_PLANS = {
+    "DDP": ParallelPlan(dp_replicate=2, microbatch_size=2),
+    "naive": ParallelPlan(pp=2, schedule="naive", microbatch_size=2),
+    "GPipe": ParallelPlan(pp=2, schedule="gpipe", microbatch_size=2),
+    "1F1B": ParallelPlan(pp=2, schedule="1f1b", microbatch_size=2),
+    "interleaved 1F1B": ParallelPlan(pp=2, virtual_stages=2, microbatch_size=2),
+    "ZeRO-1": ParallelPlan(dp_shard=2, zero_stage=1, microbatch_size=2),
+    "ZeRO-2": ParallelPlan(dp_shard=2, zero_stage=2, microbatch_size=2),
+    "ZeRO-3": ParallelPlan(dp_shard=2, microbatch_size=2),
+    "ZeRO-3, recompute full": ParallelPlan(dp_shard=2, microbatch_size=2, recompute="full"),
+    "ZeRO-3, recompute selective": ParallelPlan(dp_shard=2, microbatch_size=2, recompute="selective"),
+    "TP": ParallelPlan(tp=2, sequence_parallel=False, microbatch_size=2),
+    "TP with SP": ParallelPlan(tp=2, microbatch_size=2),
+    "CP, all-gather": ParallelPlan(cp=2, cp_comm="all_gather", microbatch_size=2),
+    "CP, all-to-all": ParallelPlan(cp=2, cp_comm="a2a", microbatch_size=2),
+    "1F1B x ZeRO-3": ParallelPlan(pp=2, dp_shard=2, microbatch_size=2),
+    "TP with SP x ZeRO-3": ParallelPlan(tp=2, dp_shard=2, microbatch_size=2),
+    "HSDP": ParallelPlan(dp_replicate=2, dp_shard=2, microbatch_size=2),
+}
+_BOTH_MODELS = ("DDP", "naive", "GPipe", "1F1B", "ZeRO-3", "TP with SP")  # the others with one of them, in turn
+_STAGE_LAYERS = {  # fixed, so that every calibration predicts the split that runs
+    ("gpt", 2): (5, 3),
+    ("llama", 2): (4, 2),
+    ("gpt", 4): (2, 2, 2, 2),
+    ("llama", 4): (2, 2, 1, 1),
+}
+_TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and a plan."""
+
+    model: ModelSpec
+    plan_name: str
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.model.name} {self.plan_name}"
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes on this machine."""
+        return self.plan.num_devices
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan; pipelines with a fixed split."""
+        plan = _PLANS[self.plan_name]
+        if plan.pp == 1:
+            return plan
+        return plan.model_copy(update={"stage_layers": _STAGE_LAYERS[self.model.name, plan.num_stages]})
+
+    def predict(self, calibration: Calibration) -> Prediction:
+        """What is predicted from one calibration."""
+        return predict(
+            self.name,
+            self.model,
+            catalogue.cluster("this-machine", num_devices=self.num_ranks),
+            _TRAINING,
+            self.plan,
+            catalogue.software("torch"),
+            calibration,
+        )
+
+
+def cases() -> list[Case]:
+    """Every plan with one of the models in turn, the basic ones with both; FSDP in pipelines wants untied weights."""
+    _, llama = _MODELS
+    found = []
+    for number, (name, plan) in enumerate(_PLANS.items()):
+        models = _MODELS if name in _BOTH_MODELS else (_MODELS[number % len(_MODELS)],)
+        if plan.pp > 1 and plan.shards_parameters:
+            models = (llama,)
+        found += [Case(model, name) for model in models]
+    return found

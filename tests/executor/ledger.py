@@ -1,0 +1,126 @@
+"""Follows the storages of all tensors that a piece of torch code makes, real or fake."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Allocation", "Ledger", "storage_key"]
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One storage.
+
+    Attributes:
+        num_bytes: Its size now.
+        shape: Of the tensor it was made for.
+        made_in: The functions that made it, innermost first, as (file name, function).
+        born, died: ``Ledger.period`` in which it was made and let go; None for not yet.
+        label: What others know about it.
+    """
+
+    num_bytes: int
+    shape: tuple[int, ...]
+    made_in: tuple[tuple[str, str], ...]
+    born: int
+    died: int | None = None
+    label: str = ""
+
+    @property
+    def outlives_its_period(self) -> bool:
+        """It is still there after the period in which it was made."""
+        return self.died is None or self.died > self.born
+
+
+class Ledger(TorchDispatchMode):
+    """Counts bytes while it is entered; what was made before is not counted.
+
+    Attributes:
+        total_bytes, peak_bytes: Now, and the most so far.
+        period: Counted up by whoever wants to tell what outlives what.
+        on_peak: Called whenever there is more than ever before.
+        alive: Storages that are held, by ``storage_key``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total_bytes = self.peak_bytes = self.period = 0
+        self.on_peak: Callable[[], None] | None = None
+        self.alive: dict[int, Allocation] = {}
+        self._storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensors come next
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what the block makes."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if self._storages.get(storage._cdata) is storage:
+                self._resized(self.alive[storage._cdata], storage.nbytes())
+
+        with patch.object(torch.UntypedStorage, "resize_", resize_and_tell), self:
+            yield
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if self._storages.get(key) is storage:
+            return
+        self._storages[key] = storage
+        allocation = self.alive[key] = Allocation(0, tuple(tensor.shape), _callers(), self.period)
+        weakref.finalize(storage, self._gone, key, allocation)
+        self._resized(allocation, storage.nbytes())
+
+    def _resized(self, allocation: Allocation, num_bytes: int) -> None:
+        self.total_bytes += num_bytes - allocation.num_bytes
+        allocation.num_bytes = num_bytes
+        if self.total_bytes > self.peak_bytes:
+            self.peak_bytes = self.total_bytes
+            if self.on_peak is not None:
+                self.on_peak()
+
+    def _gone(self, key: int, allocation: Allocation) -> None:
+        self.total_bytes -= allocation.num_bytes
+        allocation.died = self.period
+        if self.alive.get(key) is allocation:
+            del self.alive[key]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share a storage; of a DTensor, of what is here of it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata
+
+
+def _callers() -> tuple[tuple[str, str], ...]:
+    found = []
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        found.append((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(found)
