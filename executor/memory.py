@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,51 @@ def peak_allocated_bytes(run: Callable[[], None]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         run()
-    total = peak = 0
-    for event in _memory_events(trace):
-        total += event
-        peak = max(peak, total)
-    return peak
+    held = _Held()
+    return max((held.change(address, num_bytes) for address, num_bytes in _memory_events(trace)), default=0)
 
 
-def _memory_events(trace: profile) -> list[int]:
-    """Bytes of every allocation (positive) and release (negative), in order of time."""
+class _Held:
+    """What is allocated, by address.
+
+    Releases by threads of torch's own (gloo's hold what they send) are missing in the trace. They show when the memory
+    is given out again.
+    """
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def change(self, address: int, num_bytes: int) -> int:
+        """An allocation, or, negative, a release; gives the bytes that are held after it."""
+        if num_bytes < 0:
+            if address in self._sizes:
+                self._forget(bisect_left(self._starts, address))
+            return self._total
+        place = bisect_left(self._starts, address)
+        if place and self._starts[place - 1] + self._sizes[self._starts[place - 1]] > address:
+            place -= 1
+        while place < len(self._starts) and self._starts[place] < address + num_bytes:
+            self._forget(place)
+        self._starts.insert(place, address)
+        self._sizes[address] = num_bytes
+        self._total += num_bytes
+        return self._total
+
+    def _forget(self, place: int) -> None:
+        self._total -= self._sizes.pop(self._starts.pop(place))
+
+
+def _memory_events(trace: profile) -> list[tuple[int, int]]:
+    """Address and bytes of every allocation (positive) and release (negative), in order of time."""
     assert trace.profiler is not None
     results: Any = trace.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    pending, found = list(results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields))
+    found.sort(key=lambda timed: timed[0])
+    return [(fields.ptr, fields.alloc_size) for _, fields in found]

@@ -129,7 +129,7 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     assert len(sent) == 2 * m * (p - 1) * dp
     assert all(w is not None and w.num_bytes == b * 32 * 96 * found.software.state_bytes["bf16"].boundary for w in sent)
     reduced = sum(op.message.num_bytes for op in program.ops if op.message and op.stream is Stream.DATA)
-    held = sum(rank.by_category[MemoryCategory.GRADIENTS] for rank in found.memory)
+    held = sum(program.resting_bytes[rank][MemoryCategory.GRADIENTS] for rank in program.ranks)
     assert reduced == (held if dp > 1 else 0)
     folded = build_program(found)
     assert len(folded.ops) * dp == len(program.ops)

@@ -40,7 +40,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
             if prediction.plan.shards_parameters:
                 formula += f" (one of {prediction.plan.dp_shard * prediction.plan.cp} shards)"
             if num_bytes > kept:
-                formula += f" + {format_bytes(num_bytes - kept)} of whole gradients that wait for their reduction"
+                formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
         elif category is MemoryCategory.ACTIVATIONS:
             formula = _activations(prediction, program, rank)
         elif category is MemoryCategory.BUFFERS:
@@ -58,7 +58,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
 
 _RULES = {
     MemoryCategory.GATHERED: "whole parameters of the units that are gathered then",
-    MemoryCategory.LOGITS: "log-probabilities, fp32: microbatch x tokens x vocabulary x 4 B",
+    MemoryCategory.LOGITS: "logits, log-probabilities and gradients of these: microbatch x tokens x vocabulary, each",
     MemoryCategory.WORKSPACE: "gradients and temporaries inside the layer that runs then",
     MemoryCategory.CONTEXT: "driver context and communication library",
 }

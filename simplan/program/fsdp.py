@@ -185,7 +185,7 @@ class FsdpHooks(Hooks):
             self._name(action, index, "all_gather"),
             Message(CollectiveKind.ALL_GATHER, num_bytes, self._shard_group),
             waits,
-            [MemoryEffect(_BUFFERS, num_bytes + cast_bytes, num_bytes)],
+            [MemoryEffect(_BUFFERS, num_bytes + cast_bytes + self._copied_by_gloo(num_bytes), num_bytes)],
         )
         self._gathering[action.stage, index] = gather
         if self._host_waits and not in_background:
@@ -240,13 +240,14 @@ class FsdpHooks(Hooks):
         self.writer.block_on(self._last_reduction)
         copied = self.writer.compute(action, self._name(action, index, "copy"), self._copy(action, index), memory)
         replicated = len(self._replicate_group) > 1
+        copy_bytes = self._copied_by_gloo(input_bytes)
         reduction = self.writer.collective(
             action,
             Stream.SHARD,
             self._name(action, index, "reduce_scatter"),
             Message(CollectiveKind.REDUCE_SCATTER, input_bytes, self._shard_group),
             (copied,),
-            [MemoryEffect(_BUFFERS, output_bytes, output_bytes if replicated else 0)],
+            [MemoryEffect(_BUFFERS, output_bytes + copy_bytes, output_bytes if replicated else 0)],
         )
         if replicated:
             self._reduced_bytes += output_bytes
@@ -260,6 +261,10 @@ class FsdpHooks(Hooks):
         self._last_reduction = reduction
         if self._host_waits:
             self.writer.block_on(reduction)
+
+    def _copied_by_gloo(self, num_bytes: int) -> int:
+        """Gloo reduces a copy of the input and gathers into a copy of the output (torch's ProcessGroupGloo.cpp)."""
+        return num_bytes if self._host_waits else 0
 
     def _finish(self, action: Action) -> None:
         """Waits for the last reduction and frees its buffers."""

@@ -134,8 +134,9 @@ def _changes(ledger: Ledger | None) -> list[Any]:
         """Works of gloo and NCCL hold what they send until they are waited for; those of the fake group do not."""
         works, tensors = post(ops, *args, **kwargs), [op.tensor for op in ops]
         under_way.append((works, tensors))
-        for tensor in tensors if ledger is not None else ():
-            ledger.alive[storage_key(tensor)].label = _C.BUFFERS
+        if ledger is not None:
+            for tensor in tensors:
+                ledger.alive[storage_key(tensor)].label = _C.BUFFERS
         return works
 
     def wait_and_let_go(works: Any) -> None:

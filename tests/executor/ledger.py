@@ -114,7 +114,8 @@ class Ledger(TorchDispatchMode):
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share a storage; of a DTensor, of what is here of it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    key: int = local.untyped_storage()._cdata
+    return key
 
 
 def _callers() -> tuple[tuple[str, str], ...]:

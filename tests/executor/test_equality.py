@@ -85,7 +85,7 @@ MIXED = {
 """Plan, family, and bytes an element of some messages."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("of" in n)) for n in MIXED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in MIXED])
 def test_bf16_is_close_to_one_process(name: str, tmp_path: Path, make_job: Any, make_model: Any) -> None:
     """Gradients that are averaged, and what FSDP or a stage hands on, have the widths of mixed precision."""
     plan, family, widths = MIXED[name]

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[ModelSpec, ParallelPlan, int, Precision]] = {
 }
 
 
-QUICK = ("ddp in bf16", "fsdp in bf16")
+QUICK = ("fsdp in bf16",)
 
 
 def case(name: str) -> Any:
