@@ -49,29 +49,35 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
     """
     width = mapping.ranks_per_stage
     firsts = range(width)  # ranks of the first pipeline stage stand for their columns
-    groups = [
-        [group(first) for first in firsts] for group in (mapping.tp_group, mapping.shard_group, mapping.replicate_group)
+    kinds = [
+        _groups(firsts, group)
+        for group in (
+            mapping.tp_group,
+            mapping.shard_group,
+            mapping.replicate_group,
+            mapping.cp_group,
+            mapping.dp_group,
+        )
     ]
-    groups += [[group(first) for first in firsts] for group in (mapping.cp_group, mapping.dp_group)]
 
-    def tier(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(Counter(node_of(rank) for rank in ranks).values()))
+    def tiers(group: tuple[int, ...]) -> Hashable:
+        """Ranks by node, for the group on every pipeline stage."""
+        return tuple(
+            tuple(sorted(Counter(node_of(first + member) for member in group).values()))
+            for first in range(0, mapping.world_size, width)
+        )
+
+    seen = [_by_member(groups, tiers) for groups in kinds]
 
     def first_look(first: int) -> Hashable:
         column = mapping.pp_group(first)
         neighbours = tuple(node_of(a) == node_of(b) for a, b in zip(column, (*column[1:], column[0]), strict=True))
-        tiers = tuple(
-            tier(tuple(member + rank - first for member in kind[first])) for kind in groups for rank in column
-        )
-        return neighbours, tiers, tuple(owns(rank) for rank in column)
+        return neighbours, tuple(of[first] for of in seen), tuple(owns(rank) for rank in column)
 
     classes = _numbered([first_look(first) for first in firsts])
     while True:
-        met = [
-            (classes[first], tuple(tuple(sorted(classes[member] for member in kind[first])) for kind in groups))
-            for first in firsts
-        ]
-        refined = _numbered(met)
+        met = [_by_member(groups, _members_in(classes)) for groups in kinds]
+        refined = _numbered([(classes[first], tuple(of[first] for of in met)) for first in firsts])
         if len(set(refined)) == len(set(classes)):
             break
         classes = refined
@@ -80,6 +86,27 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
         leader.setdefault(classes[first], first)
     stands_for = tuple(rank - rank % width + leader[classes[rank % width]] for rank in range(mapping.world_size))
     return Folding(stands_for, tuple(sorted(set(stands_for))))
+
+
+def _groups(ranks: range, group_of: Callable[[int], tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """All groups of one kind, each once."""
+    found: list[tuple[int, ...]] = []
+    placed: set[int] = set()
+    for rank in ranks:
+        if rank not in placed:
+            found.append(group_of(rank))
+            placed.update(found[-1])
+    return found
+
+
+def _by_member(groups: list[tuple[int, ...]], fact: Callable[[tuple[int, ...]], Hashable]) -> dict[int, int]:
+    """By rank, a number for a fact about its group; equal facts have equal numbers."""
+    numbers = _numbered([fact(group) for group in groups])
+    return {member: number for group, number in zip(groups, numbers, strict=True) for member in group}
+
+
+def _members_in(classes: list[int]) -> Callable[[tuple[int, ...]], Hashable]:
+    return lambda group: tuple(sorted(classes[member] for member in group))
 
 
 def _numbered(values: Sequence[Hashable]) -> list[int]:

@@ -45,6 +45,8 @@ class FsdpHooks(Hooks):
             stage: units if level == 2 else (_one(units),) for stage, units in enumerate(stages.units)
         }
         self._unit_of = {stage: unit_of_layer(units) for stage, units in self._units.items()}
+        self._first = {s: {unit.layers[0]: i for i, unit in enumerate(units)} for s, units in self._units.items()}
+        self._last = {s: {unit.layers[-1]: i for i, unit in enumerate(units)} for s, units in self._units.items()}
         self._gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
         self._gathered: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
@@ -52,6 +54,7 @@ class FsdpHooks(Hooks):
         self._forward_buffer_bytes = 0  # of the last gather in forward, freed with the next
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
         self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
+        self._last_scatter: int | None = None
         self._last_reduction: int | None = None
 
     def expands(self, action: Action) -> bool:
@@ -65,8 +68,8 @@ class FsdpHooks(Hooks):
             self._settle(action)
             return
         stage = action.stage
-        for index, unit in enumerate(self._units[stage]):
-            if unit.layers[0] in part and (stage, index) not in self._gathered:
+        for index in (self._first[stage][layer] for layer in part if layer in self._first[stage]):
+            if (stage, index) not in self._gathered:
                 # the first one waits for all before it, the others for the buffer before the last to be copied out
                 waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
                 self._gather(action, index, waits)
@@ -84,8 +87,9 @@ class FsdpHooks(Hooks):
         stage = action.stage
         layers = self.stages.layers[stage]
         effects: list[MemoryEffect] = []
-        for index, unit in enumerate(self._units[stage]):
-            if self._reshards and not unit.stays and unit.layers[-1] in part:
+        for index in (self._last[stage][layer] for layer in part if layer in self._last[stage]):
+            unit = self._units[stage][index]
+            if self._reshards and not unit.stays:
                 self._gathered.discard((stage, index))
                 effects.append(_free(_GATHERED, unit.padded * self.stages.state.gathered))
         if part.stop == len(layers) and self._forward_buffer_bytes:
@@ -119,7 +123,7 @@ class FsdpHooks(Hooks):
         del ended
         stage = action.stage
         if self._in_pipeline:
-            self._hold_gradients(action, [i for i, unit in enumerate(self._units[stage]) if unit.layers[0] in part])
+            self._hold_gradients(action, [self._first[stage][i] for i in part if i in self._first[stage]])
             return
         index = self._unit_of[stage][part[0]]
         if self._units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
@@ -237,7 +241,7 @@ class FsdpHooks(Hooks):
             gathered_bytes = unit.padded * state.gathered
             memory.append(MemoryEffect(_GATHERED, -gathered_bytes, -gathered_bytes))
         self._reduce_buffer_bytes = input_bytes
-        self.writer.block_on(self._last_reduction)
+        self.writer.block_on(self._last_scatter)
         copied = self.writer.compute(action, self._name(action, index, "copy"), self._copy(action, index), memory)
         replicated = len(self._replicate_group) > 1
         copy_bytes = self._copied_by_gloo(input_bytes)
@@ -249,6 +253,7 @@ class FsdpHooks(Hooks):
             (copied,),
             [MemoryEffect(_BUFFERS, output_bytes + copy_bytes, output_bytes if replicated else 0)],
         )
+        self._last_scatter = reduction
         if replicated:
             self._reduced_bytes += output_bytes
             reduction = self.writer.collective(
@@ -270,8 +275,8 @@ class FsdpHooks(Hooks):
         """Waits for the last reduction and frees its buffers."""
         freed = self._reduce_buffer_bytes + self._reduced_bytes
         self._reduce_buffer_bytes = self._reduced_bytes = 0
-        self.writer.block_on(self._last_reduction)
-        self._last_reduction = None
+        self.writer.block_on(self._last_reduction)  # torch waits for all-reduces of replicas here only
+        self._last_scatter = self._last_reduction = None
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int) -> tuple[LayerWork, ...]:

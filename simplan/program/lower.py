@@ -100,6 +100,7 @@ class _RankLowering:
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank)}
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
+        self.merged_exchanges: dict[tuple[int, range, str, bool], tuple[Message, ...]] = {}
         self.received: dict[Action, int] = {}
         self.sends: list[int] = []
 
@@ -186,11 +187,24 @@ class _RankLowering:
                 ended = writer.compute(action, label, work, segment.memory, kind)
             elif not whole:
                 self._exchange(action, name, segment, before)
-        exchanges = tuple(self._exchanged(segment) for segment in script if segment.exchange is not None)
-        if whole and exchanges:
-            stream = Stream.TENSOR if stages.plan.tp > 1 else Stream.CONTEXT
-            writer.exposed(action, stream, f"{name} exchanges", exchanges)
+        if whole:
+            for axis, stream in _AXIS_STREAM.items():
+                exchanges = self._exchanges(action.stage, part, axis, script, forward=forward)
+                if exchanges:
+                    writer.exposed(action, stream, f"{name} exchanges", exchanges)
         return ended
+
+    def _exchanges(
+        self, stage: int, part: range, axis: str, script: Sequence[Segment], *, forward: bool
+    ) -> tuple[Message, ...]:
+        """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once."""
+        key = (stage, part, axis, forward)
+        found = self.merged_exchanges.get(key)
+        if found is None:
+            found = self.merged_exchanges[key] = tuple(
+                self._exchanged(segment) for segment in script if segment.exchange and segment.exchange[0] == axis
+            )
+        return found
 
     def _exchange(self, action: Action, name: str, segment: Segment, before: int | None) -> None:
         """One exchange, which the next computation waits for."""
@@ -255,8 +269,8 @@ class _RankLowering:
         held = len(self.sends) * stages.boundary_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         updated = writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
+        group = stages.mapping.shard_group(self.rank) if stages.plan.shards_optimizer_only else ()
         for owner, num_bytes in self.states.broadcasts():
-            group = stages.mapping.shard_group(self.rank)
             message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
             writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
 

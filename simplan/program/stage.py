@@ -17,7 +17,11 @@ from simplan.spec.recompute import Recomputation, recomputation
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Segment", "Stages"]
+__all__ = ["Deal", "Segment", "Stages"]
+
+
+Deal = tuple[dict[tuple[int, int], int], ...]
+"""By rank of a shard group, elements it owns of (stage, layer)."""
 
 
 class Segment(NamedTuple):
@@ -44,6 +48,7 @@ class Stages:
         owned: By stage and layer, the parameters it brings.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         boundary_bytes: What one rank sends to the next stage for one microbatch.
+        deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
 
@@ -80,6 +85,7 @@ class Stages:
         head = model_layers[-1]
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
         self._kept: dict[tuple[str, int, tuple[bool, bool]], tuple[Recomputation, LayerFootprint]] = {}
+        self.deals: dict[int, Deal] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase], tuple[LayerWork, ...]] = {}
         self._whole: dict[tuple[int, range, bool], tuple[Segment, ...]] = {}
         self._scripts: dict[tuple[int, int, bool], tuple[Segment, ...]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from simplan.program.partition_states import partition_states
 from simplan.program.program import LayerWork, Phase
-from simplan.program.stage import Stages
+from simplan.program.stage import Deal, Stages
 from simplan.program.units import padded_elements
 
 __all__ = ["OptimizerStates"]
@@ -30,18 +30,8 @@ class OptimizerStates:
         self._group = mapping.shard_group(rank)
         self._mine = stages.stages_of(mapping.place(rank).pp)
         self._num_shards = len(self._group) if plan.shards_parameters else 1
-        self._owners: dict[tuple[int, int, int], int] = {}
-        if plan.shards_optimizer_only:
-            keys = [
-                (stage, position, index)
-                for stage in self._mine
-                for position, layer in enumerate(stages.layers[stage])
-                for index in range(len(layer.parameters))
-                if index in self._own_indices(stage, position)
-            ]
-            sizes = [self._owned_elements(key) for key in keys]
-            self._owners = dict(zip(keys, partition_states(sizes, len(self._group)), strict=True))
         self._shard_rank = self._group.index(rank)
+        self._deal = self._dealt(mapping.place(rank).pp) if plan.shards_optimizer_only else None
 
     @property
     def held_elements(self) -> int:
@@ -51,9 +41,7 @@ class OptimizerStates:
     @property
     def trained_elements(self) -> int:
         """Parameters whose optimizer states it holds."""
-        if not self._owners:
-            return self.held_elements
-        return sum(self._owned_elements(key) for key, owner in self._owners.items() if owner == self._shard_rank)
+        return self.held_elements if self._deal is None else sum(self._deal[self._shard_rank].values())
 
     def partial_elements(self, stage: int) -> int:
         """Gradients of a stage that the rank holds and that are summed over tensor-parallel ranks."""
@@ -82,23 +70,39 @@ class OptimizerStates:
 
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
         """The optimizer's work on a stage."""
-        if not self._owners:
+        if self._deal is None:
             return self.work(stage, Phase.OPTIMIZER)
-        b = self._stages.plan.microbatch_size
-        found = []
-        for position in self._positions(stage):
-            keys = [key for key in self._owners if key[:2] == (stage, position)]
-            elements = sum(self._owned_elements(key) for key in keys if self._owners[key] == self._shard_rank)
-            if elements:
-                found.append(LayerWork(self._stages.layers[stage][position], Phase.OPTIMIZER, b, elements))
-        return tuple(found)
+        b, mine = self._stages.plan.microbatch_size, self._deal[self._shard_rank]
+        layers = self._stages.layers[stage]
+        return tuple(
+            LayerWork(layers[position], Phase.OPTIMIZER, b, mine[stage, position])
+            for position in self._positions(stage)
+            if (stage, position) in mine
+        )
 
     def broadcasts(self) -> Iterator[tuple[int, int]]:
         """Updated parameters that go round afterwards: (owning rank, bytes), in order."""
-        for number, rank in enumerate(self._group):
-            elements = sum(self._owned_elements(key) for key, owner in self._owners.items() if owner == number)
-            if elements:
-                yield rank, elements * self._stages.state.parameter
+        for rank, owned in zip(self._group, self._deal or (), strict=False):
+            if owned:
+                yield rank, sum(owned.values()) * self._stages.state.parameter
+
+    def _dealt(self, pp_rank: int) -> Deal:
+        """Who owns what of a pipeline rank; the same for all its ranks, so made once."""
+        found = self._stages.deals.get(pp_rank)
+        if found is None:
+            keys = [
+                (stage, position, index)
+                for stage in self._mine
+                for position in self._positions(stage)
+                for index in self._own_indices(stage, position)
+            ]
+            sizes = [self._stages.layers[s][position].parameters[index].num_elements for s, position, index in keys]
+            found = self._stages.deals[pp_rank] = tuple({} for _ in self._group)
+            for (stage, position, _), size, owner in zip(
+                keys, sizes, partition_states(sizes, len(self._group)), strict=True
+            ):
+                found[owner][stage, position] = found[owner].get((stage, position), 0) + size
+        return found
 
     def _positions(self, stage: int) -> range:
         return range(len(self._stages.layers[stage]))
@@ -115,7 +119,3 @@ class OptimizerStates:
             return self._stages.owned[stage][position]
         shapes = [layer.parameters[index].shape for index in self._own_indices(stage, position)]
         return sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
-
-    def _owned_elements(self, key: tuple[int, int, int]) -> int:
-        stage, position, index = key
-        return self._stages.layers[stage][position].parameters[index].num_elements

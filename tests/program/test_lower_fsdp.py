@@ -149,7 +149,7 @@ def test_memory_comes_back_to_its_base_and_is_a_sum(plan: ParallelPlan, m: int, 
 
 
 def test_whole_gradients_wait_for_reduce_grad() -> None:
-    """In a pipeline gradients add up unsharded: at the peak a rank holds its shard, all of its stage's and a new one."""
+    """In a pipeline gradients add up unsharded: a rank holds its shard, all of its stage's and a new one."""
     found = program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2, vocab_size=16384)
     peak = memory_peak(found, 0)
     layers = model(vocab_size=16384).layers[:2]
