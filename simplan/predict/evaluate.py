@@ -134,16 +134,15 @@ def _recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
 
 
 def _deviation_s(simulated: Simulated, cores: CoreUse | None) -> float:
-    """Standard deviation of the step time: how much it moves when one kind of cost is one deviation higher.
+    """Standard deviation of the step time: how much it moves when costs of one source are one deviation higher.
 
-    Costs of one kind share their source and err together; different kinds err independently.
+    Prices of computation share their source and err together, so do those of messages; the two err independently.
     """
     program, pricing, step_time_s = simulated.program, simulated.pricing, simulated.times.step_time_s
-    kinds = {op.kind for op in program.ops}
     variance = 0.0
-    for kind in kinds:
+    for of_messages in {op.kind is SpanKind.COMMUNICATION for op in program.ops}:
         moved = [
-            duration_s + (deviation_s if op.kind is kind else 0.0)
+            duration_s + (deviation_s if (op.kind is SpanKind.COMMUNICATION) is of_messages else 0.0)
             for op, duration_s, deviation_s in zip(program.ops, pricing.durations_s, pricing.deviations_s, strict=True)
         ]
         variance += (simulate(program, moved, cores).step_time_s - step_time_s) ** 2

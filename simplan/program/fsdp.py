@@ -114,9 +114,9 @@ class FsdpHooks(Hooks):
             if (stage, index) not in self._gathering:
                 self._gather(action, index, [])
             self._copy_out(action, index, in_forward=False)
-        ahead = index - 1
-        if ahead >= 0 and (stage, ahead) not in self._gathered and (stage, ahead) not in self._gathering:
-            self._gather(action, ahead, self._copied[-1:])
+        for ahead in range(index - 1, max(-1, index - 1 - self.stages.software.backward_prefetch), -1):
+            if (stage, ahead) not in self._gathered and (stage, ahead) not in self._gathering:
+                self._gather(action, ahead, self._copied[-1:])
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """Whole gradients are there; where they are wanted, they are reduced."""

@@ -94,7 +94,7 @@ class _RankLowering:
     def __init__(self, stages: Stages, rank: int, first: int, how: Lowering, folding: Folding) -> None:
         self.stages, self.rank, self.how = stages, rank, how
         self.pp_rank = stages.mapping.place(rank).pp
-        self.writer = RankWriter(rank, first, folding)
+        self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
         self.hooks = _hooks(stages, self.writer, how)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping

@@ -25,8 +25,8 @@ __all__ = ["LayerWork", "MemoryCategory", "MemoryEffect", "Message", "Op", "Phas
 class Stream(StrEnum):
     """Queues of a rank. What is on one of them runs in order of issue, one after the other.
 
-    Collectives of one process group share a queue, as NCCL's do; messages have one for each kind, since the two
-    directions between two ranks do not hold each other up.
+    Collectives of one process group share a queue, as NCCL's do. Messages have one for each kind; where those between
+    two ranks hold each other up, they wait for each other (``RankWriter``).
     """
 
     COMPUTE = "compute"

@@ -10,7 +10,7 @@ from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.units import Unit, fsdp_units
-from simplan.spec.layer import CollectiveKind, Exchange, LayerKind, LayerSpec
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
@@ -228,9 +228,14 @@ class Stages:
                 segments.append(Segment((work,), recompute=phase is Phase.RECOMPUTE))
                 run.clear()
 
+        ring = any(isinstance(kernel, Exchange) and kernel.beside_previous for kernel in layer.kernels)
         for index in order:
             kernel = layer.kernels[index]
             if not isinstance(kernel, Exchange):
+                if ring and isinstance(
+                    kernel, Attention
+                ):  # only the core is beside a hop: what goes round is its input
+                    flush()
                 run.append(index)
                 continue
             kind = kernel.backward if phase is Phase.BACKWARD else kernel.forward

@@ -21,10 +21,14 @@ class RankWriter:
         rank: Global rank.
         first: Index of the rank's first operation in the Program.
         folding: Which other ranks are written out.
+        ordered_messages: Messages between two ranks, of either direction, pass one after the other in order of issue,
+            since they share a communicator and its stream (NCCL).
     """
 
-    def __init__(self, rank: int, first: int, folding: Folding) -> None:
+    def __init__(self, rank: int, first: int, folding: Folding, *, ordered_messages: bool = True) -> None:
         self.rank = rank
+        self._ordered = ordered_messages
+        self._last_message: dict[int, int] = {}  # by peer
         self.ops: list[Op] = []
         self.last_compute: int | None = None
         self._first = first
@@ -100,10 +104,15 @@ class RankWriter:
         )
         meeting = (forward, source_stage, action.microbatch, ends)
         message = Message(CollectiveKind.SEND, num_bytes, ends)
-        waits = (*self.blocking, self.last_compute)
-        return self._add(
+        (peer,) = (end for end in ends if end != self.rank)
+        waits = [*self.blocking, self.last_compute]
+        if self._ordered:
+            waits.append(self._last_message.get(peer))
+        index = self._add(
             action, stream, str(action), SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
         )
+        self._last_message[peer] = index
+        return index
 
     def _one(self, message: Message) -> tuple[Work, ...]:
         """The message as work; equal messages share one object, by which what follows tells equal work."""

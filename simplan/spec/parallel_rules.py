@@ -106,11 +106,12 @@ def _sharding_rules(plan: ParallelPlan) -> Iterator[Problem]:
             rule=f"shards nothing, and dp_shard = {plan.dp_shard}",
             fix=f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1",
         )
-    if not plan.reshard_after_forward and plan.zero_stage < 2:
+    if not plan.reshard_after_forward and not plan.shards_parameters:
+        none = f"zero_stage = {plan.zero_stage}" if plan.zero_stage < 2 else "there is one shard"
         yield Problem(
             field="plan.reshard_after_forward",
             value="false",
-            rule=f"is about sharded parameters, and zero_stage = {plan.zero_stage}",
+            rule=f"is about sharded parameters, and {none}",
             fix="remove it, or use zero_stage = 3",
         )
     if plan.shards_parameters and plan.bucket_bytes is not None:
@@ -119,6 +120,13 @@ def _sharding_rules(plan: ParallelPlan) -> Iterator[Problem]:
             value=str(plan.bucket_bytes),
             rule="is about DDP's buckets; FSDP reduces layer by layer",
             fix="remove it, or use zero_stage = 0 or 1",
+        )
+    if plan.bucket_bytes is not None and plan.dp * plan.cp == 1:
+        yield Problem(
+            field="plan.bucket_bytes",
+            value=str(plan.bucket_bytes),
+            rule="is about reducing gradients over data-parallel ranks, and there is one",
+            fix="remove it",
         )
     if plan.grad_sync == "microbatch" and plan.dp * plan.cp == 1:
         yield Problem(
@@ -135,7 +143,7 @@ def _stage_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem
             field="plan.virtual_stages",
             value=str(plan.virtual_stages),
             rule="torch's DistributedDataParallel fails with several stages on a rank",
-            fix=f"use dp_shard = {plan.dp} with zero_stage = 3 (or 2), or virtual_stages = 1",
+            fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1",
         )
 
 

@@ -17,10 +17,13 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
+__all__ = ["MAX_LAYER_PASSES", "MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
 
-MAX_PIPELINE_CELLS = 100_000
+MAX_PIPELINE_CELLS = 30_000
 """Most microbatches times pipeline ranks; a prediction of more takes minutes and gigabytes, and is hardly a plan."""
+
+MAX_LAYER_PASSES = 100_000
+"""The same for microbatches times layers, where every layer is written out because something overlaps with it."""
 
 _MODELLED_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b")
 
@@ -218,6 +221,17 @@ def _pipeline_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan
         )
     if plan.stage_layers is not None:
         yield from _stage_layers_rules(plan.stage_layers, stages, layers)
+    passes = num_microbatches(training, plan) * (model.num_hidden_layers + 2)
+    layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
+    if layer_by_layer and passes > MAX_LAYER_PASSES:
+        most = max(1, MAX_LAYER_PASSES // (model.num_hidden_layers + 2)) * plan.dp * plan.microbatch_size
+        yield Problem(
+            field="training.global_batch_size",
+            value=str(training.global_batch_size),
+            rule=f"gives {passes:,} microbatches x layers, each with collectives of its own, more than "
+            f"{MAX_LAYER_PASSES:,}",
+            fix=f"use at most {most}, or a larger microbatch_size",
+        )
     cells = num_microbatches(training, plan) * plan.pp
     if cells > MAX_PIPELINE_CELLS:
         most = MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size

@@ -70,15 +70,12 @@ class SoftwareSpec(Spec):
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
         gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
-        sharded_pipeline: What FSDP does in a pipeline. ``stage``: a whole stage is gathered at UNSHARD and kept to
-            RESHARD, gradients add up unsharded and are reduced at REDUCE_GRAD (torch).
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
         blocking_sends: A pipeline rank waits for each of its sends before it goes on; else at the end of the step.
         ddp_stages: DDP works with several stages on a rank.
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
-        fused_optimizer: The optimizer step is one kernel over all states, without temporaries.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
         sources: Field name -> where its value comes from.
     """
@@ -90,13 +87,11 @@ class SoftwareSpec(Spec):
     first_bucket_bytes: Count
     grad_overlap: bool = True
     gradient_as_bucket_view: bool = True
-    sharded_pipeline: Literal["stage"] = "stage"
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
     blocking_sends: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
-    fused_optimizer: bool = True
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     sources: dict[str, str] = Field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from threading import Thread
 
 import torch
 
@@ -35,6 +36,21 @@ def test_peak_lies_in_backward() -> None:
 
     gc.collect()
     assert peak_allocated_bytes(run) == 4 * (2 * m * n + b * m + 2 * b * n)
+
+
+def test_what_other_threads_release_is_not_counted_for_ever() -> None:
+    """The trace misses such releases; they show when the memory is given out again."""
+    num_bytes = 2**26
+
+    def run() -> None:
+        for _ in range(10):
+            held = [torch.empty(num_bytes, dtype=torch.uint8)]
+            releasing = Thread(target=held.clear)
+            releasing.start()
+            releasing.join()
+
+    gc.collect()
+    assert num_bytes <= peak_allocated_bytes(run) <= 2 * num_bytes
 
 
 def test_resident_set_holds_what_was_touched() -> None:

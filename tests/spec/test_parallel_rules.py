@@ -134,6 +134,22 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             ],
         ),
         (
+            {"tp": 2, "bucket_bytes": 1000},
+            {},
+            [
+                "plan.bucket_bytes = 1000: is about reducing gradients over data-parallel ranks, and there is one; "
+                "remove it"
+            ],
+        ),
+        (
+            {"zero_stage": 3, "reshard_after_forward": False},
+            {},
+            [
+                "plan.reshard_after_forward = false: is about sharded parameters, and there is one shard; "
+                "remove it, or use zero_stage = 3"
+            ],
+        ),
+        (
             {"grad_sync": "microbatch"},
             {},
             [
@@ -146,7 +162,7 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             {},
             [
                 "plan.virtual_stages = 2: torch's DistributedDataParallel fails with several stages on a rank; "
-                "use dp_shard = 2 with zero_stage = 3 (or 2), or virtual_stages = 1"
+                "use dp_shard = 2 and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1"
             ],
         ),
         (
