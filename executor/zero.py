@@ -43,11 +43,13 @@ class ShardedOptimizer:
         for parameter, owner in zip(self._parameters, owners, strict=True):
             parts[owner].append(parameter)
         self._buffers = [_pack(part) for part in parts]
-        self._inner = make(parts[group.ranks.index(dist.get_rank())])
+        mine = parts[group.ranks.index(dist.get_rank())]
+        self._inner = make(mine) if mine else None  # more ranks than parameters: some have nothing to update
 
     def step(self) -> None:
         """Updates the parameters this rank owns."""
-        self._inner.step()
+        if self._inner is not None:
+            self._inner.step()
 
     def broadcast(self) -> None:
         """Hands round all updates, owner by owner; an owner of nothing has nothing to send."""

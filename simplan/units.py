@@ -11,6 +11,7 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
+    "counted",
     "format_bytes",
     "format_count",
     "format_flop_per_s",
@@ -22,6 +23,16 @@ __all__ = [
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "device"), counted(8, "device")
+    ('1 device', '8 devices')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 """Bytes of one element as it lies in memory (tf32 is a compute mode of fp32)."""

@@ -81,3 +81,10 @@ def test_exposure_is_shared_by_what_moves_at_once() -> None:
     """Computing from 2 to 5; one message from 0 to 4, another from 1 to 7."""
     found = exposed_s([(2.0, 5.0)], [("a", (0.0, 4.0)), ("b", (1.0, 7.0))])
     assert found == {"a": 1.0 + 0.5, "b": 0.5 + 2.0}
+
+
+def test_microbatches_in_flight_are_named_at_the_peak() -> None:
+    """Stage 0 of two holds two microbatches at the worst instant of 1F1B, which is inside a backward."""
+    found = explain(predicted(ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1)))
+    (activations,) = [part for part in found.memory if part.name == "activations"]
+    assert "2 microbatches of stage 0 x" in activations.formula

@@ -10,7 +10,7 @@ from simplan.predict import simulate_again
 from simplan.prediction import Prediction
 from simplan.program.measurement import Measurement
 from simplan.report.trace import trace_document
-from simplan.sim.memory import MemorySample, memory_trace
+from simplan.sim.memory import memory_trace
 from simplan.validate.measured import measured_timeline
 
 __all__ = ["write_measured_trace", "write_predicted_trace"]
@@ -22,8 +22,10 @@ def write_predicted_trace(file: Path, prediction: Prediction, calibration: Calib
     Raises:
         SpecError: The file cannot be written.
     """
-    memory = _memory(prediction, calibration)
-    write_json(file, trace_document(prediction.timeline, prediction.name, memory))
+    simulated = simulate_again(prediction, calibration)  # memory over time, on the same clock as the timeline
+    program, times = simulated.program, simulated.times
+    memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
+    write_json(file, trace_document(prediction.timeline, prediction.name, memory, program.stands_for))
 
 
 def write_measured_trace(file: Path, measurement: Measurement) -> None:
@@ -33,10 +35,3 @@ def write_measured_trace(file: Path, measurement: Measurement) -> None:
         SpecError: The file cannot be written.
     """
     write_json(file, trace_document(measured_timeline(measurement), measurement.job.name))
-
-
-def _memory(prediction: Prediction, calibration: Calibration | None) -> dict[int, list[MemorySample]]:
-    """Memory by rank, on the same clock as the prediction's timeline."""
-    simulated = simulate_again(prediction, calibration)
-    program = simulated.program
-    return {rank: list(memory_trace(program, rank, simulated.times)) for rank in program.ranks}

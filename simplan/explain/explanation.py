@@ -13,7 +13,7 @@ from simplan.explain.time import time_parts
 from simplan.predict import simulate_again
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
-from simplan.units import format_flop_per_s, format_time
+from simplan.units import counted, format_flop_per_s, format_time
 
 __all__ = ["Explanation", "explain"]
 
@@ -79,18 +79,18 @@ def _busy_s(split: Split) -> float:
 def _figures(prediction: Prediction) -> Iterator[Part]:
     """Throughput and utilization."""
     model, training, cluster = prediction.model, prediction.training, prediction.cluster
-    step, devices = format_time(prediction.step_time_s), cluster.num_devices
+    step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
     yield Part(
         "figures",
         "tokens per second and device",
         prediction.tokens_per_s_per_device,
         "",
-        f"{training.global_batch_size} sequences x {model.seq_len} tokens / ({step} x {devices} devices)",
+        f"{counted(training.global_batch_size, 'sequence')} x {model.seq_len} tokens / ({step} x {devices})",
     )
     peak = cluster.device.peak_flop_per_s.get(training.precision)
     if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None or peak is None:
         return
-    below = f"({step} x {devices} devices x {format_flop_per_s(peak)})"
+    below = f"({step} x {devices} x {format_flop_per_s(peak)})"
 
     def tera(full_attention: bool) -> str:
         flops = model.flops_per_sequence(full_attention=full_attention) * training.global_batch_size

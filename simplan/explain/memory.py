@@ -47,31 +47,42 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
             moving = num_bytes - kept
             formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
             if moving:
-                formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages that are under way"
+                formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages and what they hold"
+        elif category is MemoryCategory.GATHERED:
+            formula = f"{num_bytes // state.gathered:,} parameters gathered then x {state.gathered} B"
+        elif category is MemoryCategory.LOGITS:
+            formula = _logits(prediction, num_bytes)
+        elif category is MemoryCategory.CONTEXT:
+            formula = "driver context and communication library (on a CPU, the program)"
         else:
-            formula = _RULES[category]
+            tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
+            formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
         yield Part(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
         yield Part("reserved", "allocator", rounding, "bytes", "rounded up to what the caching allocator reserves")
 
 
-_RULES = {
-    MemoryCategory.GATHERED: "whole parameters of the units that are gathered then",
-    MemoryCategory.LOGITS: "logits, log-probabilities and gradients of these: microbatch x tokens x vocabulary, each",
-    MemoryCategory.WORKSPACE: "gradients and temporaries inside the layer that runs then",
-    MemoryCategory.CONTEXT: "driver context and communication library",
-}
+def _logits(prediction: Prediction, num_bytes: int) -> str:
+    """Copies of the output distribution, each of one microbatch's own tokens and vocabulary."""
+    head = prediction.model.layers_of(prediction.plan.shard)[-1]
+    elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.plan.microbatch_size
+    return (
+        f"{num_bytes / (4 * elements):.3g} x {elements:,} (tokens x vocabulary) x 4 B: log-probabilities, logits and "
+        "their gradients"
+    )
 
 
 def _activations(prediction: Prediction, program: Program, rank: int) -> str:
     """Microbatches alive, by stage and size."""
     alive: dict[tuple[int, int | None], int] = defaultdict(int)
     ops = [program.ops[index] for index in program.by_rank[rank]]
-    for op in ops[: peak_position(program, rank) + 1]:
+    worst = peak_position(program, rank)
+    for position, op in enumerate(ops[: worst + 1]):
         for effect in op.memory:
             if effect.category is MemoryCategory.ACTIVATIONS:
-                alive[op.action.stage, op.action.microbatch] += effect.after_bytes
+                num_bytes = effect.during_bytes if position == worst else effect.after_bytes
+                alive[op.action.stage, op.action.microbatch] += num_bytes
     sizes = Counter((stage, num_bytes) for (stage, _), num_bytes in alive.items() if num_bytes > 0)
     parts = [
         f"{count} microbatch{'es' if count > 1 else ''} of stage {stage} x {format_bytes(num_bytes)}"

@@ -13,7 +13,7 @@ from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import Stream, Work
 from simplan.program.timeline import SpanKind
-from simplan.units import format_percent, format_time
+from simplan.units import counted, format_percent, format_time
 
 __all__ = ["time_parts"]
 
@@ -62,7 +62,7 @@ def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tup
 
 def _messages(simulated: Simulated, rank: int) -> Iterator[Part]:
     """Messages by name: what of them is exposed, with the price of each."""
-    program, times = simulated.program, simulated.times
+    program, times, by_work = simulated.program, simulated.times, simulated.pricing.by_work
     computing = []
     moving = []
     priced: dict[str, dict[Price, int]] = defaultdict(lambda: defaultdict(int))
@@ -74,15 +74,20 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Part]:
         if op.stream is Stream.COMPUTE:
             computing.append(interval)
             continue
-        label = f"{simulated.pricing.by_work[op.work[0]].name} ({op.stream})"
-        moving.append((label, interval))
-        busy_s[label] += interval[1] - interval[0]
+        # one operation may be several messages, one after the other
+        start_s, total_s = interval[0], sum(by_work[work].price.seconds for work in op.work)
         for work in op.work:
-            priced[label][simulated.pricing.by_work[work].price] += 1
+            term = by_work[work]
+            label = f"{term.name} ({op.stream})"
+            seconds = (interval[1] - interval[0]) * (term.price.seconds / total_s if total_s else 1 / len(op.work))
+            moving.append((label, (start_s, start_s + seconds)))
+            start_s += seconds
+            busy_s[label] += seconds
+            priced[label][term.price] += 1
     for label, seconds in exposed_s(computing, moving).items():
         prices = sorted(priced[label].items(), key=lambda item: -item[0].seconds * item[1])
         shown = "; ".join(f"{count} x {format_time(price.seconds)} = {price.formula}" for price, count in prices[:2])
-        more = f"; and {len(prices) - 2} more sizes" if len(prices) > 2 else ""
+        more = f"; and {counted(len(prices) - 2, 'more size')}" if len(prices) > 2 else ""
         hidden = f"{format_time(busy_s[label] - seconds)} of {format_time(busy_s[label])} beside other things; "
         first = prices[0][0]
         yield Part(

@@ -9,7 +9,7 @@ from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.spec.plan import ParallelPlan
-from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_time
+from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_percent, format_time
 
 __all__ = ["plan_words", "prediction_text", "verdict"]
 
@@ -63,7 +63,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     )
     yield f"  throughput   {prediction.tokens_per_s_per_device:,.0f} tokens/s per device"
     yield f"  MFU          {_mfu(prediction)}"
-    yield f"  bubble       {format_percent(prediction.bubble_fraction)} of the time between first and last computation"
+    idle = format_percent(prediction.bubble_fraction)
+    yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
 
 
 def _mfu(prediction: Prediction) -> str:
@@ -76,7 +77,7 @@ def _mfu(prediction: Prediction) -> str:
     beside = "" if full is None else f"; {format_percent(full)} with full attention counted (PaLM)"
     return (
         f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP (causal attention, no recompute) / "
-        f"({format_time(prediction.step_time_s)} x {prediction.cluster.num_devices} devices x "
+        f"({format_time(prediction.step_time_s)} x {counted(prediction.cluster.num_devices, 'device')} x "
         f"{format_flop_per_s(peak)} dense {precision} peak){beside}"
     )
 
@@ -92,12 +93,12 @@ def _asked(prediction: Prediction) -> Iterator[str]:
         f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
     )
     yield (
-        f"  training     {training.global_batch_size} sequences per step, {training.precision}, {training.optimizer}, "
-        f"software {prediction.software.id}"
+        f"  training     {counted(training.global_batch_size, 'sequence')} per step, {training.precision}, "
+        f"{training.optimizer}, software {prediction.software.id}"
     )
     m, b = prediction.num_microbatches, plan.microbatch_size
     several = f"{m} microbatches" if m > 1 else "1 microbatch"
-    yield f"  plan         {plan_words(plan)}; {several} of {b} sequence{'s' if b > 1 else ''} per data-parallel rank"
+    yield f"  plan         {plan_words(plan)}; {several} of {counted(b, 'sequence')} per data-parallel rank"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
         counts = ", ".join(str(high - low) for low, high in pairwise(bounds))
@@ -118,7 +119,8 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"dp_replicate {plan.dp_replicate}")
     if plan.zero_stage and plan.dp_shard * plan.cp > 1:
         kept = "" if plan.reshard_after_forward or plan.zero_stage < 3 else ", not resharded after forward"
-        parts.append(f"dp_shard {plan.dp_shard} (ZeRO-{plan.zero_stage}{kept})")
+        over = f" over {plan.dp_shard * plan.cp} ranks" if plan.cp > 1 else ""
+        parts.append(f"dp_shard {plan.dp_shard} (ZeRO-{plan.zero_stage}{over}{kept})")
     if plan.tp > 1:
         parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
     if plan.cp > 1:

@@ -16,6 +16,7 @@ from typing import Any
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import Span, SpanKind, Timeline
+from simplan.report.table import format_ranks
 from simplan.sim.memory import MemorySample
 from simplan.units import MIB
 
@@ -45,7 +46,10 @@ class _Slice:
 
 
 def trace_document(
-    timeline: Timeline, name: str, memory: Mapping[int, Sequence[MemorySample]] | None = None
+    timeline: Timeline,
+    name: str,
+    memory: Mapping[int, Sequence[MemorySample]] | None = None,
+    stands_for: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """The trace as a JSON object.
 
@@ -53,11 +57,14 @@ def trace_document(
         timeline: Predicted or measured.
         name: Of the scenario.
         memory: Samples by rank, in time order, for the counter tracks.
+        stands_for: By rank of the job, the rank of the timeline that does the same; None where all are there.
     """
     events: list[Event] = []
     places: dict[Span, tuple[int, int]] = {}
     for rank in sorted({span.rank for span in timeline.spans}):
-        events += _rank_events(rank, timeline.of_rank(rank), places)
+        others = [other for other, drawn in enumerate(stands_for or ()) if drawn == rank]
+        title = f"rank {rank} (for ranks {format_ranks(others)})" if len(others) > 1 else f"rank {rank}"
+        events += _rank_events(rank, title, timeline.of_rank(rank), places)
     events += _flow_events(places)
     for rank, samples in (memory or {}).items():
         events += _memory_events(rank, samples)
@@ -68,9 +75,9 @@ def trace_document(
     }
 
 
-def _rank_events(rank: int, spans: Iterable[Span], places: dict[Span, tuple[int, int]]) -> Iterator[Event]:
+def _rank_events(rank: int, title: str, spans: Iterable[Span], places: dict[Span, tuple[int, int]]) -> Iterator[Event]:
     """Names and slices of one rank; notes in ``places`` the (pid, tid) of every span."""
-    yield _metadata(rank, 0, "process_name", {"name": f"rank {rank}"})
+    yield _metadata(rank, 0, "process_name", {"name": title})
     yield _metadata(rank, 0, "process_sort_index", {"sort_index": rank})
     streams: dict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):

@@ -155,3 +155,26 @@ def test_whole_gradients_wait_for_reduce_grad() -> None:
     layers = model(vocab_size=16384).layers[:2]
     stage = sum(layer.num_parameters for layer in layers)
     assert peak.by_category[MemoryCategory.GRADIENTS] == 4 * (stage + stage // 2 + 16384 * 64)
+
+
+def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
+    """torch reuses the buffer of the reduce-scatter, and waits for all-reduces at the end of backward only."""
+    found = program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2))
+    ops = [found.ops[index] for index in found.by_rank[0]]
+    copies = [op for op in ops if str(op.action) == "0B0" and op.name.startswith("copy")]
+    awaited = {found.ops[wait].stream for op in copies for wait in op.waits}
+    assert awaited == {Stream.SHARD}
+    (last,) = [op for op in ops if op.name == "wait for gradients"]
+    assert Stream.REPLICATE in {found.ops[wait].stream for wait in last.waits}
+
+
+def test_a_ring_sends_keys_once_they_are_made() -> None:
+    """A hop waits for the projections of its own block, and runs beside the attention core only."""
+    found = program(ParallelPlan(cp=4), seq_len=32)
+    ops = [found.ops[index] for index in found.by_rank[0]]
+    hops = [op for op in ops if op.stream is Stream.CONTEXT and str(op.action) == "0F0" and "ring" in op.name]
+    assert len(hops) == 2 * 3
+    for hop in hops:
+        assert {found.ops[wait].name for wait in hop.waits if found.ops[wait].stream is Stream.COMPUTE} == {
+            hop.name.removeprefix("ring ")
+        }
