@@ -22,7 +22,7 @@ from simplan.validate.compare import compare
 
 __all__ = ["accuracy"]
 
-_ROUNDS = 4
+_ROUNDS = 2
 _CALIBRATION_S = {2: 50.0, 4: 25.0}  # by number of ranks
 _STEPS = 5
 _GOAL = 0.12

@@ -72,7 +72,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "tp-zero3": ({"tp": 2, "dp_shard": 2}, 2, 0),
     "cp-gather": ({**GATHER, "microbatch_size": 4}, 1, 0),
     "cp-all-to-all": ({**ALL_TO_ALL, "microbatch_size": 4}, 1, 0),
-    "cp-zero3": ({**GATHER, "dp_shard": 2}, 2, 0),
+    "cp-zero3": ({**GATHER, "dp_shard": 2, "microbatch_size": 4}, 2, 0),
     "gpipe-first": ({**PP, "schedule": "gpipe"}, 4, 0),
     "gpipe-last": ({**PP, "schedule": "gpipe"}, 4, 1),
     "1f1b-first": (PP, 4, 0),
@@ -88,7 +88,7 @@ QUICK = {
     ("one-device", "gpt", "bf16"),
     ("ddp", "llama", "fp32"),
     ("zero3", "gpt", "fp32"),
-    ("zero3-accumulation", "gpt", "bf16"),
+    ("zero3-accumulation", "gpt-untied", "bf16"),
     ("hsdp", "llama", "fp32"),
     ("tp-sequence", "gpt", "bf16"),
     ("cp-gather", "gpt", "fp32"),
@@ -107,11 +107,17 @@ TRACKED = {
 
 
 def cases() -> list[Any]:
-    """Every strategy in fp32 and in mixed precision; weights are tied where ranks can share them."""
+    """Every strategy in fp32 and in mixed precision.
+
+    Weights are tied but where pipelines hold shards of them, which is refused, and where FSDP computes in 16 bits: the
+    peak may then be at the end, when autograd adds the two gradients of the tied weight, of fake tensors not in place.
+    """
     found: list[tuple[str, str, str]] = []
     for strategy, (plan, _, _) in STRATEGIES.items():
-        gpt = "gpt-untied" if "pp" in plan and "dp_shard" in plan else "gpt"
-        found += [(strategy, gpt, "fp32"), (strategy, gpt, "bf16"), (strategy, "llama", "fp32")]
+        sharded = ParallelPlan(**plan).shards_parameters
+        gpt = "gpt-untied" if sharded and "pp" in plan else "gpt"
+        found += [(strategy, gpt, "fp32"), (strategy, "llama", "fp32")]
+        found.append((strategy, "gpt-untied" if sharded else gpt, "bf16"))
     return [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in found]
 
 
