@@ -32,14 +32,14 @@ def issued_as_predicted(measurement: Measurement) -> bool:
     """Whether every rank issued exactly the collectives and messages of Level 2: kind, group, bytes, order.
 
     Where layers exchange activations and DDP reduces gradients, a bucket may be full between two exchanges of one
-    layer; Level 2 has it after the layer. There the order is compared within each group.
+    layer; Level 2 has it after the layer. There the order is compared within each group and kind.
     """
     plan = measurement.job.plan
     mixed = plan.tp * plan.cp > 1 and not plan.shards_parameters
     predicted = predicted_messages(measurement.job)
 
     def comparable(found: list[Issued]) -> list[Issued]:
-        return sorted(found, key=lambda issued: issued[1]) if mixed else found
+        return sorted(found, key=lambda issued: (issued[1], issued[0])) if mixed else found
 
     return all(
         comparable([(c.kind, c.ranks, c.num_bytes, c.action) for c in rank.collectives])
