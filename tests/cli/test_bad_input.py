@@ -42,7 +42,7 @@ MISTAKES = {
     "unknown metric": ("metric: num_microbatches", "metric: num_microbatch", ":7:", "num_microbatches"),
     "unknown section": ("training:", "trainig:", ":4:", "did you mean training?"),
     "duplicated key": ("plan:", "training: {global_batch_size: 4}\nplan:", ":5:", "training"),
-    "not modelled": ("pp: 2", "tp: 2", ":5:", "tp"),
+    "not modelled": ("pp: 2", "pp: 2, ep: 2", ":5:", "expert parallelism is not modelled yet"),
     "tag that builds an object": ("name: small", "name: !!python/object/apply:os.system [ls]", ":1:", "python/object"),
     "not YAML": ("plan: {", "plan: }", ":5:", "this is not YAML"),
 }
@@ -175,7 +175,10 @@ def test_outputs_that_cannot_be_written(simplan: Simplan, scenario: Path, tmp_pa
 
 
 def test_a_precision_that_cannot_be_run_is_refused_by_name(simplan: Simplan, scenario: Path) -> None:
-    refused(simplan("run", scenario), str(scenario), "training.precision = bf16")
+    scenario.write_text(
+        scenario.read_text().replace("{global_batch_size: 8}", "{global_batch_size: 8, precision: fp16}")
+    )
+    refused(simplan("run", scenario), str(scenario), "training.precision = fp16")
 
 
 def test_every_kind_that_help_names_exists(simplan: Simplan) -> None:
