@@ -8,12 +8,13 @@ every backward, and the optimizer updates fp32 copies of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from executor.data import make_batch
+from executor.fsdp_timing import FsdpBench
 from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.parallel import Parallel
@@ -79,6 +80,13 @@ class _LayerBench:
         for master in self._masters:
             master.grad = torch.zeros_like(master)
         self._optimizer = make_optimizer(shape.optimizer, self._masters)
+        compute_dtype = dtype if self._mixed == "cast" else None
+        self._sharded = [
+            FsdpBench(
+                build_stage(shape.model, [index], torch.float32, device, seed, self._parallel), compute_dtype, device
+            )
+            for seed in range(num_copies)
+        ]
         if autocast:
             self._copies = [Autocast(copy, TIMED_DTYPES[shape.dtype], device.type) for copy in self._copies]
         tokens, targets = make_batch(
@@ -99,10 +107,11 @@ class _LayerBench:
 
     def forget(self) -> None:
         """Drops the timings so far."""
-        self._seconds = {"forward": [], "backward": [], "copy": [], "optimizer": [], "scale": []}
+        self._seconds = {"forward": [], "backward": [], "optimizer": [], "scale": []}
+        self._seconds |= {"gather_copy": [], "reduce_copy": []}
 
     def round(self) -> None:
-        """Forward of every copy, backward of every copy in reverse, copies of their weights, then their optimizer."""
+        """Forward of every copy, backward of every copy in reverse, FSDP's part, then their optimizer."""
         inputs = [self._input() for _ in self._copies]
         outputs: list[Tensor] = []
         for copy, x in zip(self._copies, inputs, strict=True):
@@ -114,10 +123,12 @@ class _LayerBench:
             del y, gradient
             inputs.pop()
         for copy in self._copies:
-            weights = [parameter.detach() for parameter in copy.parameters()]
-            self._seconds["copy"].append(self._watch(_copy_to_new_buffer, weights))
             if self._mixed == "cast":
                 copy.zero_grad(set_to_none=True)
+        for sharded in self._sharded:
+            gather_s, reduce_s = sharded.round()
+            self._seconds["gather_copy"].append(gather_s)
+            self._seconds["reduce_copy"].append(reduce_s)
         share = 1 / len(self._copies)
         self._seconds["scale"].append(share * self._watch(self._scale))
         self._seconds["optimizer"].append(share * self._watch(self._optimize))
@@ -135,7 +146,8 @@ class _LayerBench:
             backward_s=sample_of(self._seconds["backward"], len(self._copies)),
             optimizer_s=sample_of(self._seconds["optimizer"]),
             scale_s=sample_of(self._seconds["scale"]),
-            copy_s=sample_of(self._seconds["copy"], len(self._copies)),
+            gather_copy_s=sample_of(self._seconds["gather_copy"], len(self._sharded)),
+            reduce_copy_s=sample_of(self._seconds["reduce_copy"], len(self._sharded)),
         )
 
     def _input(self) -> Tensor:
@@ -157,11 +169,3 @@ class _LayerBench:
     def _optimize(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
-
-
-def _copy_to_new_buffer(tensors: Sequence[Tensor]) -> None:
-    """As FSDP copies shards into the buffer it gathers in, and weights out of it."""
-    sizes = [tensor.numel() for tensor in tensors]
-    buffer = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
-    for part, tensor in zip(torch.split(buffer, sizes), tensors, strict=True):
-        part.view_as(tensor).copy_(tensor)

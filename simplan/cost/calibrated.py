@@ -19,6 +19,7 @@ __all__ = ["CalibratedCost"]
 _SYSTEMATIC_STD = 0.04
 """A timing of a layer alone differs from the layer inside a step by about so much, whatever its repeats say."""
 _EXTRAPOLATED_STD = 0.3
+_OF_PARAMETERS = (Phase.GATHER_COPY, Phase.REDUCE_COPY, Phase.SCALE, Phase.OPTIMIZER)
 
 
 class CalibratedCost:
@@ -72,7 +73,7 @@ class CalibratedCost:
 
     def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
         sample = _sample(timing, work.phase)
-        if work.phase in (Phase.COPY, Phase.SCALE, Phase.OPTIMIZER):
+        if work.phase in _OF_PARAMETERS:
             factor = work.num_parameters / work.layer.num_parameters
         else:
             factor *= weight_share(work)
@@ -155,7 +156,8 @@ def _sample(timing: LayerTiming, phase: Phase) -> Sample:
         Phase.FORWARD: timing.forward_s,
         Phase.RECOMPUTE: timing.forward_s,
         Phase.BACKWARD: timing.backward_s,
-        Phase.COPY: timing.copy_s,
+        Phase.GATHER_COPY: timing.gather_copy_s,
+        Phase.REDUCE_COPY: timing.reduce_copy_s,
         Phase.SCALE: timing.scale_s,
         Phase.OPTIMIZER: timing.optimizer_s,
     }[phase]

@@ -84,7 +84,9 @@ class LayerTiming(Spec):
         backward_s: Backward, accumulating into existing gradients.
         optimizer_s: The optimizer's step over this layer's fp32 parameters, gradients zeroed.
         scale_s: Dividing this layer's fp32 gradients by a number.
-        copy_s: Copying this layer's parameters from one buffer to a freshly allocated other.
+        gather_copy_s: What FSDP does around an all-gather of this layer's parameters over all ranks: its hooks, copying
+            the rank's shards in and whole parameters out.
+        reduce_copy_s: What it does around a reduce-scatter of their gradients.
     """
 
     key: str
@@ -97,7 +99,8 @@ class LayerTiming(Spec):
     backward_s: Sample
     optimizer_s: Sample
     scale_s: Sample
-    copy_s: Sample
+    gather_copy_s: Sample
+    reduce_copy_s: Sample
 
 
 class MatmulTiming(Spec):
@@ -202,7 +205,9 @@ class Calibration(Spec):
         """
         if any(self.environment.get(fact) != newer.environment.get(fact) for fact in _CONDITIONS):
             return newer
-        layer_values = frozenset({"forward_s", "backward_s", "optimizer_s", "scale_s", "copy_s"})
+        layer_values = frozenset(
+            {"forward_s", "backward_s", "optimizer_s", "scale_s", "gather_copy_s", "reduce_copy_s"}
+        )
         seconds = frozenset({"seconds"})
         return newer.model_copy(
             update={

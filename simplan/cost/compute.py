@@ -83,7 +83,7 @@ class Roofline:
     def _streamed_bytes(self, phase: Phase) -> int:
         """Bytes read and written for each parameter; 0 for phases that run kernels."""
         match phase:
-            case Phase.COPY:
+            case Phase.GATHER_COPY | Phase.REDUCE_COPY:
                 return 2 * self.state.gathered
             case Phase.SCALE:
                 return _SCALE_BYTES

@@ -206,7 +206,9 @@ class FsdpHooks(Hooks):
         self.writer.block_on(self._gathering.pop((action.stage, index)))
         memory = [MemoryEffect(_GATHERED, num_bytes, num_bytes), buffers]
         self._copied.append(
-            self.writer.compute(action, self._name(action, index, "copy"), self._copy(action, index), memory)
+            self.writer.compute(
+                action, self._name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
+            )
         )
         self._gathered.add((action.stage, index))
 
@@ -242,7 +244,9 @@ class FsdpHooks(Hooks):
             memory.append(MemoryEffect(_GATHERED, -gathered_bytes, -gathered_bytes))
         self._reduce_buffer_bytes = input_bytes
         self.writer.block_on(self._last_scatter)
-        copied = self.writer.compute(action, self._name(action, index, "copy"), self._copy(action, index), memory)
+        copied = self.writer.compute(
+            action, self._name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
+        )
         replicated = len(self._replicate_group) > 1
         copy_bytes = self._copied_by_gloo(input_bytes)
         reduction = self.writer.collective(
@@ -279,9 +283,8 @@ class FsdpHooks(Hooks):
         self._last_scatter = self._last_reduction = None
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
-    def _copy(self, action: Action, index: int) -> tuple[LayerWork, ...]:
-        unit = self._units[action.stage][index]
-        return self.stages.work(action.stage, unit.layers, Phase.COPY)
+    def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
+        return self.stages.work(action.stage, self._units[action.stage][index].layers, phase)
 
     def _name(self, action: Action, index: int, what: str) -> str:
         layers = self._units[action.stage][index].layers

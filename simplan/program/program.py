@@ -48,7 +48,8 @@ class Phase(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
-    COPY = "copy"
+    GATHER_COPY = "gather_copy"
+    REDUCE_COPY = "reduce_copy"
     SCALE = "scale"
     OPTIMIZER = "optimizer"
 
@@ -58,11 +59,11 @@ class LayerWork(NamedTuple):
 
     Attributes:
         layer: The layer, as one rank has it.
-        phase: Forward, forward again, backward, copying its parameters or gradients from one buffer to another,
-            dividing its gradients, or updating its parameters.
-        microbatch_size: Sequences (no matter to COPY, SCALE and OPTIMIZER).
-        num_parameters: Elements that COPY, SCALE and OPTIMIZER touch; a tied weight that another layer of the rank owns
-            is not among them.
+        phase: Forward, forward again, backward, what FSDP does around gathering its parameters or around
+            reducing its gradients (copies, mostly), dividing its gradients, or updating its parameters.
+        microbatch_size: Sequences (no matter to what is done to parameters and gradients only).
+        num_parameters: Elements that phases of parameters and gradients touch; a tied weight that another layer of the
+            rank owns is not among them.
         kernels: Indices into ``layer.kernels`` of those that run; None for all. Exchanges among them take no part.
     """
 

@@ -45,7 +45,8 @@ def test_the_optimizer_is_bound_by_32_bytes_a_parameter() -> None:
 def test_copies_read_and_write_gathered_weights() -> None:
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     rates = Roofline(1e14, 1e12, state, "adamw", Provenance.PUBLISHED)
-    assert rates.price(LayerWork(LAYER, Phase.COPY, 1, 10**9)).seconds == pytest.approx(2 * 2 * 1e-3)
+    for phase in (Phase.GATHER_COPY, Phase.REDUCE_COPY):
+        assert rates.price(LayerWork(LAYER, phase, 1, 10**9)).seconds == pytest.approx(2 * 2 * 1e-3)
 
 
 PARTS = LayerSpec(

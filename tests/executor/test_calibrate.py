@@ -53,7 +53,8 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
         assert timing.forward_s.low_s <= timing.forward_s.mean_s
         assert timing.backward_s.mean_s > 0
         assert timing.optimizer_s.mean_s > 0
-        assert timing.copy_s.mean_s > 0
+        assert timing.gather_copy_s.mean_s > 0
+        assert timing.reduce_copy_s.mean_s > 0
     sizes = {4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20}
     assert {(t.kind, t.num_ranks, t.num_bytes) for t in found.communication} == {
         (kind, 2, num_bytes) for kind in CollectiveKind for num_bytes in sizes
@@ -116,7 +117,10 @@ def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard,
         timings = time_layers(shape, 1, torch.device("cpu"), lambda done: done < 1)
         told = mixed if dtype == "bf16" else "autocast"  # in fp32 there is one way only
         assert [(t.key, t.dtype, t.mixed) for t in timings] == [(key, dtype, told) for key in keys]
-        assert all(min(t.forward_s.low_s, t.backward_s.low_s, t.copy_s.low_s) > 0 for t in timings)
+        assert all(
+            min(t.forward_s.low_s, t.backward_s.low_s, t.gather_copy_s.low_s, t.reduce_copy_s.low_s) > 0
+            for t in timings
+        )
 
 
 @pytest.mark.usefixtures("alone")
