@@ -154,6 +154,9 @@ CASES: dict[str, Callable[[], Job]] = {
     "tp2-1f1b-pp2-zero3-2-llama": lambda: _job(
         "1f1b", pp=2, model=_model("llama", vocab_size=96), plan={"tp": 2, "dp_shard": 2}, dtype="fp64"
     ),
+    "1f1b-pp2-zero1-2-gpt-tied": lambda: _job(
+        "1f1b", pp=2, plan={"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}, dtype="fp64"
+    ),
     "hsdp-zero1-2x2-llama": lambda: _job(
         model=_model("llama"),
         plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
