@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.program.action import Table
-from simplan.program.complete import stage_to_rank
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
 from simplan.spec.parallel_rules import parallel_rules
@@ -35,11 +33,7 @@ def check_job(job: Job) -> None:
     problems = [*_inconsistent(job), *_too_many_ranks(job)]
     if problems:
         raise SpecError(problems)
-    table = job.parsed_table()
-    check_executable(table, job.plan, job.software)
-    apart = list(_tied_apart(job, table))
-    if apart:
-        raise NotModelledError(apart)
+    check_executable(job.parsed_table(), job.plan, job.software)
 
 
 def runs_on_cuda(job: Job) -> bool:
@@ -117,18 +111,6 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             value=job.software.id,
             rule="the executor runs plain torch, not another framework",
             fix="use torch",
-        )
-
-
-def _tied_apart(job: Job, table: Table) -> Iterator[Problem]:
-    placement = stage_to_rank(table)
-    last = max(placement)
-    if job.model.tied_embeddings and last > 0 and placement[0] == placement[last]:
-        yield Problem(
-            field="model.tied_embeddings",
-            value="true",
-            rule="the executor does not tie weights of two stages on the same rank",
-            fix="use false",
         )
 
 

@@ -73,7 +73,7 @@ class Trainer:
         self.stages: dict[int, Stage] = {}
         for index in sorted({action.stage for action in row}):
             self.stages[index] = self._build_stage(index)
-        self._tied = self._tied_weight()
+        self._tied = self._tied_weights()
         parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
@@ -122,8 +122,8 @@ class Trainer:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""
         losses = self._engine.run(tokens, targets)
         self._recorder.begin(self._optim_action)
-        if self._tied is not None:
-            self._sum_tied_gradients(self._tied)
+        if self._tied:
+            self._sum_tied_gradients()
         self.update()
         return losses
 
@@ -208,19 +208,23 @@ class Trainer:
             complete_gradients=self._completion(index),
         )
 
-    def _sum_tied_gradients(self, weight: nn.Parameter) -> None:
+    def _sum_tied_gradients(self) -> None:
         """Both ends of the pipeline hold the embedding; each has computed a part of its gradient."""
-        group = self._groups.tied
-        assert group is not None
-        assert weight.grad is not None
-        handle = self._recorder.issue("all_reduce", group.ranks, weight.grad.nbytes)
-        dist.all_reduce(weight.grad, group=group.handle)
+        gradients = [weight.grad for weight in self._tied if weight.grad is not None]
+        assert len(gradients) == len(self._tied)
+        if self._groups.tied is None:  # both ends are on this rank
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+            return
+        handle = self._recorder.issue("all_reduce", self._groups.tied.ranks, gradients[0].nbytes)
+        dist.all_reduce(gradients[0], group=self._groups.tied.handle)
         self._recorder.complete(handle)
 
-    def _tied_weight(self) -> nn.Parameter | None:
-        """This rank's copy of a tied weight that another rank holds too."""
-        if self._groups.tied is None:
-            return None
+    def _tied_weights(self) -> list[nn.Parameter]:
+        """This rank's copies of a weight that the first and the last stage share: both where it has both, else one."""
+        last = self._job.plan.num_stages - 1
+        ends = [stage for index, stage in self.stages.items() if index in (0, last)]
+        if not self._job.model.tied_embeddings or last == 0:
+            return []
         names = ("wte.weight", "lm_head.weight")
-        (weight,) = (p for s in self.stages.values() for name, p in s.named_parameters() if name.endswith(names))
-        return weight
+        return [p for stage in ends for name, p in stage.named_parameters() if name.endswith(names)]

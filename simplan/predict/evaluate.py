@@ -10,8 +10,10 @@ from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.predict.build import assign_layers, core_use, cost_model, expands_all, folding_of
 from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction, RankMemory, Term
 from simplan.program.check import check_table
+from simplan.program.executable import check_executable
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.program.table import plan_table
@@ -24,6 +26,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
 from simplan.spec.rules import check_plan, num_microbatches
+from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -57,8 +60,13 @@ def predict(
     cost = cost_model(cluster, training, plan, software, calibration)
     microbatches = num_microbatches(training, plan)
     assignment = assign_layers(model, plan, cost)
-    table = plan_table(plan, microbatches)
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    timed = facts is not None and facts.needs_times
+    times = stage_times(model, training, plan, software, assignment, cost) if timed else None
+    table = plan_table(plan, microbatches, times)
     check_table(table, plan.num_stages, microbatches)
+    if is_own_schedule(plan.schedule):
+        check_executable(table, plan, software)
 
     folding = folding_of(model, plan, cluster)
     expand_all = expands_all(model, plan, microbatches, folding)

@@ -24,7 +24,8 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
 
     - forwards of the last stage must be in the order of microbatches: torch takes the losses for each other's;
     - split backward with FSDP that reshards after forward loses the gradients of all parameters;
-    - DistributedDataParallel with several stages on a rank fails in the second step;
+    - DistributedDataParallel with several stages on a rank fails in the second step, and it does not reduce the
+      gradients of a split backward;
     - DDP reduces in the backward of the last forward it saw, so without a pipeline that must be the last backward's
       (every backward's when it reduces every microbatch);
     - in a pipeline FSDP computes only on stages that an UNSHARD has gathered, and reduces once a step.
@@ -46,10 +47,15 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
     num_microbatches = 1 + max(action.microbatch or 0 for action in forwards)
     check_table(table, plan.num_stages, num_microbatches)
     wrong = [*_loss_order(table), *_lost_gradients(table, plan), *_several_ddp_stages(table, plan)]
-    wrong += [*_unsynchronized(table, plan), *_sharding(table, plan)]
+    wrong += [*_split_under_ddp(table, plan), *_unsynchronized(table, plan), *_sharding(table, plan)]
     if wrong:
         raise ProgramError("\n".join(wrong))
-    not_modelled = [*_split_without_pipeline(table), *_reduced_every_microbatch(plan), *_buckets(plan, software)]
+    not_modelled = [
+        *_split_without_pipeline(table),
+        *_split_tensors(table, plan),
+        *_reduced_every_microbatch(plan),
+        *_buckets(plan, software),
+    ]
     if not_modelled:
         raise NotModelledError(not_modelled)
 
@@ -89,6 +95,15 @@ def _several_ddp_stages(table: Table, plan: ParallelPlan) -> Iterator[str]:
                 "use plan.virtual_stages = 1, or plan.dp_shard with plan.zero_stage = 2 or 3"
             )
             return
+
+
+def _split_under_ddp(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    split = _first(table, _SPLIT)
+    if _replicates(plan) and split is not None:
+        yield (
+            f"action {split}: torch's DistributedDataParallel does not reduce the gradients of a split backward; "
+            "use plan.dp_shard with plan.zero_stage = 2"
+        )
 
 
 def _unsynchronized(table: Table, plan: ParallelPlan) -> Iterator[str]:
@@ -135,6 +150,14 @@ def _split_without_pipeline(table: Table) -> Iterator[Problem]:
         yield Problem(
             field="table", value=str(split), rule="a split backward needs a pipeline", fix=f"use {split.stage}B"
         )
+
+
+def _split_tensors(table: Table, plan: ParallelPlan) -> Iterator[Problem]:
+    """Both gradients of a matrix of tensor parallelism are made by one function of the executor."""
+    split = _first(table, _SPLIT)
+    if split is not None and plan.tp > 1:
+        rule = f"a split backward ({split}) of layers that tensor-parallel ranks share is simulated, not executed"
+        yield Problem(field="plan.tp", value=str(plan.tp), rule=rule, fix="use 1, or schedule = 1f1b")
 
 
 def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:

@@ -10,7 +10,8 @@ from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.hooks import DdpHooks, Hooks
 from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
-from simplan.program.stage import Segment, Stages
+from simplan.program.script import Scripts, Segment
+from simplan.program.stage import Stages
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
 from simplan.program.writer import RankWriter
@@ -23,6 +24,11 @@ from simplan.spec.training import TrainingSpec
 __all__ = ["Lowering", "lower"]
 
 _K = ActionKind
+_BACKWARD_PHASE = {
+    _K.BACKWARD: Phase.BACKWARD,
+    _K.BACKWARD_INPUT: Phase.BACKWARD_INPUT,
+    _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
+}
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT}
 _MESSAGE_STREAM = {
     _K.SEND_F: Stream.SEND_F,
@@ -61,12 +67,12 @@ def lower(
 ) -> Program:
     """The Program of one step.
 
-    What each action becomes: F and B compute the stage's layers (Level 2: one operation each, cut at the exchanges of
-    tensor and context parallelism); B runs again what was not kept; both wait for their RECV. A message is issued when
-    the host gets to it, that is, after the computation before it. What data parallelism does in between is said by its
-    hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums gradients of which tensor-parallel
-    ranks have parts, and divides all by the number of microbatches. OPTIM waits for all sends, all-reduces gradients
-    of tied embeddings that sit on two ranks, updates, and hands sharded updates round (ZeRO-1).
+    What each action becomes: F, B, I and W compute the stage's layers (Level 2: one operation each, cut at the
+    exchanges of tensor and context parallelism); B and I run again what was not kept; F, B and I wait for their RECV.
+    A message is issued when the host gets to it, that is, after the computation before it. What data parallelism does
+    in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums gradients of
+    which tensor-parallel ranks have parts, and divides all by the number of microbatches. OPTIM waits for all sends,
+    all-reduces gradients of tied embeddings that sit on two ranks, updates, and hands sharded updates round (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
@@ -75,12 +81,13 @@ def lower(
     """
     assert how.level in (1, 2)
     stages = Stages(model, training, plan, software, assignment, table)
+    scripts = Scripts(stages)
     folding = how.folding or unfolded(stages.mapping)
     ops: list[Op] = []
     resting: dict[int, dict[MemoryCategory, int]] = {}
     rebuild: dict[int, int] = {}
     for rank in folding.ranks:
-        lowering = _RankLowering(stages, rank, len(ops), how, folding)
+        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding)
         ops.extend(lowering.run(table[stages.mapping.place(rank).pp]))
         resting[rank] = lowering.resting_bytes()
         uses_ddp = isinstance(lowering.hooks, DdpHooks)
@@ -91,8 +98,11 @@ def lower(
 class _RankLowering:
     """Writes the operations of one rank."""
 
-    def __init__(self, stages: Stages, rank: int, first: int, how: Lowering, folding: Folding) -> None:
+    def __init__(
+        self, stages: Stages, scripts: Scripts, rank: int, first: int, how: Lowering, folding: Folding
+    ) -> None:
         self.stages, self.rank, self.how = stages, rank, how
+        self.scripts = scripts
         self.pp_rank = stages.mapping.place(rank).pp
         self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
         self.hooks = _hooks(stages, self.writer, how)
@@ -100,9 +110,10 @@ class _RankLowering:
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank)}
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
-        self.merged_exchanges: dict[tuple[int, range, str, bool], tuple[Message, ...]] = {}
+        self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Message, ...]] = {}
         self.received: dict[Action, int] = {}
         self.sends: list[int] = []
+        self.sent_bytes = 0
 
     def run(self, row: Sequence[Action]) -> list[Op]:
         """The operations of a row of the table."""
@@ -110,7 +121,7 @@ class _RankLowering:
             match action.kind:
                 case _K.FORWARD:
                     self._forward(action)
-                case _K.BACKWARD:
+                case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
                     self._backward(action)
                 case _K.SEND_F | _K.SEND_B | _K.RECV_F | _K.RECV_B:
                     self._message(action)
@@ -122,17 +133,15 @@ class _RankLowering:
                     self._reduce(action)
                 case _K.OPTIM:
                     self._optimizer(action)
-                case _:
-                    raise AssertionError(f"{action} is not lowered")
         return self.writer.ops
 
     def resting_bytes(self) -> dict[MemoryCategory, int]:
         """What the rank holds between steps."""
         stages, software = self.stages, self.stages.software
         mine = stages.stages_of(self.pp_rank)
-        neighbours = [n for stage in mine for n in (stage - 1, stage + 1) if 0 <= n < stages.num_stages]
-        receives = sum(stages.placement[n] != self.pp_rank for n in neighbours)
-        received_bytes = receives * stages.num_microbatches * stages.boundary_bytes
+        boundaries = [b for stage in mine for b in (stage - 1, stage) if 0 <= b < stages.num_stages - 1]
+        crossed = [b for b in boundaries if stages.placement[b] != stages.placement[b + 1]]
+        received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
         held = self.states.held_elements
         state = stages.state
         buckets = held * state.gradient if self._copies_buckets else 0
@@ -152,29 +161,38 @@ class _RankLowering:
         self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_F, action.microbatch)))
         for part in self._parts(action):
             self.hooks.before_forward(action, part)
-            self._layers(action, part, forward=True)
+            self._layers(action, part, Phase.FORWARD)
             self.hooks.after_forward(action, part)
 
     def _backward(self, action: Action) -> None:
-        self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_B, action.microbatch)))
+        if action.kind is not _K.BACKWARD_WEIGHT:
+            self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_B, action.microbatch)))
+        phase = _BACKWARD_PHASE[action.kind]
+        if action.stage == 0 and not self.stages.software.first_stage_splits:
+            if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
+                self.writer.compute(action, str(action))
+                return
+            phase = Phase.BACKWARD
         for part in reversed(self._parts(action)):
             self.hooks.before_backward(action, part)
-            ended = self._layers(action, part, forward=False)
-            self.hooks.after_backward(action, part, ended)
-        self.hooks.end_of_backward(action)
+            ended = self._layers(action, part, phase)
+            if phase is not Phase.BACKWARD_INPUT:
+                self.hooks.after_backward(action, part, ended)
+        if phase is not Phase.BACKWARD_INPUT:
+            self.hooks.end_of_backward(action)
 
-    def _layers(self, action: Action, part: range, *, forward: bool) -> int:
-        """Writes some layers' forward or backward; gives the index of their last computation."""
+    def _layers(self, action: Action, part: range, phase: Phase) -> int:
+        """Writes a pass through some layers; gives the index of their last computation."""
         stages, writer = self.stages, self.writer
         whole = len(part) > 1 or self.how.level == 1
         if whole:
-            script = stages.merged(action.stage, part, forward=forward)
+            script = self.scripts.merged(action.stage, part, phase)
         else:
-            script = stages.script(action.stage, part[0], forward=forward)
+            script = self.scripts.layer(action.stage, part[0], phase)
         name = (
             str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
         )
-        scaling = () if forward else self.hooks.scaling(action, part)
+        scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last = max(i for i, segment in enumerate(script) if segment.exchange is None)
         before: int | None = writer.last_compute  # the computation before the last segment, for rings
         ended = -1
@@ -189,16 +207,16 @@ class _RankLowering:
                 self._exchange(action, name, segment, before)
         if whole:
             for axis, stream in _AXIS_STREAM.items():
-                exchanges = self._exchanges(action.stage, part, axis, script, forward=forward)
+                exchanges = self._exchanges(action.stage, part, axis, script, phase)
                 if exchanges:
                     writer.exposed(action, stream, f"{name} exchanges", exchanges)
         return ended
 
     def _exchanges(
-        self, stage: int, part: range, axis: str, script: Sequence[Segment], *, forward: bool
+        self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase
     ) -> tuple[Message, ...]:
         """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once."""
-        key = (stage, part, axis, forward)
+        key = (stage, part, axis, phase)
         found = self.merged_exchanges.get(key)
         if found is None:
             found = self.merged_exchanges[key] = tuple(
@@ -227,7 +245,7 @@ class _RankLowering:
         other_stage = action.stage + (1 if forward == sends else -1)
         place = stages.mapping.place(self.rank)
         other = stages.mapping.rank(place._replace(pp=stages.placement[other_stage]))
-        num_bytes = stages.boundary_bytes
+        num_bytes = stages.boundary_bytes[min(action.stage, other_stage)]
         waits_at_once = stages.software.blocking_sends
         # a send keeps its tensor alive until it is waited for
         held = 0 if waits_at_once else num_bytes
@@ -240,6 +258,7 @@ class _RankLowering:
             self.writer.block_on(index)
         else:
             self.sends.append(index)
+            self.sent_bytes += num_bytes
 
     def _reduce(self, action: Action) -> None:
         stages, stage = self.stages, action.stage
@@ -266,7 +285,7 @@ class _RankLowering:
             writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
         mine = stages.stages_of(self.pp_rank)
         work = tuple(item for stage in mine for item in self.states.updates(stage))
-        held = len(self.sends) * stages.boundary_bytes
+        held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         updated = writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
         group = stages.mapping.shard_group(self.rank) if stages.plan.shards_optimizer_only else ()

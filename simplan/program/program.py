@@ -48,6 +48,8 @@ class Phase(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     GATHER_COPY = "gather_copy"
     REDUCE_COPY = "reduce_copy"
     SCALE = "scale"
@@ -59,8 +61,9 @@ class LayerWork(NamedTuple):
 
     Attributes:
         layer: The layer, as one rank has it.
-        phase: Forward, forward again, backward, what FSDP does around gathering its parameters or around
-            reducing its gradients (copies, mostly), dividing its gradients, or updating its parameters.
+        phase: Forward, forward again, backward or one of its parts (gradients of activations, gradients of weights),
+            what FSDP does around gathering its parameters or around reducing its gradients (copies, mostly), dividing
+            its gradients, or updating its parameters.
         microbatch_size: Sequences (no matter to what is done to parameters and gradients only).
         num_parameters: Elements that phases of parameters and gradients touch; a tied weight that another layer of the
             rank owns is not among them.

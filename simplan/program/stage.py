@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.program import LayerWork, MemoryEffect, Phase
+from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec
+from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Deal", "Segment", "Stages"]
+__all__ = ["Deal", "LayerFacts", "Stages"]
 
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """By rank of a shard group, elements it owns of (stage, layer)."""
 
 
-class Segment(NamedTuple):
-    """A piece of a layer's forward or backward: kernels, or an exchange between them.
+class LayerFacts(NamedTuple):
+    """What one layer of a stage keeps.
 
     Attributes:
-        work: What is computed; nothing for an exchange.
-        recompute: The work is forward run again.
-        memory: Its effects.
-        exchange: The axis, kind and bytes of an exchange, and whether it runs beside the segment before it.
+        kept: What is kept for backward, and what runs again.
+        footprint: Its memory.
+        split: Makes its memory in a backward of two parts.
     """
 
-    work: tuple[LayerWork, ...] = ()
-    recompute: bool = False
-    memory: tuple[MemoryEffect, ...] = ()
-    exchange: tuple[str, CollectiveKind, int, bool] | None = None
+    kept: Recomputation
+    footprint: LayerFootprint
+    split: Callable[[], SplitFootprint]
 
 
 class Stages:
@@ -47,7 +47,7 @@ class Stages:
         layers: By stage, its layers as one rank has them.
         owned: By stage and layer, the parameters it brings.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
-        boundary_bytes: What one rank sends to the next stage for one microbatch.
+        boundary_bytes: By stage, what one rank sends to the next one for one microbatch, and gets a gradient of.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
@@ -81,14 +81,14 @@ class Stages:
             else ()
             for layers in self.layers
         ]
-        self.boundary_bytes = model_layers[0].output_elements * plan.microbatch_size * self.state.boundary
+        self.boundary_bytes = [
+            layers[-1].output_elements * plan.microbatch_size * self.state.boundary for layers in self.layers
+        ]
         head = model_layers[-1]
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
-        self._kept: dict[tuple[str, int, tuple[bool, bool]], tuple[Recomputation, LayerFootprint]] = {}
+        self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase], tuple[LayerWork, ...]] = {}
-        self._whole: dict[tuple[int, range, bool], tuple[Segment, ...]] = {}
-        self._scripts: dict[tuple[int, int, bool], tuple[Segment, ...]] = {}
 
     @property
     def tied_ends(self) -> tuple[int, int] | None:
@@ -125,53 +125,34 @@ class Stages:
             )
         return found
 
-    def script(self, stage: int, position: int, *, forward: bool) -> tuple[Segment, ...]:
-        """Forward or backward of one layer, cut at its exchanges."""
-        key = (stage, position, forward)
-        found = self._scripts.get(key)
-        if found is None:
-            found = self._scripts[key] = self._cut(stage, position, forward)
-        return found
-
-    def merged(self, stage: int, part: range, *, forward: bool) -> tuple[Segment, ...]:
-        """Forward or backward of some layers with nothing between them: all that is computed, then the exchanges."""
-        key = (stage, part, forward)
-        found = self._whole.get(key)
-        if found is not None:
-            return found
-        order = part if forward else range(part.stop - 1, part.start - 1, -1)
-        scripts = [self.script(stage, position, forward=forward) for position in order]
-        segments = [segment for script in scripts for segment in script]
-        effects = layers_effects([self._facts(stage, position)[1] for position in order], forward=forward)
-        merged = []
-        again = tuple(work for segment in segments if segment.recompute for work in segment.work)
-        if again:
-            merged.append(Segment(again, recompute=True))
-        once = tuple(work for segment in segments if not segment.recompute for work in segment.work)
-        merged.append(Segment(once, memory=effects))
-        merged += [segment for segment in segments if segment.exchange is not None]
-        found = self._whole[key] = tuple(merged)
-        return found
-
-    def _facts(self, stage: int, position: int) -> tuple[Recomputation, LayerFootprint]:
+    def facts(self, stage: int, position: int) -> LayerFacts:
+        """What a layer keeps, and for how long."""
         layer = self.layers[stage][position]
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # with torchtitan's selective_layer every second block is recomputed; in all other modes they are alike
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
-        ends = position == 0 and stage > 0, position == len(self.layers[stage]) - 1 and stage < self.num_stages - 1
+        ends = (
+            position == 0 and self._crosses(stage - 1),
+            position == len(self.layers[stage]) - 1 and self._crosses(stage),
+        )
         key = (layer.key, variant, ends)
-        found = self._kept.get(key)
+        found = self._facts.get(key)
         if found is None:
+            b = self.plan.microbatch_size
             kept = recomputation(layer, self.plan.recompute, number)
-            footprint = layer_footprint(layer, self.plan.microbatch_size, self.state, kept)
-            if ends[0]:  # the input of a later stage is its receive buffer, which is counted there
+            footprint = layer_footprint(layer, b, self.state, kept)
+            if ends[0]:  # the input is a receive buffer, which is counted there
                 footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-            if ends[1]:
-                footprint = _receiving(footprint)
             if self.owned[stage][-1] != self.layers[stage][-1].num_parameters:
                 footprint = footprint._replace(left=self._left_gradient(layer))
-            found = self._kept[key] = (kept, footprint)
+            split = cache(partial(split_footprint, layer, b, self.state, kept, footprint, receives=ends[1]))
+            found = LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
+            self._facts[key] = found
         return found
+
+    def _crosses(self, boundary: int) -> bool:
+        """Whether the stages on both sides of a boundary are on different ranks."""
+        return 0 <= boundary < self.num_stages - 1 and self.placement[boundary] != self.placement[boundary + 1]
 
     def _left_gradient(self, layer: LayerSpec) -> int:
         """Of a weight that embedding and head share, autograd holds the head's gradient until it has the other one."""
@@ -188,65 +169,9 @@ class Stages:
 
         Hooks come between the module and the loss: in forward this is the module, in backward it is the loss.
         """
-        footprint = self._facts(stage, len(self.layers[stage]) - 1)[1]
+        footprint = self.facts(stage, len(self.layers[stage]) - 1).footprint
         alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
         return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
-
-    def _cut(self, stage: int, position: int, forward: bool) -> tuple[Segment, ...]:
-        layer = self.layers[stage][position]
-        kept, footprint = self._facts(stage, position)
-        if forward:
-            segments = list(self._pieces(layer, range(len(layer.kernels)), Phase.FORWARD))
-        else:
-            # what does not need the dropped tensors runs before they are made again
-            segments = list(self._pieces(layer, range(len(layer.kernels) - 1, kept.needed_by, -1), Phase.BACKWARD))
-            segments += self._pieces(layer, kept.kernels, Phase.RECOMPUTE)
-            segments += self._pieces(layer, range(kept.needed_by, -1, -1), Phase.BACKWARD)
-        computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
-        first, last = computing[0], computing[-1]
-        if layer.kind is LayerKind.HEAD and self.plan.shards_parameters and self.plan.pp == 1:
-            footprint = footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
-        effects = layers_effects([footprint], forward=forward)
-        if first == last or forward:
-            segments[first] = segments[first]._replace(memory=effects)
-        else:  # what backward holds besides is there from its beginning, what it frees is freed at its end
-            segments[first] = segments[first]._replace(memory=tuple(e._replace(after_bytes=0) for e in effects))
-            segments[last] = segments[last]._replace(memory=tuple(e._replace(during_bytes=0) for e in effects))
-        return tuple(segments)
-
-    def _pieces(self, layer: LayerSpec, order: Sequence[int], phase: Phase) -> Sequence[Segment]:
-        """The kernels in this order, those without an exchange between them in one piece."""
-        b = self.plan.microbatch_size
-        segments: list[Segment] = []
-        run: list[int] = []
-
-        def flush() -> None:
-            if run:
-                whole = len(run) == len(layer.kernels)
-                kernels = None if whole else tuple(sorted(run))
-                work = LayerWork(layer, phase, b, layer.num_parameters, kernels)
-                segments.append(Segment((work,), recompute=phase is Phase.RECOMPUTE))
-                run.clear()
-
-        ring = any(isinstance(kernel, Exchange) and kernel.beside_previous for kernel in layer.kernels)
-        for index in order:
-            kernel = layer.kernels[index]
-            if not isinstance(kernel, Exchange):
-                if ring and isinstance(
-                    kernel, Attention
-                ):  # only the core is beside a hop: what goes round is its input
-                    flush()
-                run.append(index)
-                continue
-            kind = kernel.backward if phase is Phase.BACKWARD else kernel.forward
-            if kind is not None:
-                flush()
-                width = kernel.bytes_per_element or (self.state.residual if kernel.residual else self.state.activation)
-                segments.append(
-                    Segment(exchange=(kernel.axis, kind, kernel.elements * b * width, kernel.beside_previous))
-                )
-        flush()
-        return segments
 
 
 def _receiving(footprint: LayerFootprint) -> LayerFootprint:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from simplan.program.action import Table
+from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import Unshard, complete_table
-from simplan.program.schedules import SCHEDULES, PipelineShape
+from simplan.program.own_schedule import own_schedule
+from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.spec.plan import ParallelPlan
 
 __all__ = ["plan_table", "unshard_of"]
 
 
-def plan_table(plan: ParallelPlan, num_microbatches: int) -> Table:
+def plan_table(plan: ParallelPlan, num_microbatches: int, times: StageTimes | None = None) -> Table:
     """What every pipeline rank does in a step of the plan, complete.
 
     Args:
-        plan: The plan, whose schedule is a known one (``simplan.spec.rules``).
+        plan: The plan, whose schedule passed ``simplan.spec.rules``.
         num_microbatches: Microbatches of a step.
+        times: Of its stages, for the schedules that are found from them.
+
+    Raises:
+        SpecError: The user's own schedule cannot be had, or is for another pipeline.
+        ProgramError: Its table is wrong.
     """
-    shape = PipelineShape(plan.pp, num_microbatches, plan.virtual_stages)
-    return complete_table(SCHEDULES[plan.schedule](shape), unshard=unshard_of(plan))
+    schedule = SCHEDULES.get(plan.schedule) or own_schedule(plan.schedule)
+    table = schedule(PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times))
+    if all(action.kind.is_compute for row in table for action in row):
+        return complete_table(table, unshard=unshard_of(plan))
+    return _with_optimizer(table)
 
 
 def unshard_of(plan: ParallelPlan) -> Unshard:
@@ -26,3 +35,13 @@ def unshard_of(plan: ParallelPlan) -> Unshard:
     if plan.pp == 1 or not plan.shards_parameters:
         return "none"
     return "window" if plan.zero_stage == 3 and plan.reshard_after_forward else "once"
+
+
+def _with_optimizer(table: Table) -> Table:
+    """OPTIM is ours: a table from elsewhere has none."""
+    return tuple(
+        row
+        if not row or any(action.kind is ActionKind.OPTIM for action in row)
+        else (*row, Action(min(action.stage for action in row), ActionKind.OPTIM))
+        for row in table
+    )

@@ -32,6 +32,7 @@ from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import check_plan, num_microbatches
+from simplan.spec.schedules import is_table_file
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -101,7 +102,7 @@ def load_scenario(path: str | Path) -> Scenario:
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
     software = read_software(sections, data.get("software", "torch"))
-    plan = _read_plan(sections, data)
+    plan = _read_plan(sections, data, Path(path).resolve().parent)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
     if model is None or cluster is None or training is None or software is None or plan is None:
@@ -122,9 +123,13 @@ def load_scenario(path: str | Path) -> Scenario:
         raise type(error)(sorted(placed, key=in_file_order), file=file) from None
 
 
-def _read_plan(sections: Sections, data: dict[str, Any]) -> ParallelPlan | None:
+def _read_plan(sections: Sections, data: dict[str, Any], folder: Path) -> ParallelPlan | None:
+    """The plan; a table of actions lies beside the scenario."""
     if "search" in data:
         sections.not_modelled(("search",), "searching for a plan is not modelled yet", fix="give a plan")
     elif "plan" not in data:
         sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
-    return sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None
+    plan = sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None
+    if plan is None or not is_table_file(plan.schedule):
+        return plan
+    return plan.model_copy(update={"schedule": str(folder / plan.schedule)})

@@ -10,13 +10,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, Spec
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.shard import Shard
 
-__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "ScheduleName", "StageAssignment"]
+__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "StageAssignment"]
 
-ScheduleName = Literal[
-    "none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-2p-optsync", "zb-v"
-]
 Recompute = Literal["none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"]
 
 
@@ -25,8 +23,10 @@ class ParallelPlan(Spec):
 
     Defaults that depend on other fields are filled in when the plan is made: ``zero_stage`` is 3 when ``dp_shard``
     is above 1, ``sequence_parallel`` is on when ``tp`` is above 1, and ``schedule`` is ``1f1b`` when ``pp`` is above 1
-    (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``. ``None`` in ``grad_dtype``,
-    ``bucket_bytes`` and ``prefetch_depth`` means the software's own value; in ``stage_layers``, a balanced split.
+    (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
+    that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
+    file with a table of actions. ``None`` in ``grad_dtype``, ``bucket_bytes`` and ``prefetch_depth`` means the
+    software's own value; in ``stage_layers``, a balanced split.
     """
 
     dp_replicate: Count = 1
@@ -40,7 +40,7 @@ class ParallelPlan(Spec):
     ep: Count = 1
     pp: Count = 1
     virtual_stages: Count = 1
-    schedule: ScheduleName = "none"
+    schedule: Annotated[str, Field(min_length=1, max_length=1000)] = "none"
     microbatch_size: Count = 1
     recompute: Recompute = "none"
     stage_layers: tuple[Count, ...] | None = None
@@ -64,6 +64,7 @@ class ParallelPlan(Spec):
         filled.setdefault("sequence_parallel", above_one("tp"))
         if above_one("pp"):
             filled.setdefault("schedule", "interleaved_1f1b" if above_one("virtual_stages") else "1f1b")
+            filled.setdefault("virtual_stages", _stages_of(filled["schedule"]))
         if isinstance(filled.get("stage_layers"), list):  # a file has lists, and strict mode wants the tuple itself
             filled["stage_layers"] = tuple(filled["stage_layers"])
         return filled
@@ -97,6 +98,12 @@ class ParallelPlan(Spec):
     def num_stages(self) -> int:
         """Model parts: pipeline ranks times virtual stages."""
         return self.pp * self.virtual_stages
+
+
+def _stages_of(schedule: object) -> int:
+    """Stages of a rank that a schedule always has."""
+    facts = SCHEDULE_FACTS.get(schedule) if isinstance(schedule, str) else None
+    return 1 if facts is None else facts.virtual_stages or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
+from simplan.spec.model_rules import model_rules
 from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedule_rules import schedule_rules, stage_rules
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -24,8 +26,6 @@ MAX_PIPELINE_CELLS = 30_000
 
 MAX_LAYER_PASSES = 100_000
 """The same for microbatches times layers, where every layer is written out because something overlaps with it."""
-
-_MODELLED_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b")
 
 
 def num_microbatches(training: TrainingSpec, plan: ParallelPlan) -> int:
@@ -48,12 +48,14 @@ def check_plan(
         *_unmodelled_training(training, software),
     ]
     violated = [
-        *_model_rules(model),
+        *model_rules(model),
         *_cluster_rules(cluster),
         *_device_count(model, cluster, plan),
         *_precision_rules(cluster, training),
         *_batch_rules(training, plan),
-        *_pipeline_rules(model, training, plan),
+        *schedule_rules(plan, software),
+        *stage_rules(model, plan),
+        *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
     ]
     if violated:
@@ -65,9 +67,9 @@ def check_plan(
 def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Problem]:
     if plan.cp > 1 and plan.cp_comm == "ring" and cluster.device.kind == "cpu":
         yield _not_modelled("plan.cp_comm", "ring", "ring attention on CPU ranks", "use all_gather or a2a")
-    if plan.schedule not in ("none", *_MODELLED_SCHEDULES):
-        choices = f"use {either(_MODELLED_SCHEDULES)}"
-        yield _not_modelled("plan.schedule", plan.schedule, "this schedule", choices)
+    if plan.schedule == "zb-2p-optsync":
+        what = "an optimizer step for which pipeline ranks wait for each other"
+        yield _not_modelled("plan.schedule", plan.schedule, what, "use zb-2p")
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
@@ -81,31 +83,6 @@ def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iter
 
 def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
     return Problem(field=field, value=str(value), rule=f"{what} is not modelled yet", fix=fix)
-
-
-def _model_rules(model: ModelSpec) -> Iterator[Problem]:
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if heads % kv_heads:
-        yield Problem(
-            field="model.num_key_value_heads",
-            value=str(kv_heads),
-            rule=f"must divide num_attention_heads = {heads}",
-            fix=f"use {either(nearest_divisors(heads, kv_heads))}",
-        )
-    if model.family == "llama" and model.head_dim % 2:
-        yield Problem(
-            field="model.head_dim",
-            value=str(model.head_dim),
-            rule="must be even: rotary positions turn pairs",
-            fix=f"use {either([d for d in (model.head_dim - 1, model.head_dim + 1) if d])}",
-        )
-    if model.family == "gpt" and model.seq_len > model.max_position_embeddings:
-        yield Problem(
-            field="model.seq_len",
-            value=str(model.seq_len),
-            rule=f"must be at most max_position_embeddings = {model.max_position_embeddings}",
-            fix=f"use {model.max_position_embeddings}, or set max_position_embeddings to {model.seq_len} as well",
-        )
 
 
 def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
@@ -174,53 +151,8 @@ def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem
     )
 
 
-def _pipeline_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
-    layers, stages = model.num_hidden_layers, plan.num_stages
-    field = "plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages"
-    if stages > layers:
-        yield Problem(
-            field=field,
-            value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
-            rule=f"{stages} stages must be at most num_hidden_layers = {layers}",
-            fix=f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages",
-        )
-    if plan.pp > 1 and plan.schedule == "none":
-        yield Problem(
-            field="plan.schedule",
-            value="none",
-            rule=f"a pipeline of {plan.pp} ranks needs a schedule",
-            fix=f"use {either(_MODELLED_SCHEDULES)}",
-        )
-    if plan.pp == 1 and plan.schedule != "none":
-        yield Problem(
-            field="plan.schedule",
-            value=plan.schedule,
-            rule="must be none when pp = 1: there is no pipeline",
-            fix="remove it, or use pp = 2 or more",
-        )
-    if plan.schedule == "interleaved_1f1b" and plan.pp > 1 and plan.virtual_stages == 1:
-        yield Problem(
-            field="plan.virtual_stages",
-            value="1",
-            rule="interleaving needs several stages on a rank",
-            fix="use virtual_stages = 2 or more, or schedule = 1f1b",
-        )
-    if plan.virtual_stages > 1 and plan.pp > 1 and plan.schedule not in ("none", "interleaved_1f1b"):
-        yield Problem(
-            field="plan.schedule",
-            value=plan.schedule,
-            rule=f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}",
-            fix="use interleaved_1f1b, or virtual_stages = 1",
-        )
-    if plan.virtual_stages > 1 and plan.pp == 1:
-        yield Problem(
-            field="plan.virtual_stages",
-            value=str(plan.virtual_stages),
-            rule="must be 1 when pp = 1: there is no pipeline",
-            fix="remove it, or use pp = 2 or more",
-        )
-    if plan.stage_layers is not None:
-        yield from _stage_layers_rules(plan.stage_layers, stages, layers)
+def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """What would take too long to predict."""
     passes = num_microbatches(training, plan) * (model.num_hidden_layers + 2)
     layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
     if layer_by_layer and passes > MAX_LAYER_PASSES:
@@ -241,15 +173,3 @@ def _pipeline_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan
             rule=f"gives {cells:,} microbatches x pipeline ranks, more than {MAX_PIPELINE_CELLS:,}",
             fix=f"use at most {most}, or a larger microbatch_size" if most else "use fewer pipeline ranks",
         )
-
-
-def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int) -> Iterator[Problem]:
-    shown = f"[{', '.join(str(n) for n in stage_layers[:16])}{', ...' if len(stage_layers) > 16 else ''}]"
-    balanced = [layers // stages + (stage < layers % stages) for stage in range(min(stages, 16))]
-    example = f"e.g. [{', '.join(str(n) for n in balanced)}{', ...' if stages > 16 else ''}], or remove it"
-    if len(stage_layers) != stages:
-        rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
-        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
-    elif sum(stage_layers) != layers:
-        rule = f"sums to {sum(stage_layers)} and the model has num_hidden_layers = {layers}"
-        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)

@@ -74,6 +74,9 @@ class SoftwareSpec(Spec):
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
         blocking_sends: A pipeline rank waits for each of its sends before it goes on; else at the end of the step.
+        first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
+            in two parts as well; else W does all of it.
+        ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
@@ -90,6 +93,8 @@ class SoftwareSpec(Spec):
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
     blocking_sends: bool = False
+    first_stage_splits: bool = False
+    ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)

@@ -157,6 +157,34 @@ CASES: dict[str, Callable[[], Job]] = {
     "1f1b-pp2-zero1-2-gpt-tied": lambda: _job(
         "1f1b", pp=2, plan={"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}, dtype="fp64"
     ),
+    "zb-h1-pp2-gpt-tied": lambda: _job("zb-h1", pp=2, dtype="fp64"),
+    "zb-h2-pp2-llama": lambda: _job("zb-h2", pp=2, model=_model("llama"), dtype="fp64"),
+    "zb-1p-pp2-llama-recompute": lambda: _job(
+        "zb-1p", pp=2, model=_model("llama"), plan={"recompute": "selective"}, dtype="fp64"
+    ),
+    "zb-2p-pp4-gpt-tied": lambda: _job("zb-2p", pp=4, model=_model(num_hidden_layers=4), dtype="fp64"),
+    "zb-v-pp2-gpt-tied": lambda: _job("zb-v", pp=2, model=_model(num_hidden_layers=4), dtype="fp64"),
+    "zb-v-pp4-llama": lambda: _job("zb-v", pp=4, model=_model("llama", num_hidden_layers=8), dtype="fp64"),
+    "dualpipe-v-pp2-llama": lambda: _job(
+        "dualpipe-v", pp=2, model=_model("llama", num_hidden_layers=4), dtype="fp64"
+    ),
+    "zb-h1-pp2-zero2-2-llama": lambda: _job(
+        "zb-h1", pp=2, model=_model("llama"), plan={"dp_shard": 2, "zero_stage": 2}, dtype="fp64"
+    ),
+    "zb-v-pp2-zero3-no-reshard-2-llama": lambda: _job(
+        "zb-v",
+        pp=2,
+        model=_model("llama", num_hidden_layers=4),
+        plan={"dp_shard": 2, "reshard_after_forward": False},
+        dtype="fp64",
+    ),
+    "zb-h1-pp2-cp2-zero2-llama": lambda: _job(
+        "zb-h1",
+        pp=2,
+        model=_model("llama"),
+        plan={"cp": 2, "cp_comm": "a2a", "zero_stage": 2},
+        dtype="fp64",
+    ),
     "hsdp-zero1-2x2-llama": lambda: _job(
         model=_model("llama"),
         plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
@@ -173,6 +201,8 @@ QUICK = (
     "1f1b-pp2-gpt-tied",
     "interleaved-pp2-v2-llama",
     "1f1b-pp2-zero3-2-llama",
+    "zb-h1-pp2-gpt-tied",
+    "zb-v-pp2-gpt-tied",
 )
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
 

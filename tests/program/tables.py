@@ -1,14 +1,17 @@
-"""Random valid tables, and an evaluator of tables that shares no code with the engine."""
+"""Random valid tables and stage times, and an evaluator of tables that shares no code with the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from hypothesis import strategies as st
 
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.schedules import StageTimes
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 
 @st.composite
@@ -33,8 +36,10 @@ def compute_tables(draw: st.DrawFn) -> Table:
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
-    """What must have happened before a forward or backward."""
+    """What must have happened before a compute action; B stands for the input gradient that a B or an I makes."""
     stage, kind, microbatch = action
+    if kind is WEIGHT:
+        return [Action(stage, B, microbatch)]
     if kind is F:
         return [Action(stage - 1, F, microbatch)] if stage else []
     return [Action(stage, F, microbatch)] + ([Action(stage + 1, B, microbatch)] if stage + 1 < num_stages else [])
@@ -54,17 +59,33 @@ def makespan_s(compute: Table, duration_s: Callable[[Action], float], send_s: fl
                 inputs = needs(action, len(rank_of))
                 arrivals = [ends[need] + (send_s if rank_of[need.stage] != rank else 0.0) for need in inputs]
                 ends[action] = free_s = max([free_s, *arrivals]) + duration_s(action)
+                if action.kind is INPUT:
+                    ends[Action(action.stage, B, action.microbatch)] = free_s
         assert len(ends) > before, "the actions wait for each other"
     return max(ends.values())
 
 
-def most_in_flight(table: Table) -> list[int]:
-    """By rank, most stage inputs between their forward and the end of their backward."""
+def most_in_flight(table: Table, until: ActionKind = WEIGHT) -> list[int]:
+    """By rank, most stage inputs between their forward and the end of their backward: the whole of it, or ``until``."""
     most = []
     for row in table:
         alive = peak = 0
         for action in row:
-            alive += {F: 1, B: -1}.get(action.kind, 0)
+            alive += {F: 1, B: -1, until: -1}.get(action.kind, 0)
             peak = max(peak, alive)
         most.append(peak)
     return most
+
+
+def most_memory(table: Table, kept_for_weight: float) -> float:
+    """Most microbatches' activations on a rank that keeps all from F to I, and a part until W."""
+    change = {F: 1.0, INPUT: kept_for_weight - 1, WEIGHT: -kept_for_weight}
+    return max(max(accumulate(change[action.kind] for action in row)) for row in table)
+
+
+@st.composite
+def stage_times(draw: st.DrawFn, num_stages: int) -> StageTimes:
+    """Times of every stage by itself, some much longer than others, in whole units so that sums are exact."""
+    lists = st.lists(st.integers(1, 12), min_size=num_stages, max_size=num_stages)
+    forward_s, input_s, weight_s = (tuple(float(time) for time in draw(lists)) for _ in range(3))
+    return StageTimes(forward_s, input_s, weight_s, float(draw(st.integers(0, 5))))

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from simplan.program.action import ActionKind, Table
 from simplan.program.check import check_table
-from simplan.program.complete import Unshard, complete_table
-from simplan.program.schedules import SCHEDULES, PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
-from tests.program.tables import makespan_s, most_in_flight
+from simplan.program.complete import Unshard, complete_table, stage_to_rank
+from simplan.program.schedules import (
+    SCHEDULES,
+    PipelineShape,
+    StageTimes,
+    gpipe,
+    interleaved_1f1b,
+    naive,
+    one_f_one_b,
+)
+from simplan.spec.schedules import SCHEDULE_FACTS
+from tests.program.tables import makespan_s, most_in_flight, stage_times
 
 RANKS, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 33)
 GRID = list(product(RANKS, MICROBATCHES))
@@ -30,10 +39,45 @@ def bubble(table: Table) -> Fraction:
     return 1 - busy_s / (len(table) * step_s)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", sorted(SCHEDULE_FACTS))
 @pytest.mark.parametrize(("p", "m"), GRID)
 def test_every_schedule_passes_the_check(name: str, p: int, m: int) -> None:
-    check_table(complete_table(SCHEDULES[name](PipelineShape(p, m))), p, m)
+    v = SCHEDULE_FACTS[name].virtual_stages or 1
+    check_table(complete_table(SCHEDULES[name](PipelineShape(p, m, v))), p * v, m)
+
+
+@given(st.sampled_from(sorted(SCHEDULE_FACTS)), st.integers(1, 7), st.integers(1, 20), st.data())
+def test_every_schedule_passes_the_check_with_any_times(name: str, p: int, m: int, data: st.DataObject) -> None:
+    """Also sharded in windows, as torch gathers stages; and the last stage takes its forwards in order."""
+    v = SCHEDULE_FACTS[name].virtual_stages or data.draw(st.integers(1, 4))
+    table = SCHEDULES[name](PipelineShape(p, m, v, data.draw(stage_times(p * v))))
+    check_table(complete_table(table, unshard=data.draw(st.sampled_from(["none", "once", "window"]))), p * v, m)
+    forwards = [a for row in table for a in row if a.stage == p * v - 1 and a.kind is ActionKind.FORWARD]
+    assert [a.microbatch for a in forwards] == list(range(m))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULE_FACTS))
+def test_what_is_said_of_a_schedule_is_in_its_table(name: str) -> None:
+    facts = SCHEDULE_FACTS[name]
+    v = facts.virtual_stages or 3
+    table = SCHEDULES[name](PipelineShape(4, 8, v))
+    ranks = {
+        "loop": {stage: stage % 4 for stage in range(4 * v)},
+        "v": {0: 0, 1: 1, 2: 2, 3: 3, 4: 3, 5: 2, 6: 1, 7: 0},
+    }
+    assert stage_to_rank(table) == ranks[facts.placement]
+    assert facts.splits_backward == any(a.kind is ActionKind.BACKWARD_INPUT for row in table for a in row)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULE_FACTS))
+def test_only_what_needs_times_depends_on_them(name: str) -> None:
+    """Weights that take hardly any time, and a slow last stage: no gap is where it is with equal times."""
+    facts = SCHEDULE_FACTS[name]
+    v = facts.virtual_stages or 2
+    n = 4 * v
+    uneven = StageTimes((1.0,) * (n - 1) + (5.0,), (3.0,) * n, (0.1,) * n, 1.0)
+    changed = SCHEDULES[name](PipelineShape(4, 12, v, uneven)) != SCHEDULES[name](PipelineShape(4, 12, v))
+    assert changed == facts.needs_times
 
 
 @given(pipelines, st.sampled_from(["none", "once", "window"]))

@@ -1,7 +1,7 @@
 """Schedules: each is one function that returns the compute actions of every pipeline rank.
 
-A new schedule is one such function, one line in ``SCHEDULES``, and its name among the modelled ones in
-``simplan.spec.rules``, which may not import this package (a test keeps the two equal); from then on it is checked,
+A new schedule is one such function, one line in ``SCHEDULES``, and one line in ``simplan.spec.schedules`` that says
+what it takes, as rules may not import this package (a test compares that with the tables); from then on it is checked,
 simulated, drawn, executed and compared like the others.
 """
 
@@ -10,13 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from simplan.program.schedules.dualpipe_v import dualpipe_v
 from simplan.program.schedules.gpipe import gpipe
 from simplan.program.schedules.interleaved import interleaved_1f1b
 from simplan.program.schedules.naive import naive
 from simplan.program.schedules.one_f_one_b import one_f_one_b
-from simplan.program.schedules.shape import PipelineShape, Schedule
+from simplan.program.schedules.shape import PipelineShape, Schedule, StageTimes
+from simplan.program.schedules.zb_v import zb_v
+from simplan.program.schedules.zero_bubble import zb_h1, zb_h2
+from simplan.program.schedules.zero_bubble_auto import zb_1p, zb_2p
 
-__all__ = ["SCHEDULES", "PipelineShape", "Schedule", "gpipe", "interleaved_1f1b", "naive", "one_f_one_b"]
+__all__ = [
+    "SCHEDULES",
+    "PipelineShape",
+    "Schedule",
+    "StageTimes",
+    "dualpipe_v",
+    "gpipe",
+    "interleaved_1f1b",
+    "naive",
+    "one_f_one_b",
+    "zb_1p",
+    "zb_2p",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
@@ -25,5 +44,11 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
         "interleaved_1f1b": interleaved_1f1b,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-1p": zb_1p,
+        "zb-2p": zb_2p,
+        "zb-v": zb_v,
+        "dualpipe-v": dualpipe_v,
     }
 )

@@ -1,0 +1,62 @@
+"""How long the stages of a plan take, for schedules that are found from their times."""
+
+from __future__ import annotations
+
+from simplan.cost.base import CostModel
+from simplan.program.complete import complete_table
+from simplan.program.program import Message, Phase
+from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
+from simplan.program.script import Scripts
+from simplan.program.stage import Stages
+from simplan.spec.layer import CollectiveKind
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["stage_times"]
+
+
+def stage_times(
+    model: ModelSpec,
+    training: TrainingSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec,
+    assignment: StageAssignment,
+    cost: CostModel,
+) -> StageTimes:
+    """Times of one microbatch, exchanges within stages included; a message takes as long as the longest does.
+
+    Args:
+        model, training, plan, software: What is asked; one stage a rank.
+        assignment: Which layers each stage holds.
+        cost: Prices.
+    """
+    table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
+    stages = Stages(model, training, plan, software, assignment, table)
+    scripts = Scripts(stages)
+    groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
+
+    def seconds(stage: int, phase: Phase) -> float:
+        total_s = 0.0
+        for segment in scripts.merged(stage, range(len(stages.layers[stage])), phase):
+            total_s += sum(cost.compute(work).seconds for work in segment.work)
+            if segment.exchange is not None:
+                axis, kind, num_bytes, _ = segment.exchange
+                total_s += cost.message(Message(kind, num_bytes, groups[axis])).seconds
+        return total_s
+
+    def split(stage: int) -> tuple[float, float]:
+        if stage == 0 and not software.first_stage_splits:
+            return 0.0, seconds(stage, Phase.BACKWARD)
+        return seconds(stage, Phase.BACKWARD_INPUT), seconds(stage, Phase.BACKWARD_WEIGHT)
+
+    backwards = [split(stage) for stage in range(plan.num_stages)]
+    next_rank = stages.mapping.rank(stages.mapping.place(0)._replace(pp=1))
+    largest = max(stages.boundary_bytes[:-1])
+    return StageTimes(
+        forward_s=tuple(seconds(stage, Phase.FORWARD) for stage in range(plan.num_stages)),
+        backward_input_s=tuple(input_s for input_s, _ in backwards),
+        backward_weight_s=tuple(weight_s for _, weight_s in backwards),
+        send_s=cost.message(Message(CollectiveKind.SEND, largest, (0, next_rank))).seconds,
+    )

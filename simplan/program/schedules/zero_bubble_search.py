@@ -1,0 +1,229 @@
+"""Builds one zero-bubble table round by round (the heuristic of Qi et al. 2024, arXiv:2401.10241, section 3.1)."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from simplan.program.action import ActionKind, Table
+from simplan.program.schedules.numbering import number_microbatches
+from simplan.program.schedules.shape import PipelineShape
+
+__all__ = ["BuiltPipeline", "Tactics", "build", "is_later"]
+
+_F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+_ROUNDING = 1e-9  # relative error of sums that is not taken for a difference
+
+
+class Tactics(NamedTuple):
+    """What may be good or bad, depending on the stage times.
+
+    Attributes:
+        overrun_first_gradient: While a rank waits for its first gradient it begins another forward even where the
+            gradient then has to wait for its end.
+        hold_forwards: A rank that is two forwards ahead of the next rank does no forward that would end after the next
+            rank's forward and backward of this round.
+        fill_small_gaps: A W goes into every gap, even one that is shorter than the W; else only where waiting would
+            make the rank the one that has waited longest.
+    """
+
+    overrun_first_gradient: bool
+    hold_forwards: bool
+    fill_small_gaps: bool
+
+
+def build(shape: PipelineShape, memory_limit: int, tactics: Tactics) -> BuiltPipeline:
+    """First forwards up to the first gradient, then in every round one forward and one I a rank.
+
+    Ws go where a rank would wait, and where a forward needs their memory.
+
+    Args:
+        shape: The pipeline and its stage times; one stage a rank.
+        memory_limit: Most microbatches on a rank, counted in full from F to I and by ``kept_for_weight`` until W.
+        tactics: What to do where several things may be right.
+    """
+    assert shape.virtual_stages == 1, shape
+    assert memory_limit >= 1, memory_limit
+    pipeline = BuiltPipeline(shape, memory_limit)
+    pipeline.warm_up(tactics)
+    for _ in range(1, shape.num_microbatches):
+        pipeline.do_round(tactics)
+    pipeline.finish()
+    return pipeline
+
+
+class _Rank:
+    """What one rank has done so far.
+
+    Attributes:
+        kinds: Kinds of its actions; each kind takes the microbatches in order.
+        start_s: Start of the first one.
+        free_s: End of the last one.
+        idle_s: How long it has waited since its first forward.
+        ends_s: Ends of its forwards and Is, by microbatch.
+        num_weights: Ws done.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[ActionKind] = []
+        self.start_s = 0.0
+        self.free_s = 0.0
+        self.idle_s = 0.0
+        self.ends_s: dict[ActionKind, list[float]] = {_F: [], _I: []}
+        self.num_weights = 0
+
+    @property
+    def num_forwards(self) -> int:
+        return len(self.ends_s[_F])
+
+    @property
+    def num_pending(self) -> int:
+        """Microbatches between I and W."""
+        return len(self.ends_s[_I]) - self.num_weights
+
+
+class BuiltPipeline:
+    """All ranks, and when what they do happens."""
+
+    def __init__(self, shape: PipelineShape, memory_limit: int) -> None:
+        self.shape = shape
+        self.times = shape.stage_times
+        self.memory_limit = memory_limit
+        self.ranks = [_Rank() for _ in range(shape.num_ranks)]
+        self.longest_idle_s = 0.0
+
+    @property
+    def longest_span_s(self) -> float:
+        """The longest time of a rank from the start of its first action to the end of its last."""
+        return max(rank.free_s - rank.start_s for rank in self.ranks)
+
+    def table(self) -> Table:
+        """The actions of every rank."""
+        return tuple(
+            number_microbatches([(kind, index) for kind in rank.kinds], self.shape.num_microbatches)
+            for index, rank in enumerate(self.ranks)
+        )
+
+    def warm_up(self, tactics: Tactics) -> None:
+        """Forwards up to the first gradient, and the first I on every rank."""
+        for index in range(len(self.ranks)):
+            self.put(index, _F)
+        for index, number in enumerate(self.numbers_of_first_forwards(tactics)):
+            for _ in range(1, number):
+                self.put(index, _F)
+        for index in reversed(range(len(self.ranks))):
+            self.put(index, _I)
+
+    def numbers_of_first_forwards(self, tactics: Tactics) -> list[int]:
+        """As many by rank as fit in before the first gradient comes, within memory, and fewer from rank to rank."""
+        times, m = self.times, self.shape.num_microbatches
+        numbers = [1]
+        gradient_s = self.ranks[-1].free_s + times.backward_input_s[-1]
+        for index in reversed(range(len(self.ranks) - 1)):
+            gradient_s += times.send_s
+            end_s, number = self.ranks[index].free_s, 1
+            while number < min(m, self.memory_limit):
+                next_end_s = end_s + times.forward_s[index]
+                latest_s = end_s if tactics.overrun_first_gradient else next_end_s
+                if is_later(latest_s, gradient_s) or not is_later(gradient_s, end_s):
+                    break
+                end_s, number = next_end_s, number + 1
+            numbers.append(number)
+            gradient_s = max(end_s, gradient_s) + times.backward_input_s[index]
+        numbers.reverse()
+        for index in range(1, len(numbers)):
+            before = numbers[index - 1]
+            numbers[index] = min(numbers[index], m if before == m else max(before - 1, 1))
+        return numbers
+
+    def do_round(self, tactics: Tactics) -> None:
+        """One forward from the first rank that may do one to the last rank, one I from the last rank to the first."""
+        for index in range(self.first_to_forward(tactics), len(self.ranks)):
+            for _ in range(self.num_weights_before_forward(index)):
+                self.put(index, _W)
+            self.fill_gap(index, _F, tactics)
+            self.put(index, _F)
+        for index in reversed(range(len(self.ranks))):
+            if index == 0 and self.ranks[0].num_forwards == self.shape.num_microbatches:
+                self.put_pending_weights(0)  # no one waits for the gradients of the first rank
+            self.fill_gap(index, _I, tactics)
+            self.put(index, _I)
+
+    def finish(self) -> None:
+        """All Ws that are left."""
+        for index in range(len(self.ranks)):
+            self.put_pending_weights(index)
+
+    def put_pending_weights(self, index: int) -> None:
+        """The Ws of all Is of a rank."""
+        for _ in range(self.ranks[index].num_pending):
+            self.put(index, _W)
+
+    def put(self, index: int, kind: ActionKind) -> None:
+        """The rank's next action of this kind, as soon as its input is there."""
+        rank, times = self.ranks[index], self.times
+        came_s = self.arrival_s(index, kind)
+        if came_s > rank.free_s:
+            if rank.kinds:
+                rank.idle_s += came_s - rank.free_s
+                self.longest_idle_s = max(self.longest_idle_s, rank.idle_s)
+            else:
+                rank.start_s = came_s
+            rank.free_s = came_s
+        rank.kinds.append(kind)
+        if kind is _W:
+            rank.num_weights += 1
+            rank.free_s += times.backward_weight_s[index]
+        else:
+            rank.free_s += (times.forward_s if kind is _F else times.backward_input_s)[index]
+            rank.ends_s[kind].append(rank.free_s)
+
+    def arrival_s(self, index: int, kind: ActionKind) -> float:
+        """When the input of the rank's next action of this kind has come; 0 where it needs none."""
+        source = index - 1 if kind is _F else index + 1
+        if kind is _W or not 0 <= source < len(self.ranks):
+            return 0.0
+        return self.ranks[source].ends_s[kind][len(self.ranks[index].ends_s[kind])] + self.times.send_s
+
+    def fill_gap(self, index: int, kind: ActionKind, tactics: Tactics) -> None:
+        """Ws while the rank waits for the input of its next action of this kind."""
+        rank, weight_s = self.ranks[index], self.times.backward_weight_s[index]
+        came_s = self.arrival_s(index, kind)
+        while rank.num_pending and not is_later(rank.free_s + weight_s, came_s):
+            self.put(index, _W)
+        gap_s = came_s - rank.free_s
+        waits_longest = is_later(rank.idle_s + gap_s, self.longest_idle_s)
+        if rank.num_pending and is_later(came_s, rank.free_s) and (tactics.fill_small_gaps or waits_longest):
+            self.put(index, _W)
+
+    def first_to_forward(self, tactics: Tactics) -> int:
+        """The rank from which on all do a forward in this round."""
+        for index in reversed(range(len(self.ranks))):
+            rank = self.ranks[index]
+            if rank.num_forwards == self.shape.num_microbatches:
+                return index + 1
+            if tactics.hold_forwards and index + 1 < len(self.ranks) and self.is_too_early(index):
+                return index + 1
+        return 0
+
+    def is_too_early(self, index: int) -> bool:
+        """A forward now would do the next rank no good and keep a gradient waiting."""
+        rank, later, times = self.ranks[index], self.ranks[index + 1], self.times
+        weights_s = self.num_weights_before_forward(index) * times.backward_weight_s[index]
+        own_end_s = rank.free_s + weights_s + times.forward_s[index]
+        round_end_s = later.free_s + times.forward_s[index + 1] + times.backward_input_s[index + 1] + times.send_s
+        return rank.num_forwards >= later.num_forwards + 2 and is_later(own_end_s, round_end_s)
+
+    def num_weights_before_forward(self, index: int) -> int:
+        """Ws that have to give back their memory before the rank's next forward."""
+        rank, kept = self.ranks[index], self.shape.kept_for_weight
+        num_whole = rank.num_forwards - len(rank.ends_s[_I])
+        excess = num_whole + kept * rank.num_pending + 1 - self.memory_limit
+        needed = ceil(excess / kept - _ROUNDING) if excess > _ROUNDING else 0
+        assert needed <= rank.num_pending, "forwards of the first rounds fit in"
+        return needed
+
+
+def is_later(one_s: float, other_s: float) -> bool:
+    """Later by more than what rounding makes of equal times."""
+    return one_s > other_s * (1 + _ROUNDING)

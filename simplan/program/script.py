@@ -1,0 +1,159 @@
+"""What a rank computes and exchanges in a pass through layers: cut at the exchanges, or merged.
+
+A pass is a forward, a backward, or one of the two parts of a backward (zero-bubble schedules): the gradients of
+activations, which other stages wait for, then those of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simplan.program.footprint import LayerFootprint, layers_effects
+from simplan.program.program import LayerWork, MemoryEffect, Phase
+from simplan.program.split_footprint import split_effects
+from simplan.program.stage import Stages
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec
+from simplan.spec.recompute import Recomputation
+
+__all__ = ["Scripts", "Segment"]
+
+
+class Segment(NamedTuple):
+    """A piece of a pass through a layer: kernels, or an exchange between them.
+
+    Attributes:
+        work: What is computed; nothing for an exchange.
+        recompute: The work is forward run again.
+        memory: Its effects.
+        exchange: The axis, kind and bytes of an exchange, and whether it runs beside the segment before it.
+    """
+
+    work: tuple[LayerWork, ...] = ()
+    recompute: bool = False
+    memory: tuple[MemoryEffect, ...] = ()
+    exchange: tuple[str, CollectiveKind, int, bool] | None = None
+
+
+class Scripts:
+    """Scripts of the layers of all stages, made once.
+
+    Args:
+        stages: Facts about the stages.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._of_layer: dict[tuple[int, int, Phase], tuple[Segment, ...]] = {}
+        self._merged: dict[tuple[int, range, Phase], tuple[Segment, ...]] = {}
+
+    def layer(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
+        """A pass through one layer, cut at its exchanges."""
+        key = (stage, position, phase)
+        found = self._of_layer.get(key)
+        if found is None:
+            found = self._of_layer[key] = self._cut(stage, position, phase)
+        return found
+
+    def merged(self, stage: int, part: range, phase: Phase) -> tuple[Segment, ...]:
+        """A pass through some layers with nothing between them: all that is computed, then the exchanges."""
+        key = (stage, part, phase)
+        found = self._merged.get(key)
+        if found is not None:
+            return found
+        order = part if phase is Phase.FORWARD else range(part.stop - 1, part.start - 1, -1)
+        segments = [segment for position in order for segment in self.layer(stage, position, phase)]
+        effects = self._effects(stage, order, phase, [self._stages.facts(stage, i).footprint for i in order])
+        merged = []
+        again = tuple(work for segment in segments if segment.recompute for work in segment.work)
+        if again:
+            merged.append(Segment(again, recompute=True))
+        once = tuple(work for segment in segments if not segment.recompute for work in segment.work)
+        merged.append(Segment(once, memory=effects))
+        merged += [segment for segment in segments if segment.exchange is not None]
+        found = self._merged[key] = tuple(merged)
+        return found
+
+    def _effects(
+        self, stage: int, positions: Sequence[int], phase: Phase, footprints: Sequence[LayerFootprint]
+    ) -> tuple[MemoryEffect, ...]:
+        if phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT):
+            return split_effects([self._stages.facts(stage, position).split() for position in positions], phase)
+        return layers_effects(footprints, forward=phase is Phase.FORWARD)
+
+    def _around_hooks(self, stage: int, position: int) -> LayerFootprint:
+        """Without the loss where a hook of FSDP comes between it and its module (``Stages.loss_effects``)."""
+        plan, footprint = self._stages.plan, self._stages.facts(stage, position).footprint
+        has_loss = self._stages.layers[stage][position].kind is LayerKind.HEAD
+        if has_loss and plan.shards_parameters and plan.pp == 1:
+            return footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
+        return footprint
+
+    def _cut(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
+        layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
+        segments = self._computed(layer, kept, phase)
+        computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
+        first, last = computing[0], computing[-1]
+        effects = self._effects(stage, (position,), phase, [self._around_hooks(stage, position)])
+        if first == last or phase is Phase.FORWARD:
+            segments[first] = segments[first]._replace(memory=effects)
+        else:  # what backward holds besides is there from its beginning, what it frees is freed at its end
+            segments[first] = segments[first]._replace(memory=tuple(e._replace(after_bytes=0) for e in effects))
+            segments[last] = segments[last]._replace(memory=tuple(e._replace(during_bytes=0) for e in effects))
+        return tuple(segments)
+
+    def _computed(self, layer: LayerSpec, kept: Recomputation, phase: Phase) -> list[Segment]:
+        end = len(layer.kernels)
+        if phase is Phase.FORWARD:
+            return self._pieces(layer, range(end), phase)
+        if phase is Phase.BACKWARD_WEIGHT:
+            again = [self._exchange(k, k.backward) for k in layer.kernels if isinstance(k, Exchange) and _of_weights(k)]
+            return [*again, self._computing(layer, range(end), phase)]
+        # what does not need the dropped tensors runs before they are made again
+        segments = self._pieces(layer, range(end - 1, kept.needed_by, -1), phase)
+        segments += self._pieces(layer, kept.kernels, Phase.RECOMPUTE)
+        segments += self._pieces(layer, range(kept.needed_by, -1, -1), phase)
+        return segments
+
+    def _pieces(self, layer: LayerSpec, order: Sequence[int], phase: Phase) -> list[Segment]:
+        """The kernels in this order, those without an exchange between them in one piece."""
+        segments: list[Segment] = []
+        run: list[int] = []
+
+        def flush() -> None:
+            if run:
+                segments.append(self._computing(layer, sorted(run), phase))
+                run.clear()
+
+        ring = any(isinstance(kernel, Exchange) and kernel.beside_previous for kernel in layer.kernels)
+        for index in order:
+            kernel = layer.kernels[index]
+            if not isinstance(kernel, Exchange):
+                if ring and isinstance(kernel, Attention):
+                    flush()  # only the core is beside a hop: what goes round is its input
+                run.append(index)
+                continue
+            kind = kernel.forward if phase in (Phase.FORWARD, Phase.RECOMPUTE) else kernel.backward
+            if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
+                continue
+            flush()
+            segments.append(self._exchange(kernel, kind))
+        flush()
+        return segments
+
+    def _computing(self, layer: LayerSpec, indices: Sequence[int], phase: Phase) -> Segment:
+        kernels = None if len(indices) == len(layer.kernels) else tuple(indices)
+        work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
+        return Segment((work,), recompute=phase is Phase.RECOMPUTE)
+
+    def _exchange(self, kernel: Exchange, kind: CollectiveKind | None) -> Segment:
+        assert kind is not None
+        state = self._stages.state
+        width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
+        num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
+        return Segment(exchange=(kernel.axis, kind, num_bytes, kernel.beside_previous))
+
+
+def _of_weights(exchange: Exchange) -> bool:
+    """Brings back the input of matrices, which only the gradients of their weights need."""
+    return exchange.forward is None and exchange.backward is CollectiveKind.ALL_GATHER
