@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
@@ -114,7 +115,7 @@ def plan_words(plan: ParallelPlan) -> str:
     parts = []
     if plan.pp > 1:
         stages = f" x {plan.virtual_stages} stages" if plan.virtual_stages > 1 else ""
-        parts.append(f"pp {plan.pp}{stages} ({plan.schedule})")
+        parts.append(f"pp {plan.pp}{stages} ({Path(plan.schedule).name})")
     if plan.dp_replicate > 1:
         parts.append(f"dp_replicate {plan.dp_replicate}")
     if plan.zero_stage and plan.dp_shard * plan.cp > 1:
