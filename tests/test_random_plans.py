@@ -15,6 +15,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.training import TrainingSpec
 from tests.laws import (
     check_bytes,
@@ -66,6 +67,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ulysses": {"cp": 2, "cp_comm": "a2a", "tp": 2},
     "selective": {"dp_shard": 2, "recompute": "selective"},
     "full": {"dp_shard": 2, "recompute": "full"},
+    "zb-h1": {"pp": 3, "schedule": "zb-h1"},
+    "zb-h2 x fsdp": {"pp": 2, "schedule": "zb-h2", "dp_shard": 2, "zero_stage": 2, "recompute": "selective"},
+    "zb-1p": {"pp": 3, "schedule": "zb-1p"},
+    "zb-2p x tp": {"pp": 2, "schedule": "zb-2p", "tp": 2},
+    "zb-v x hsdp": {
+        "pp": 2,
+        "schedule": "zb-v",
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "reshard_after_forward": False,
+    },
+    "dualpipe-v x ulysses": {"pp": 2, "schedule": "dualpipe-v", "cp": 2, "cp_comm": "a2a", "zero_stage": 2},
     "all at once": {
         "dp_replicate": 2,
         "dp_shard": 2,
@@ -76,6 +89,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "recompute": "full",
     },
 }
+
+
+SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
 
 
 def keeps_the_laws(model: ModelSpec, cluster: str, devices: int, training: TrainingSpec, plan: ParallelPlan) -> None:
@@ -146,7 +162,12 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
     """Most keys go together in most plans, and any key may have any value in some."""
     pp = draw(st.sampled_from([1, 1, 2, 2, 3, 4]))
     dp_shard = draw(st.sampled_from([1, 1, 2, 2, 3, 4]))
-    virtual_stages = draw(rarely(1, 2, 3)) if pp > 1 else 1
+    schedule = draw(rarely("1f1b", "gpipe", *SPLIT)) if pp > 1 else "none"
+    virtual_stages = draw(rarely(1, 2, 3)) if schedule == "1f1b" else 1
+    if schedule == "1f1b" and virtual_stages > 1:
+        schedule = "interleaved_1f1b"
+    if schedule in SPLIT:
+        virtual_stages = SCHEDULE_FACTS[schedule].virtual_stages or 2
     zero_stages = [2, 3] if dp_shard > 1 and virtual_stages > 1 else [1, 2, 3] if dp_shard > 1 else [0, 2, 3]
     keys: dict[str, Any] = {
         "dp_replicate": draw(st.sampled_from([1, 1, 2, 3])),
@@ -156,6 +177,8 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         "cp": draw(rarely(1, 2, 2, 4)),
         "pp": pp,
         "virtual_stages": virtual_stages,
+        "schedule": schedule,
+        "reshard_after_forward": schedule not in SPLIT or dp_shard == 1,
         "microbatch_size": draw(st.integers(1, 3)),
         "recompute": draw(rarely("none", "selective", "full", "selective_op", "selective_layer")),
     }
@@ -166,7 +189,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         "sequence_parallel": st.booleans(),
         "cp": st.integers(1, 5),
         "cp_comm": st.sampled_from(["ring", "all_gather", "a2a"]),
-        "schedule": st.sampled_from(["none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-v"]),
+        "schedule": st.sampled_from(["none", "zb-2p-optsync", *SCHEDULE_FACTS]),
         "virtual_stages": st.integers(1, 4),
         "recompute": st.sampled_from(["minimal", "qkv_proj_offloaded"]),
         "grad_sync": st.sampled_from(["step", "microbatch"]),

@@ -181,6 +181,25 @@ def trace(
 
 
 @app.command()
+def draw(
+    scenario: ScenarioFile,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.svg", help="Write the picture as SVG too.")
+    ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(min=60, max=10_000, help="Columns of a line (default: the terminal's, else 100)."),
+    ] = None,
+    json: AsJson = False,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Draw the predicted step: what every pipeline rank does when, and where it idles."""
+    from simplan.cli.commands import draw_command
+
+    return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
+
+
+@app.command()
 def show(
     kind: Annotated[
         str, typer.Argument(metavar="KIND", help="devices, links, clusters, models, software, schedules or metrics.")

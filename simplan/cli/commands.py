@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simplan.cli.calibrations import covers, ensure, is_needed, measure, read, refuse_unneeded, requests_for
+from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.traces import write_predicted_trace
@@ -16,6 +17,7 @@ from simplan.io import read_json, read_model, write_json
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.program.measurement import Measurement
 from simplan.report.comparison import comparison_text
+from simplan.report.drawing import draw_pipeline
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario, load_scenario
@@ -25,6 +27,7 @@ from simplan.validate.compare import compare
 __all__ = [
     "calibrate_command",
     "compare_command",
+    "draw_command",
     "explain_command",
     "predict_command",
     "run_command",
@@ -80,6 +83,24 @@ def trace_command(file: Path, *, output: Path, calibration_file: Path | None) ->
     calibration = _calibration_for(scenario, calibration_file)
     write_predicted_trace(output, predict_scenario(scenario, calibration), calibration)
     say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def draw_command(
+    file: Path, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw``."""
+    if output is not None:
+        refuse_other_suffix(output)
+    scenario = load_scenario(file)
+    drawing = draw_pipeline(predict_scenario(scenario, _calibration_for(scenario, calibration_file)))
+    if output is not None:
+        write_drawing(output, drawing)
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_drawing(drawing, width)
     return 0
 
 

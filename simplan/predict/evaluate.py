@@ -62,8 +62,8 @@ def predict(
     assignment = assign_layers(model, plan, cost)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     timed = facts is not None and facts.needs_times
-    times = stage_times(model, training, plan, software, assignment, cost) if timed else None
-    table = plan_table(plan, microbatches, times)
+    found = stage_times(model, training, plan, software, assignment, cost) if timed else ()
+    table = plan_table(plan, microbatches, *found)
     check_table(table, plan.num_stages, microbatches)
     if is_own_schedule(plan.schedule):
         check_executable(table, plan, software)

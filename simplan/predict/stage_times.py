@@ -1,4 +1,4 @@
-"""How long the stages of a plan take, for schedules that are found from their times."""
+"""How long the stages of a plan take and what they keep, for schedules that are found from it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def stage_times(
     software: SoftwareSpec,
     assignment: StageAssignment,
     cost: CostModel,
-) -> StageTimes:
+) -> tuple[StageTimes, float]:
     """Times of one microbatch, exchanges within stages included; a message takes as long as the longest does.
+
+    With them the part of a microbatch's activations that is kept from I to W, at most all, where it is largest.
 
     Args:
         model, training, plan, software: What is asked; one stage a rank.
@@ -54,9 +56,20 @@ def stage_times(
     backwards = [split(stage) for stage in range(plan.num_stages)]
     next_rank = stages.mapping.rank(stages.mapping.place(0)._replace(pp=1))
     largest = max(stages.boundary_bytes[:-1])
-    return StageTimes(
+    times = StageTimes(
         forward_s=tuple(seconds(stage, Phase.FORWARD) for stage in range(plan.num_stages)),
         backward_input_s=tuple(input_s for input_s, _ in backwards),
         backward_weight_s=tuple(weight_s for _, weight_s in backwards),
         send_s=cost.message(Message(CollectiveKind.SEND, largest, (0, next_rank))).seconds,
     )
+    return times, max(_kept_for_weight(stages, stage) for stage in range(1, plan.num_stages))
+
+
+def _kept_for_weight(stages: Stages, stage: int) -> float:
+    """Bytes held from I to W over bytes held from forward to I, at most 1.
+
+    Gradients that wait for W may make it more; but a limit on memory is then one on microbatches.
+    """
+    splits = [stages.facts(stage, position).split() for position in range(len(stages.layers[stage]))]
+    between = sum(split.between_activations + split.between_logits for split in splits)
+    return min(1.0, between / sum(split.activations + split.logits for split in splits))

@@ -50,6 +50,7 @@ class FsdpHooks(Hooks):
         self._gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
         self._gathered: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
+        self._narrow: set[tuple[int, int]] = set()  # units with gradients that have not been added to these yet
         self._copied: list[int] = []  # copies out of gathered buffers, in order
         self._forward_buffer_bytes = 0  # of the last gather in forward, freed with the next
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
@@ -123,7 +124,7 @@ class FsdpHooks(Hooks):
         del ended
         stage = action.stage
         if self._in_pipeline:
-            self._hold_gradients(action, [self._first[stage][i] for i in part if i in self._first[stage]])
+            self._hold_gradients(action, self._beginning(action, part))
             return
         index = self._unit_of[stage][part[0]]
         if self._units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
@@ -136,6 +137,22 @@ class FsdpHooks(Hooks):
         self.writer.compute(
             action, "reshard", memory=[_free(_GATHERED, self._units[stage][index].padded * self.stages.state.gathered)]
         )
+
+    def after_input_gradients(self, action: Action, part: range) -> None:
+        """Hooks find the gradients of the microbatch before, and widen them."""
+        self._widen(action, [index for index in self._beginning(action, part) if (action.stage, index) in self._narrow])
+
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """Gradients of weights come past the hooks, in the precision of the weights."""
+        stage = action.stage
+        if self.stages.state.gathered == self.stages.state.accumulated:
+            self._hold_gradients(action, self._beginning(action, part))
+            return
+        new = [index for index in self._beginning(action, part) if (stage, index) not in self._narrow]
+        self._narrow |= {(stage, index) for index in new}
+        held = sum(self._units[stage][index].elements for index in new) * self.stages.state.gathered
+        if held:
+            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
 
     def end_of_backward(self, action: Action) -> None:
         """The end of backward waits for the last reduction."""
@@ -160,6 +177,7 @@ class FsdpHooks(Hooks):
         if not self._in_pipeline:
             return
         for index in range(len(self._units[action.stage])):
+            self._widen(action, [index] if (action.stage, index) in self._narrow else [])
             self._reduce_unit(action, index, made_now=False)
         self._finish(action)
 
@@ -211,6 +229,20 @@ class FsdpHooks(Hooks):
             )
         )
         self._gathered.add((action.stage, index))
+
+    def _beginning(self, action: Action, part: range) -> list[int]:
+        """Units whose first layer is among these."""
+        first = self._first[action.stage]
+        return [first[layer] for layer in part if layer in first]
+
+    def _widen(self, action: Action, indices: list[int]) -> None:
+        """Adds gradients in the precision of the weights to those that are held, and lets go of them."""
+        if not indices:
+            return
+        self._narrow -= {(action.stage, index) for index in indices}
+        freed = sum(self._units[action.stage][index].elements for index in indices) * self.stages.state.gathered
+        self._hold_gradients(action, indices)
+        self.writer.compute(action, "widen gradients", memory=[_free(_GRADIENTS, freed)])
 
     def _hold_gradients(self, action: Action, indices: list[int]) -> None:
         """Whole gradients of units stay until they are reduced; later ones are added to them."""
@@ -284,7 +316,7 @@ class FsdpHooks(Hooks):
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
-        return self.stages.work(action.stage, self._units[action.stage][index].layers, phase)
+        return self.stages.work(action.stage, self._units[action.stage][index].layers, phase, experts=False)
 
     def _name(self, action: Action, index: int, what: str) -> str:
         layers = self._units[action.stage][index].layers

@@ -51,6 +51,12 @@ class Hooks:
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """After it; ``ended`` is the index of its last operation."""
 
+    def after_input_gradients(self, action: Action, part: range) -> None:
+        """After the first part of a backward in two parts."""
+
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """After the second part."""
+
     def end_of_backward(self, action: Action) -> None:
         """At the end of the action."""
 
@@ -85,7 +91,7 @@ class DdpHooks(Hooks):
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Gradients are divided by the number of data-parallel ranks before they are summed."""
-        return self.stages.work(action.stage, part, Phase.SCALE) if self._reduces(action) else ()
+        return self.stages.work(action.stage, part, Phase.SCALE, experts=False) if self._reduces(action) else ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """Remembers when gradients are there."""

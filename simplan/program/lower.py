@@ -9,8 +9,8 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.hooks import DdpHooks, Hooks
-from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
-from simplan.program.script import Scripts, Segment
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
+from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
@@ -29,7 +29,7 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_INPUT: Phase.BACKWARD_INPUT,
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
-_AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT}
+_AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT}
 _MESSAGE_STREAM = {
     _K.SEND_F: Stream.SEND_F,
     _K.RECV_F: Stream.RECV_F,
@@ -68,11 +68,12 @@ def lower(
     """The Program of one step.
 
     What each action becomes: F, B, I and W compute the stage's layers (Level 2: one operation each, cut at the
-    exchanges of tensor and context parallelism); B and I run again what was not kept; F, B and I wait for their RECV.
-    A message is issued when the host gets to it, that is, after the computation before it. What data parallelism does
-    in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums gradients of
-    which tensor-parallel ranks have parts, and divides all by the number of microbatches. OPTIM waits for all sends,
-    all-reduces gradients of tied embeddings that sit on two ranks, updates, and hands sharded updates round (ZeRO-1).
+    exchanges of tensor, context and expert parallelism); B and I run again what was not kept; F, B and I wait for their
+    RECV. A message is issued when the host gets to it, that is, after the computation before it. What data parallelism
+    does in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums
+    gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by the number of
+    microbatches. OPTIM waits for all sends, all-reduces gradients of tied embeddings that sit on two ranks, updates,
+    and hands sharded updates round (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
@@ -90,8 +91,7 @@ def lower(
         lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding)
         ops.extend(lowering.run(table[stages.mapping.place(rank).pp]))
         resting[rank] = lowering.resting_bytes()
-        uses_ddp = isinstance(lowering.hooks, DdpHooks)
-        rebuild[rank] = resting[rank][MemoryCategory.GRADIENTS] if uses_ddp else 0
+        rebuild[rank] = lowering.bucket_bytes()
     return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild)
 
 
@@ -108,10 +108,10 @@ class _RankLowering:
         self.hooks = _hooks(stages, self.writer, how)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
-        self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank)}
+        self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Message, ...]] = {}
-        self.received: dict[Action, int] = {}
+        self.received: dict[Action, list[int]] = {}
         self.sends: list[int] = []
         self.sent_bytes = 0
 
@@ -144,7 +144,7 @@ class _RankLowering:
         received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
         held = self.states.held_elements
         state = stages.state
-        buckets = held * state.gradient if self._copies_buckets else 0
+        buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
         return {
             MemoryCategory.PARAMETERS: held * state.parameter,
             MemoryCategory.GRADIENTS: held * state.gradient,
@@ -153,12 +153,14 @@ class _RankLowering:
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine),
         }
 
-    @property
-    def _copies_buckets(self) -> bool:
-        return isinstance(self.hooks, DdpHooks) and not self.stages.software.gradient_as_bucket_view
+    def bucket_bytes(self) -> int:
+        """Gradients in DDP's buckets."""
+        if not isinstance(self.hooks, DdpHooks):
+            return 0
+        return (self.states.held_elements - self.states.expert_elements) * self.stages.state.gradient
 
     def _forward(self, action: Action) -> None:
-        self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_F, action.microbatch)))
+        self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_F, action.microbatch), ()))
         for part in self._parts(action):
             self.hooks.before_forward(action, part)
             self._layers(action, part, Phase.FORWARD)
@@ -166,18 +168,23 @@ class _RankLowering:
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
-            self.writer.block_on(self.received.get(Action(action.stage, _K.RECV_B, action.microbatch)))
+            self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_B, action.microbatch), ()))
         phase = _BACKWARD_PHASE[action.kind]
         if action.stage == 0 and not self.stages.software.first_stage_splits:
             if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
                 self.writer.compute(action, str(action))
                 return
             phase = Phase.BACKWARD
-        for part in reversed(self._parts(action)):
+        for part in in_order(self._parts(action), phase):
             self.hooks.before_backward(action, part)
             ended = self._layers(action, part, phase)
-            if phase is not Phase.BACKWARD_INPUT:
-                self.hooks.after_backward(action, part, ended)
+            match phase:
+                case Phase.BACKWARD_INPUT:
+                    self.hooks.after_input_gradients(action, part)
+                case Phase.BACKWARD_WEIGHT:
+                    self.hooks.after_weight_gradients(action, part)
+                case _:
+                    self.hooks.after_backward(action, part, ended)
         if phase is not Phase.BACKWARD_INPUT:
             self.hooks.end_of_backward(action)
 
@@ -245,20 +252,21 @@ class _RankLowering:
         other_stage = action.stage + (1 if forward == sends else -1)
         place = stages.mapping.place(self.rank)
         other = stages.mapping.rank(place._replace(pp=stages.placement[other_stage]))
-        num_bytes = stages.boundary_bytes[min(action.stage, other_stage)]
         waits_at_once = stages.software.blocking_sends
-        # a send keeps its tensor alive until it is waited for
-        held = 0 if waits_at_once else num_bytes
-        effects = (MemoryEffect(MemoryCategory.BUFFERS, num_bytes, held),) if sends else ()
         ends = (self.rank, other) if sends else (other, self.rank)
-        index = self.writer.send(action, _MESSAGE_STREAM[kind], num_bytes, ends, effects)
-        if not sends:
-            self.received[action] = index
-        elif waits_at_once:
-            self.writer.block_on(index)
-        else:
-            self.sends.append(index)
-            self.sent_bytes += num_bytes
+        for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
+            # a send keeps its tensor alive until it is waited for; one that only passes is in a receive buffer
+            sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
+            held = 0 if waits_at_once else sent
+            effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
+            index = self.writer.send(action, _MESSAGE_STREAM[kind], tensor.num_bytes, ends, effects, number=number)
+            if not sends:
+                self.received.setdefault(action, []).append(index)
+            elif waits_at_once:
+                self.writer.block_on(index)
+            else:
+                self.sends.append(index)
+                self.sent_bytes += held
 
     def _reduce(self, action: Action) -> None:
         stages, stage = self.stages, action.stage
@@ -271,8 +279,29 @@ class _RankLowering:
             self.writer.block_on(
                 self.writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits)
             )
+        self._reduce_experts(action)
         work = self.states.work(stage, Phase.SCALE) if stages.num_microbatches > 1 else ()
         self.writer.compute(action, str(action), work)
+
+    def _reduce_experts(self, action: Action) -> None:
+        """Gradients of experts are divided by all data-parallel ranks, and summed over those with the same experts.
+
+        Tokens of the other expert-parallel ranks are already in them.
+        """
+        stages, stage, writer = self.stages, action.stage, self.writer
+        elements = self.states.expert_gradients(stage)
+        if not elements:
+            return
+        own = zip(stages.layers[stage], stages.experts[stage], strict=True)
+        b = stages.plan.microbatch_size
+        work = tuple(LayerWork(layer, Phase.SCALE, b, number) for layer, number in own if number)
+        divided = writer.compute(action, "divide experts", work)
+        group = stages.mapping.expert_group(self.rank)
+        if len(group) == 1:
+            return
+        for number in elements:
+            message = Message(CollectiveKind.ALL_REDUCE, number * stages.state.gradient, group)
+            writer.block_on(writer.collective(action, Stream.EXPERT_DATA, "all_reduce experts", message, (divided,)))
 
     def _optimizer(self, action: Action) -> None:
         stages, writer = self.stages, self.writer

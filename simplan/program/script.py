@@ -7,16 +7,19 @@ activations, which other stages wait for, then those of weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from simplan.program.footprint import LayerFootprint, layers_effects
-from simplan.program.program import LayerWork, MemoryEffect, Phase
-from simplan.program.split_footprint import split_effects
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Phase
+from simplan.program.split_footprint import SplitFootprint, split_effects
 from simplan.program.stage import Stages
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec
 from simplan.spec.recompute import Recomputation
 
-__all__ = ["Scripts", "Segment"]
+__all__ = ["Scripts", "Segment", "in_order"]
+
+_T = TypeVar("_T")
+_FROM_THE_FIRST = (Phase.FORWARD, Phase.BACKWARD_WEIGHT)
 
 
 class Segment(NamedTuple):
@@ -33,6 +36,11 @@ class Segment(NamedTuple):
     recompute: bool = False
     memory: tuple[MemoryEffect, ...] = ()
     exchange: tuple[str, CollectiveKind, int, bool] | None = None
+
+
+def in_order(layers: Sequence[_T], phase: Phase) -> Sequence[_T]:
+    """Layers as a pass comes to them: torch makes the gradients of weights in the order of forward."""
+    return layers if phase in _FROM_THE_FIRST else layers[::-1]
 
 
 class Scripts:
@@ -61,7 +69,7 @@ class Scripts:
         found = self._merged.get(key)
         if found is not None:
             return found
-        order = part if phase is Phase.FORWARD else range(part.stop - 1, part.start - 1, -1)
+        order = in_order(part, phase)
         segments = [segment for position in order for segment in self.layer(stage, position, phase)]
         effects = self._effects(stage, order, phase, [self._stages.facts(stage, i).footprint for i in order])
         merged = []
@@ -78,8 +86,23 @@ class Scripts:
         self, stage: int, positions: Sequence[int], phase: Phase, footprints: Sequence[LayerFootprint]
     ) -> tuple[MemoryEffect, ...]:
         if phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT):
-            return split_effects([self._stages.facts(stage, position).split() for position in positions], phase)
+            return self._split_effects(stage, positions, phase)
         return layers_effects(footprints, forward=phase is Phase.FORWARD)
+
+    def _split_effects(self, stage: int, positions: Sequence[int], phase: Phase) -> tuple[MemoryEffect, ...]:
+        """What layers keep beyond their own end goes when the stage is done, not while others are at their worst."""
+        layers = range(len(self._stages.layers[stage]))
+        end = layers[0 if phase is Phase.BACKWARD_INPUT else -1]
+        effects = split_effects([self._stages.facts(stage, position).split() for position in positions], phase)
+        delayed = {
+            position: _goes_at_the_end(self._stages.facts(stage, position).split(), phase) for position in layers
+        }
+        late = [delayed[position] for position in positions] if end not in positions else []
+        early = [delayed[position] for position in layers if position not in positions] if end in positions else []
+        for category, place in ((MemoryCategory.ACTIVATIONS, 0), (MemoryCategory.LOGITS, 1)):
+            change = sum(amounts[place] for amounts in late) - sum(amounts[place] for amounts in early)
+            effects = _changed(effects, category, change)
+        return effects
 
     def _around_hooks(self, stage: int, position: int) -> LayerFootprint:
         """Without the loss where a hook of FSDP comes between it and its module (``Stages.loss_effects``)."""
@@ -152,6 +175,22 @@ class Scripts:
         width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
         num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
         return Segment(exchange=(kernel.axis, kind, num_bytes, kernel.beside_previous))
+
+
+def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:
+    """Activations and logits of a layer that stay until its stage is done."""
+    if phase is Phase.BACKWARD_INPUT:
+        return split.dropped, split.dropped_logits
+    return split.between_activations - split.released, split.between_logits
+
+
+def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change: int) -> tuple[MemoryEffect, ...]:
+    """With more (or less) bytes of a category after the operation."""
+    if not change:
+        return effects
+    others = tuple(effect for effect in effects if effect.category is not category)
+    found = next((effect for effect in effects if effect.category is category), MemoryEffect(category, 0, 0))
+    return (*others, found._replace(after_bytes=found.after_bytes + change))
 
 
 def _of_weights(exchange: Exchange) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -19,11 +20,23 @@ from simplan.spec.recompute import Recomputation, recomputation
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Deal", "LayerFacts", "Stages"]
+__all__ = ["Crossing", "Deal", "LayerFacts", "Stages"]
 
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """By rank of a shard group, elements it owns of (stage, layer)."""
+
+
+class Crossing(NamedTuple):
+    """A tensor that leaves a stage.
+
+    Attributes:
+        num_bytes: Of one microbatch.
+        passes: It came into the stage as it leaves it.
+    """
+
+    num_bytes: int
+    passes: bool
 
 
 class LayerFacts(NamedTuple):
@@ -46,8 +59,10 @@ class Stages:
     Attributes:
         layers: By stage, its layers as one rank has them.
         owned: By stage and layer, the parameters it brings.
+        experts: By stage and layer, those of them that data parallelism leaves alone: other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
-        boundary_bytes: By stage, what one rank sends to the next one for one microbatch, and gets a gradient of.
+        crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
+        boundary_bytes: By stage, all of them together.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
@@ -74,6 +89,7 @@ class Stages:
         ]
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
         self.owned = [owned_parameters(layers) for layers in self.layers]
+        self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
             fsdp_units(layers, num_shards, keep_last=plan.pp == 1 and software.keep_last_gathered)
@@ -81,14 +97,22 @@ class Stages:
             else ()
             for layers in self.layers
         ]
-        self.boundary_bytes = [
-            layers[-1].output_elements * plan.microbatch_size * self.state.boundary for layers in self.layers
-        ]
+        self.crossings = [self._leaving(layers) for layers in self.layers]
+        self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         head = model_layers[-1]
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
         self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
-        self._work: dict[tuple[int, range | tuple[int, ...], Phase], tuple[LayerWork, ...]] = {}
+        self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
+
+    def _leaving(self, layers: list[LayerSpec]) -> tuple[Crossing, ...]:
+        """What a stage with these layers gives to the next."""
+        found = []
+        for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
+            width = self.state.activation if index in layers[-1].product_outputs else self.state.boundary
+            passes = all(index in layer.passed_outputs for layer in layers)
+            found.append(Crossing(math.prod(shape) * self.plan.microbatch_size * width, passes))
+        return tuple(found)
 
     @property
     def tied_ends(self) -> tuple[int, int] | None:
@@ -102,26 +126,31 @@ class Stages:
 
     def constant_bytes(self, stage: int) -> int:
         """Tables that the layers of a stage share."""
-        layers = {layer.key: layer for layer in self.layers[stage]}.values()
-        return sum(
-            table.elements * (table.bytes_per_element or self.state.activation)
-            for layer in layers
-            for table in layer.constants
-        )
+        tables = {table for layer in self.layers[stage] for table in layer.constants}
+        return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
 
     def layer_name(self, stage: int, position: int) -> str:
         """``embedding``, ``block 3`` or ``head``."""
         kind = self.layers[stage][position].kind
         return f"block {self._first_block[stage] + position}" if kind is LayerKind.BLOCK else str(kind)
 
-    def work(self, stage: int, part: range | tuple[int, ...], phase: Phase) -> tuple[LayerWork, ...]:
-        """A phase of some layers of a stage over all that they own; the same object for equal arguments."""
-        key = (stage, part, phase)
+    def work(
+        self, stage: int, part: range | tuple[int, ...], phase: Phase, *, experts: bool = True
+    ) -> tuple[LayerWork, ...]:
+        """A phase of some layers of a stage over all that they own; the same object for equal arguments.
+
+        Args:
+            stage, part: Which layers.
+            phase: One of parameters or gradients.
+            experts: Also over experts that data parallelism leaves alone.
+        """
+        key = (stage, part, phase, experts)
         found = self._work.get(key)
         if found is None:
             b = self.plan.microbatch_size
+            left = [0 if experts else number for number in self.experts[stage]]
             found = self._work[key] = tuple(
-                LayerWork(self.layers[stage][i], phase, b, self.owned[stage][i]) for i in part
+                LayerWork(self.layers[stage][i], phase, b, self.owned[stage][i] - left[i]) for i in part
             )
         return found
 
@@ -145,7 +174,7 @@ class Stages:
                 footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
             if self.owned[stage][-1] != self.layers[stage][-1].num_parameters:
                 footprint = footprint._replace(left=self._left_gradient(layer))
-            split = cache(partial(split_footprint, layer, b, self.state, kept, footprint, receives=ends[1]))
+            split = cache(partial(split_footprint, layer, b, self.state, footprint, receives=ends[1]))
             found = LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
             self._facts[key] = found
         return found
@@ -172,6 +201,10 @@ class Stages:
         footprint = self.facts(stage, len(self.layers[stage]) - 1).footprint
         alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
         return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
+
+
+def _expert_elements(layer: LayerSpec) -> int:
+    return sum(parameter.num_elements for parameter in layer.parameters if parameter.expert)
 
 
 def _receiving(footprint: LayerFootprint) -> LayerFootprint:

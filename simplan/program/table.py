@@ -11,20 +11,23 @@ from simplan.spec.plan import ParallelPlan
 __all__ = ["plan_table", "unshard_of"]
 
 
-def plan_table(plan: ParallelPlan, num_microbatches: int, times: StageTimes | None = None) -> Table:
+def plan_table(
+    plan: ParallelPlan, num_microbatches: int, times: StageTimes | None = None, kept_for_weight: float = 1.0
+) -> Table:
     """What every pipeline rank does in a step of the plan, complete.
 
     Args:
         plan: The plan, whose schedule passed ``simplan.spec.rules``.
         num_microbatches: Microbatches of a step.
         times: Of its stages, for the schedules that are found from them.
+        kept_for_weight: Part of a microbatch's activations that a stage keeps from I to W, for the same schedules.
 
     Raises:
         SpecError: The user's own schedule cannot be had, or is for another pipeline.
         ProgramError: Its table is wrong.
     """
     schedule = SCHEDULES.get(plan.schedule) or own_schedule(plan.schedule)
-    table = schedule(PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times))
+    table = schedule(PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times, kept_for_weight))
     if all(action.kind.is_compute for row in table for action in row):
         return complete_table(table, unshard=unshard_of(plan))
     return _with_optimizer(table)

@@ -10,7 +10,14 @@ from simplan.spec.plan import RankMapping
 
 __all__ = ["TIMED_KINDS", "Issued", "issued_as_predicted", "predicted_messages", "ran_as_predicted"]
 
-TIMED_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
+TIMED_KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+    ActionKind.REDUCE_GRAD,
+    ActionKind.OPTIM,
+)
 """Kinds of actions that a measurement has spans of; messages are recorded apart."""
 
 Issued = tuple[str, tuple[int, ...], int, str]
@@ -35,7 +42,7 @@ def issued_as_predicted(measurement: Measurement) -> bool:
     layer; Level 2 has it after the layer. There the order is compared within each group and kind.
     """
     plan = measurement.job.plan
-    mixed = plan.tp * plan.cp > 1 and not plan.shards_parameters
+    mixed = plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters
     predicted = predicted_messages(measurement.job)
 
     def comparable(found: list[Issued]) -> list[Issued]:

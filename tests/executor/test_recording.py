@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from simplan.program.action import ActionKind
+from simplan.program.complete import stage_to_rank
 from simplan.program.measurement import MeasuredCollective, RankMeasurement
 from simplan.spec.plan import Place, RankMapping
 
@@ -37,9 +38,15 @@ def collectives_of(rank: RankMeasurement, *kinds: str) -> list[MeasuredCollectiv
 
 
 def data_parallel(run: Any, rank: RankMeasurement, *kinds: str) -> list[MeasuredCollective]:
-    """Without what the layers of tensor- and context-parallel ranks exchange."""
-    mapping = RankMapping.of(run.job.plan)
+    """Without what the layers of tensor- and context-parallel ranks exchange.
+
+    Context-parallel ranks alone may be those that shard parameters; then the layers' exchanges are all-to-alls.
+    """
+    plan, mapping = run.job.plan, RankMapping.of(run.job.plan)
     inside = {mapping.tp_group(rank.rank), mapping.cp_group(rank.rank)}
+    if plan.shards_parameters and plan.dp_shard == 1:
+        assert plan.cp_comm == "a2a"
+        return [c for c in collectives_of(rank, *kinds) if c.kind != "all_to_all"]
     return [c for c in collectives_of(rank, *kinds) if c.ranks not in inside]
 
 
@@ -68,14 +75,14 @@ def test_spans_do_not_overlap_and_lie_in_the_step(finished_run: Any) -> None:
 def test_messages_are_those_of_the_table(finished_run: Any) -> None:
     job = finished_run.job
     boundary_bytes = job.plan.microbatch_size * job.model.layers_of(job.plan.shard)[0].output_elements * 8
-    mapping = RankMapping.of(job.plan)
+    mapping, placement = RankMapping.of(job.plan), stage_to_rank(finished_run.rows())
     for rank in finished_run.measurement.ranks:
         here = place(finished_run, rank.rank)
         wanted = []
         for action in row_of(finished_run, rank.rank):
             if action.kind in MESSAGES:
                 kind, step = MESSAGES[action.kind]
-                peer = mapping.rank(here._replace(pp=(action.stage + step) % job.plan.pp))
+                peer = mapping.rank(here._replace(pp=placement[action.stage + step]))
                 ends = (rank.rank, peer)
                 wanted.append((kind, str(action), ends if kind == "send" else ends[::-1], boundary_bytes))
         found = messages_of(rank)
@@ -96,14 +103,15 @@ def test_groups_and_actions_of_whole_gradients(finished_run: Any) -> None:
     job = finished_run.job
     if job.plan.shards_parameters:
         return
-    mapping = RankMapping.of(job.plan)
+    mapping, placement = RankMapping.of(job.plan), stage_to_rank(finished_run.rows())
     for rank in finished_run.measurement.ranks:
         optim = str(row_of(finished_run, rank.rank)[-1])
         reduces = data_parallel(finished_run, rank, "all_reduce")
         in_optim = [c for c in reduces if c.action == optim]
         pipeline = mapping.pp_group(rank.rank)
-        tied_over_stages = job.model.tied_embeddings and job.plan.pp > 1
-        assert [c.ranks for c in in_optim] == [(pipeline[0], pipeline[-1])] * tied_over_stages
+        ends = placement[0], placement[job.plan.num_stages - 1]
+        tied_over_ranks = job.model.tied_embeddings and ends[0] != ends[1]
+        assert [c.ranks for c in in_optim] == [(pipeline[ends[0]], pipeline[ends[1]])] * tied_over_ranks
         buckets = [c for c in reduces if c not in in_optim]
         group = mapping.dp_group(rank.rank)
         assert {c.ranks for c in buckets} == ({group} if len(group) > 1 else set())
