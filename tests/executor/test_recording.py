@@ -9,7 +9,9 @@ import torch
 
 from simplan.program.action import ActionKind
 from simplan.program.complete import stage_to_rank
+from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import MeasuredCollective, RankMeasurement
+from simplan.sim.memory import memory_peak
 from simplan.spec.plan import Place, RankMapping
 
 MESSAGES = {
@@ -88,6 +90,18 @@ def test_messages_are_those_of_the_table(finished_run: Any) -> None:
         found = messages_of(rank)
         assert [(c.kind, c.action, c.ranks, c.num_bytes) for c in found] == wanted
         assert all(c.end_s is not None and c.end_s >= c.start_s for c in rank.collectives)
+
+
+def test_microbatches_in_flight_are_those_predicted(finished_run: Any) -> None:
+    """Those of which torch held activations, between forward and the end of backward."""
+    job = finished_run.job
+    if job.plan.pp == 1:
+        return
+    how = Lowering(level=1)
+    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    for rank in program.ranks:
+        held = torch.load(finished_run.out_dir / f"in_flight.rank{rank}.pt")
+        assert held == memory_peak(program, rank).activations_in_flight
 
 
 def test_collectives_are_those_torch_saw(finished_run: Any) -> None:

@@ -31,6 +31,21 @@ class DumpingTrainer(Trainer):
         super().__init__(*args)
         self.steps_done = 0
         self.gradients: dict[str, torch.Tensor] = {}
+        self.in_flight: dict[int, int] = {}
+        for stage in getattr(self._engine, "_stages", []):
+            self.count_in_flight(stage)
+
+    def count_in_flight(self, stage: Any) -> None:
+        """By stage, the most microbatches of which torch holds activations after a forward."""
+        forward = stage.forward_one_chunk
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            held = len(stage.fwd_cache) + len(stage.backward_state)
+            self.in_flight[stage.stage_index] = max(held, self.in_flight.get(stage.stage_index, 0))
+            return output
+
+        stage.forward_one_chunk = counted
 
     def update(self) -> None:
         for stage in self.stages.values():
@@ -46,6 +61,7 @@ class DumpingTrainer(Trainer):
             losses = super().step(tokens, targets)
         whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in self.gradients.items()}
         torch.save(whole, Path(sys.argv[2]) / f"gradients.rank{dist.get_rank()}.step{self.steps_done}.pt")
+        torch.save(self.in_flight, Path(sys.argv[2]) / f"in_flight.rank{dist.get_rank()}.pt")
         self.steps_done += 1
         return losses
 
