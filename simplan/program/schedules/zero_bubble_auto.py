@@ -16,7 +16,7 @@ __all__ = ["zb_1p", "zb_2p"]
 def zb_1p(shape: PipelineShape) -> Table:
     """The best order found for the stage times that keeps at most p microbatches on every rank, 1F1B's memory.
 
-    A microbatch counts in full from F to I and by ``kept_for_weight`` from I to W.
+    A microbatch counts in full from F to I, and from I to W by what stays of it.
 
     Args:
         shape: The pipeline and its stage times; one stage a rank.
@@ -27,8 +27,8 @@ def zb_1p(shape: PipelineShape) -> Table:
 def zb_2p(shape: PipelineShape) -> Table:
     """The best order found for the stage times that keeps at most 2p microbatches on every rank, twice 1F1B's memory.
 
-    Almost no idle time, where W is no more than F and I and a step has some 4p microbatches or more. A microbatch
-    counts in full from F to I and by ``kept_for_weight`` from I to W. The paper's optimizer with and without a
+    Almost no idle time, where W is no more than F and I, a step has some 4p microbatches or more, and half of a
+    microbatch's activations is gone after I, as the paper assumes. The paper's optimizer with and without a
     synchronization of all ranks runs the same table.
 
     Args:

@@ -1,0 +1,50 @@
+"""What docs/ tells people to do, done."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simplan.program.check import check_table
+from simplan.program.schedules import StageTimes
+from simplan.program.schedules.bubble import bubble_rate
+from simplan.program.table import plan_table
+from simplan.scenario import load_scenario
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed as its pyproject.toml says: as fast as 1F1B with free messages, and 2(p-1)+1 microbatches held."""
+    text = (DOCS / "own-schedule.md").read_text()
+    [code], [entry_points], [scenario] = (blocks(text, language) for language in ("python", "toml", "yaml"))
+    module = re.search(r"# (\w+\.py)", code)
+    assert module is not None
+    (tmp_path / module.group(1)).write_text(code)
+    info = tmp_path / "eager-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eager\nVersion: 1.0\n")
+    name, target = re.findall(r'^([\w-]+) = "(.*)"', entry_points, re.MULTILINE)[0]
+    (info / "entry_points.txt").write_text(f"[simplan.schedules]\n{name} = {target}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "eager.yaml"
+    file.write_text(scenario)
+    assert yaml.safe_load(scenario)["plan"]["schedule"] == name
+    plan = load_scenario(file).plan
+    for p, m in ((2, 4), (3, 7), (4, 3)):
+        table = plan_table(plan.model_copy(update={"pp": p}), m)
+        check_table(table, p, m)
+        compute = tuple(tuple(action for action in row if action.kind.is_compute) for row in table)
+        one_f_one_b = plan_table(plan.model_copy(update={"pp": p, "schedule": "1f1b"}), m)
+        wanted = tuple(tuple(action for action in row if action.kind.is_compute) for row in one_f_one_b)
+        times = StageTimes.equal(p)
+        assert bubble_rate(compute, times) == pytest.approx(bubble_rate(wanted, times))
+        first = [str(action) for action in compute[0]]
+        assert first.index("0B0") == min(2 * (p - 1) + 1, m)
