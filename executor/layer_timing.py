@@ -3,17 +3,21 @@
 In a step a layer runs after others, so its weights are not in the processor's caches, and its backward adds to
 gradients that exist. So a few copies of a layer take turns, each timed alone, forward in order and backward in
 reverse, until they together are larger than any cache. Weights cast to half precision (FSDP's) get new gradients from
-every backward, and the optimizer updates fp32 copies of them.
+every backward, and the optimizer updates fp32 copies of them. Every second round does it all again with backward in
+two parts, as torch's pipelines run it: the first part of all copies in reverse, then the second of all in order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from executor.data import make_batch
+from executor.data import model_batch
 from executor.fsdp_timing import FsdpBench
 from executor.loss import cross_entropy
 from executor.model import build_stage
@@ -21,7 +25,7 @@ from executor.parallel import Parallel
 from executor.precision import Autocast
 from executor.timing import TIMED_DTYPES, Stopwatch, sample_of, together
 from executor.trainer import make_optimizer
-from simplan.cost.calibration import LayerTiming, ShapeRequest, way_of_mixing
+from simplan.cost.calibration import LayerTiming, Sample, ShapeRequest, way_of_mixing
 from simplan.spec.layer import LayerKind
 
 __all__ = ["time_layers"]
@@ -34,7 +38,7 @@ _SCALE = 3.0
 def time_layers(
     shape: ShapeRequest, num_ranks: int, device: torch.device, keep_going: Callable[[int], bool]
 ) -> list[LayerTiming]:
-    """Times embedding, block and head of one model.
+    """Times every layer of one model that differs from those before it.
 
     Args:
         shape: Which model, what a rank has of it, at which microbatch size and precision.
@@ -42,15 +46,18 @@ def time_layers(
         device: Where.
         keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
     """
-    benches = [_LayerBench(shape, index, device) for index in (0, 1, len(shape.model.layers) - 1)]
+    first_of_key: dict[str, int] = {}
+    for index, layer in enumerate(shape.model.layers_of(shape.shard)):
+        first_of_key.setdefault(layer.key, index)
+    benches = [_LayerBench(shape, index, device) for index in first_of_key.values()]
     for bench in benches:
-        bench.round()  # warm-up, not counted
+        bench.round(with_split=True)  # warm-up, not counted
         bench.forget()
     done = 0
     while keep_going(done):
         together()
         for bench in benches:
-            bench.round()
+            bench.round(with_split=done % 2 == 0)
         done += 1
     return [bench.timing(num_ranks) for bench in benches]
 
@@ -69,7 +76,7 @@ class _LayerBench:
         dtype = torch.float32 if autocast else TIMED_DTYPES[shape.dtype]
         saved = sum(tensor.elements * (tensor.bytes_per_element or dtype.itemsize) for tensor in layer.saved)
         footprint = 2 * layer.num_parameters * dtype.itemsize + saved * shape.microbatch_size
-        repeats = shape.model.num_hidden_layers if layer.kind is LayerKind.BLOCK else 1
+        repeats = Counter(layers)[layer]
         num_copies = min(_MOST_COPIES, repeats, 1 + _CACHE_BYTES // max(1, footprint))
         self._copies: list[nn.Module] = [
             build_stage(shape.model, [index], dtype, device, seed, self._parallel) for seed in range(num_copies)
@@ -89,39 +96,32 @@ class _LayerBench:
         ]
         if autocast:
             self._copies = [Autocast(copy, TIMED_DTYPES[shape.dtype], device.type) for copy in self._copies]
-        tokens, targets = make_batch(
-            shape.model.vocab_size,
-            shape.model.seq_len,
-            seed=0,
-            step=0,
-            first_sample=0,
-            num_samples=shape.microbatch_size,
-        )
-        self._tokens, self._targets = (self._parallel.local_tokens(x).to(device) for x in (tokens, targets))
-        own_tokens = layers[0].output_elements // shape.model.hidden_size
-        self._hidden = torch.randn(
-            shape.microbatch_size, own_tokens, shape.model.hidden_size, device=device, dtype=dtype
-        )
+        batch = model_batch(shape.model, seed=0, step=0, first_sample=0, num_samples=shape.microbatch_size)
+        inputs, self._targets = (self._parallel.local_tokens(x).to(device) for x in batch)
+        self._first_input = inputs.to(dtype) if inputs.is_floating_point() else inputs
+        self._given: list[Tensor] = []  # what the layer before gives, if there is one
+        if index:
+            before = layers[index - 1]
+            for number, given in enumerate(before.output_shapes):
+                width = TIMED_DTYPES[shape.dtype] if number in before.product_outputs else dtype
+                self._given.append(torch.randn(shape.microbatch_size, *given, device=device, dtype=width))
         self._seconds: dict[str, list[float]] = {}
         self.forget()
 
     def forget(self) -> None:
         """Drops the timings so far."""
-        self._seconds = {"forward": [], "backward": [], "optimizer": [], "scale": []}
-        self._seconds |= {"gather_copy": [], "reduce_copy": []}
+        self._seconds = {"forward": [], "backward": [], "backward_input": [], "backward_weight": []}
+        self._seconds |= {"optimizer": [], "scale": [], "gather_copy": [], "reduce_copy": []}
 
-    def round(self) -> None:
-        """Forward of every copy, backward of every copy in reverse, FSDP's part, then their optimizer."""
-        inputs = [self._input() for _ in self._copies]
-        outputs: list[Tensor] = []
-        for copy, x in zip(self._copies, inputs, strict=True):
-            self._seconds["forward"].append(self._watch(self._forward, copy, x, outputs))
-        gradients = [None if y.dim() == 0 else torch.randn_like(y) for y in outputs]
-        while outputs:
-            y, gradient = outputs.pop(), gradients.pop()
-            self._seconds["backward"].append(self._watch(torch.autograd.backward, y, gradient))
-            del y, gradient
-            inputs.pop()
+    def round(self, *, with_split: bool) -> None:
+        """Forward of every copy, backward of every copy in reverse, FSDP's part, then their optimizer.
+
+        Args:
+            with_split: Forward and backward also once with backward in two parts.
+        """
+        self._backward()
+        if with_split and self._given:
+            self._split_backward()
         for copy in self._copies:
             if self._mixed == "cast":
                 copy.zero_grad(set_to_none=True)
@@ -132,6 +132,37 @@ class _LayerBench:
         share = 1 / len(self._copies)
         self._seconds["scale"].append(share * self._watch(self._scale))
         self._seconds["optimizer"].append(share * self._watch(self._optimize))
+
+    def _backward(self) -> None:
+        """Forward and backward of every copy."""
+        inputs, outputs = self._forwards()
+        gradients = [_gradients(y) for y in outputs]
+        while outputs:
+            y, gradient = outputs.pop(), gradients.pop()
+            self._seconds["backward"].append(self._watch(torch.autograd.backward, y, gradient))
+            del y, gradient
+            inputs.pop()
+
+    def _split_backward(self) -> None:
+        """The same with the gradients of activations of every copy before the gradients of weights of any."""
+        inputs, outputs = self._forwards()
+        left: list[list[dict[str, Any]]] = []
+        for copy in reversed(self._copies):
+            y = outputs.pop()
+            first_part = self._watch(self._backward_input, copy, inputs.pop(), y, _gradients(y), left)
+            self._seconds["backward_input"].append(first_part)
+            del y
+        for copy in self._copies:
+            second_part = self._watch(stage_backward_weight, copy.parameters(), left.pop())
+            self._seconds["backward_weight"].append(second_part)
+
+    def _forwards(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Inputs and outputs of all copies."""
+        inputs = [self._input() for _ in self._copies]
+        outputs: list[list[Tensor]] = []
+        for copy, x in zip(self._copies, inputs, strict=True):
+            self._seconds["forward"].append(self._watch(self._forward, copy, x, outputs))
+        return inputs, outputs
 
     def timing(self, num_ranks: int) -> LayerTiming:
         """The timings of all ranks as one record."""
@@ -144,22 +175,36 @@ class _LayerBench:
             optimizer=self._shape.optimizer,
             forward_s=sample_of(self._seconds["forward"], len(self._copies)),
             backward_s=sample_of(self._seconds["backward"], len(self._copies)),
+            backward_input_s=self._split_sample("backward_input"),
+            backward_weight_s=self._split_sample("backward_weight"),
             optimizer_s=sample_of(self._seconds["optimizer"]),
             scale_s=sample_of(self._seconds["scale"]),
             gather_copy_s=sample_of(self._seconds["gather_copy"], len(self._sharded)),
             reduce_copy_s=sample_of(self._seconds["reduce_copy"], len(self._sharded)),
         )
 
-    def _input(self) -> Tensor:
-        if self._layer.kind is LayerKind.EMBEDDING:
-            return self._tokens
-        return self._hidden.clone().requires_grad_()
+    def _split_sample(self, part: str) -> Sample | None:
+        return sample_of(self._seconds[part], len(self._copies)) if self._given else None
 
-    def _forward(self, copy: nn.Module, x: Tensor, outputs: list[Tensor]) -> None:
-        y: Tensor = copy(x)
+    def _input(self) -> list[Tensor]:
+        return [x.clone().requires_grad_() for x in self._given] or [self._first_input]
+
+    def _forward(self, copy: nn.Module, x: list[Tensor], outputs: list[list[Tensor]]) -> None:
+        y: Tensor | tuple[Tensor, ...] = copy(*x)
         if self._layer.kind is LayerKind.HEAD:
+            assert isinstance(y, Tensor)
             y = cross_entropy(y, self._targets, self._parallel)
-        outputs.append(y)
+        outputs.append([y] if isinstance(y, Tensor) else list(y))
+
+    def _backward_input(
+        self,
+        copy: nn.Module,
+        x: list[Tensor],
+        y: list[Tensor],
+        gradients: list[Tensor] | None,
+        left: list[list[dict[str, Any]]],
+    ) -> None:
+        left.append(stage_backward_input(y, gradients, x, copy.parameters())[1])
 
     def _scale(self) -> None:
         for master in self._masters:
@@ -169,3 +214,8 @@ class _LayerBench:
     def _optimize(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
+
+
+def _gradients(outputs: list[Tensor]) -> list[Tensor] | None:
+    """Of the outputs of a layer; a loss has none."""
+    return None if outputs[0].dim() == 0 else [torch.randn_like(y) for y in outputs]

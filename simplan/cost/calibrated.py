@@ -73,6 +73,8 @@ class CalibratedCost:
 
     def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
         sample = _sample(timing, work.phase)
+        if sample is None:
+            return Price(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
         if work.phase in _OF_PARAMETERS:
             factor = work.num_parameters / work.layer.num_parameters
         else:
@@ -151,11 +153,14 @@ class CalibratedCost:
         )
 
 
-def _sample(timing: LayerTiming, phase: Phase) -> Sample:
+def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
+    """None for nothing to do: where the input has no gradient, the whole backward is in its second part."""
     return {
         Phase.FORWARD: timing.forward_s,
         Phase.RECOMPUTE: timing.forward_s,
         Phase.BACKWARD: timing.backward_s,
+        Phase.BACKWARD_INPUT: timing.backward_input_s,
+        Phase.BACKWARD_WEIGHT: timing.backward_weight_s or timing.backward_s,
         Phase.GATHER_COPY: timing.gather_copy_s,
         Phase.REDUCE_COPY: timing.reduce_copy_s,
         Phase.SCALE: timing.scale_s,

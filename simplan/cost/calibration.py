@@ -82,6 +82,9 @@ class LayerTiming(Spec):
         optimizer: Which optimizer.
         forward_s: Forward, keeping what backward needs; for the head, loss included.
         backward_s: Backward, accumulating into existing gradients.
+        backward_input_s: The first part of a backward in two parts, gradients of activations; None for a layer whose
+            input has no gradient, which has no such part.
+        backward_weight_s: The second part, gradients of weights, accumulating; None where there is no first one.
         optimizer_s: The optimizer's step over this layer's fp32 parameters, gradients zeroed.
         scale_s: Dividing this layer's fp32 gradients by a number.
         gather_copy_s: What FSDP does around an all-gather of this layer's parameters over all ranks: its hooks, copying
@@ -97,6 +100,8 @@ class LayerTiming(Spec):
     optimizer: Literal["adam", "adamw", "sgd"]
     forward_s: Sample
     backward_s: Sample
+    backward_input_s: Sample | None
+    backward_weight_s: Sample | None
     optimizer_s: Sample
     scale_s: Sample
     gather_copy_s: Sample
@@ -205,9 +210,7 @@ class Calibration(Spec):
         """
         if any(self.environment.get(fact) != newer.environment.get(fact) for fact in _CONDITIONS):
             return newer
-        layer_values = frozenset(
-            {"forward_s", "backward_s", "optimizer_s", "scale_s", "gather_copy_s", "reduce_copy_s"}
-        )
+        layer_values = frozenset(name for name in LayerTiming.model_fields if name.endswith("_s"))
         seconds = frozenset({"seconds"})
         return newer.model_copy(
             update={

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from simplan.cost.base import Price, Provenance
 from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Phase
+from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.hardware import DeviceSpec
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise
 from simplan.spec.software import StateBytes
@@ -22,6 +23,7 @@ _LAUNCH_S = 5e-6  # a kernel launched alone takes no less on any recent GPU
 _BACKWARD_GEMMS = 2  # gradients of input and weight
 _BACKWARD_ATTENTION = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
 _BACKWARD_POINTWISE = 2
+_ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
@@ -49,6 +51,8 @@ class Roofline:
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run of max(FLOPs / rate, bytes / bandwidth, launch).
 
+        Of a backward in two parts the first has one product of each matrix and all else but lookups, the second the
+        other product, the lookups, and what reads activations and gradients once more for the weights of norms.
         Copies, the division of gradients and the optimizer stream so many bytes a parameter.
         """
         width = self._streamed_bytes(work.phase)
@@ -59,16 +63,20 @@ class Roofline:
                 _RELATIVE_STD[Provenance.DATASHEET],
                 f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(self.bytes_per_s)}",
             )
-        backward = work.phase is Phase.BACKWARD
         all_kernels = work.layer.kernels
         indices = range(len(all_kernels)) if work.kernels is None else work.kernels
         kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
-        flops = sum(kernel.flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
+        if work.phase is Phase.BACKWARD_WEIGHT:
+            weighted = weighted_kernels(work.layer)
+            kernels = [kernel for kernel in kernels if kernel in weighted]
+        elif work.phase is Phase.BACKWARD_INPUT:
+            kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
+        flops = sum(kernel.computed_flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
         return Price(
-            sum(self._kernel_s(kernel, work.microbatch_size, backward) for kernel in kernels),
+            sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in kernels),
             self.provenance,
             _RELATIVE_STD[self.provenance],
-            self._formula(len(kernels), flops * work.microbatch_size * (2 if backward else 1)),
+            self._formula(len(kernels), flops * work.microbatch_size * (2 if work.phase is Phase.BACKWARD else 1)),
         )
 
     def _formula(self, num_kernels: int, flops: int) -> str:
@@ -89,21 +97,21 @@ class Roofline:
                 return _SCALE_BYTES
             case Phase.OPTIMIZER:
                 return _SGD_BYTES if self.optimizer == "sgd" else _OPTIMIZER_BYTES
-            case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD:
+            case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
                 return 0
 
-    def _kernel_s(self, kernel: Kernel, b: int, backward: bool) -> float:
-        width = self.state.activation
+    def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
+        width, propagates = self.state.activation, phase in _ACTIVATION_GRADIENTS
         match kernel:
             case Gemm(m=m, n=n, k=k):
-                flop_s = b * kernel.flops / self.matmul_flop_per_s
-                byte_s = (b * m * (n + k) + n * k) * width / self.bytes_per_s
-                return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if backward else 1)
+                flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
+                byte_s = (b * m * (n + k) + kernel.weight_elements) * width / self.bytes_per_s
+                return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if phase is Phase.BACKWARD else 1)
             case Attention():
                 rate = self.matmul_flop_per_s * _ATTENTION_SHARE_OF_MATMUL
-                return max(b * kernel.flops / rate * (_BACKWARD_ATTENTION if backward else 1), _LAUNCH_S)
+                return max(b * kernel.computed_flops / rate * (_BACKWARD_ATTENTION if propagates else 1), _LAUNCH_S)
             case Pointwise(reads=reads, writes=writes):
-                num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if backward else 1)
+                num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if propagates else 1)
                 return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
             case Lookup(rows=rows, width=columns):
                 num_bytes = b * rows * columns * (width + self.state.gathered)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from simplan.program.program import LayerWork
-from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise
+from simplan.program.program import LayerWork, Phase
+from simplan.program.split_footprint import weighted_kernels
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise
 
 __all__ = ["weight_share"]
 
@@ -18,20 +19,34 @@ def weight_share(work: LayerWork) -> float:
     Args:
         work: Forward, recomputation or backward of a layer or of a part of it.
     """
-    kernels = work.layer.kernels
     if work.kernels is None:
         return 1.0
-    whole = sum(_weight(kernel) for kernel in kernels)
-    return sum(_weight(kernels[index]) for index in work.kernels) / whole
+    kernels = work.layer.kernels
+    parts = [_weight(kernel) * _times(work.layer, kernel, work.phase) for kernel in kernels]
+    return sum(parts[index] for index in work.kernels) / (sum(parts) or 1)
+
+
+def _times(layer: LayerSpec, kernel: Kernel, phase: Phase) -> int:
+    """How often a phase does what forward does of a kernel, as far as kernels differ in it.
+
+    A whole backward does all of them about twice. Of its two parts, each has one product of every matrix; gradients of
+    activations are all in the first one, and what is left for the second is to sum up what reached other weights.
+    """
+    if phase is Phase.BACKWARD_INPUT:
+        return 0 if isinstance(kernel, Lookup) else 1 if isinstance(kernel, Gemm) else 2
+    if phase is Phase.BACKWARD_WEIGHT:
+        return int(kernel in weighted_kernels(layer))
+    return 1
 
 
 def _weight(kernel: Kernel) -> int:
     match kernel:
         case Gemm(m=m, n=n, k=k):
-            return kernel.flops + _FLOPS_PER_ELEMENT * (m * (n + k) + n * k)
-        case Attention(num_heads=heads, num_key_value_heads=kv_heads, head_dim=width, seq_len=queries, num_keys=keys):
-            elements = 2 * width * (heads * queries + kv_heads * (keys or queries))
-            return kernel.flops + _FLOPS_PER_ELEMENT * elements
+            return kernel.computed_flops + _FLOPS_PER_ELEMENT * (m * (n + k) + kernel.weight_elements)
+        case Attention(num_heads=heads, num_key_value_heads=kv_heads, seq_len=queries):
+            widths = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
+            elements = widths * (heads * queries + kv_heads * (kernel.num_keys or queries))
+            return kernel.computed_flops + _FLOPS_PER_ELEMENT * elements
         case Pointwise(reads=reads, writes=writes):
             return _FLOPS_PER_ELEMENT * (reads + writes)
         case Lookup(rows=rows, width=columns):

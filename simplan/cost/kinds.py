@@ -37,6 +37,12 @@ def _of_layers(plan: ParallelPlan, model: ModelSpec) -> set[CollectiveKind]:
 
 def _of_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
     """What averages gradients, and hands out what sharded optimizers have updated."""
+    if plan.ep > 1 and plan.dp > plan.ep:
+        return _of_whole_gradients(plan) | {CollectiveKind.ALL_REDUCE}
+    return _of_whole_gradients(plan)
+
+
+def _of_whole_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
     if plan.shards_parameters:
         kinds = {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER}
         return kinds | {CollectiveKind.ALL_REDUCE} if plan.dp_replicate > 1 else kinds

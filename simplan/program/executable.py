@@ -153,11 +153,13 @@ def _split_without_pipeline(table: Table) -> Iterator[Problem]:
 
 
 def _split_tensors(table: Table, plan: ParallelPlan) -> Iterator[Problem]:
-    """Both gradients of a matrix of tensor parallelism are made by one function of the executor."""
+    """Torch cannot tell the parts of a backward for functions that make both gradients, such as the executor's."""
     split = _first(table, _SPLIT)
-    if split is not None and plan.tp > 1:
-        rule = f"a split backward ({split}) of layers that tensor-parallel ranks share is simulated, not executed"
-        yield Problem(field="plan.tp", value=str(plan.tp), rule=rule, fix="use 1, or schedule = 1f1b")
+    if split is not None and plan.sequence_parallel:
+        rule = f"gathered matrices would run whole in both parts of a split backward ({split}); it is simulated only"
+        yield Problem(
+            field="plan.sequence_parallel", value="true", rule=rule, fix="use false, or a schedule without I and W"
+        )
 
 
 def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:

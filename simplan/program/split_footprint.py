@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from simplan.program.expert_footprint import copied_weight_bytes
 from simplan.program.footprint import LayerFootprint, Moment
+from simplan.program.norm_footprint import norm_workspace
 from simplan.program.program import MemoryCategory, MemoryEffect, Phase
 from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
 from simplan.spec.software import StateBytes
@@ -82,7 +83,8 @@ def split_footprint(
     gradients = sum(left)
     if receives and passes:  # after the last weight there are only additions: the output's gradient is the same tensor
         gradients -= output
-    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(weighted[-1]) + 1 :]}
+    ends_stage = receives or layer.kind is LayerKind.HEAD  # else what follows holds on to it
+    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(weighted[-1]) + 1 :]} if ends_stage else set()
     dropped = [tensor for tensor in layer.saved if tensor.made_by in after]
     weight, released = _weight_moments(layer, b, state)
     return SplitFootprint(
@@ -134,19 +136,25 @@ def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
 def _input_moments(layer: LayerSpec, b: int, state: StateBytes, footprint: LayerFootprint) -> tuple[Moment, ...]:
     """The end of a layer, where the gradients of its input are added up; in a head the loss, in others the exchanges.
 
-    Under autocast the gradient of the residual stream is not one of those that are left. Logits in 16 bits have
-    gradients in 32 first.
+    Under autocast the gradient of the residual stream is not one of those that are left, and a layer that begins with
+    a matrix has the gradient of its input in 16 bits first. Logits in 16 bits have gradients in 32 first.
     """
     weighted = weighted_kernels(layer)
-    arriving = b * _left(weighted[0], state)
-    temporary = b * _norm_workspace(layer, weighted[0], state)
+    first = weighted[0]
+    narrows = state.activation < state.residual
+    if isinstance(first, Gemm):
+        arriving = b * first.m * first.k * state.residual
+        temporary = arriving + (b * first.m * first.k * state.activation if narrows else 0)
+    else:
+        arriving = b * _left(first, state)
+        temporary = max(arriving, b * norm_workspace(layer, first, state))
     if layer.kind is LayerKind.HEAD:
         left = b * _left(weighted[-1], state)
         wide = left // state.activation * _FP32_BYTES if state.activation < _FP32_BYTES else 0
         loss = max(footprint.backward[0].logits - left, wide)
         others = b * sum(_left(kernel, state) for kernel in weighted[:-1])
-        return Moment(-others, loss), Moment(max(arriving, temporary))
-    beside = 0 if state.residual == state.activation else arriving
+        return Moment(-others, loss), Moment(temporary)
+    beside = arriving if narrows else 0
     end = Moment(max(2 * arriving, beside + temporary))
     exchanges = [beside + b * workspace for workspace in _exchange_workspaces(layer, state)]
     return (end, *map(Moment, exchanges))
@@ -163,22 +171,6 @@ def _exchange_workspaces(layer: LayerSpec, state: StateBytes) -> Iterator[int]:
         if isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.backward in num_buffers:
             before = sum(_left(k, state) for k in weighted_kernels(layer) if layer.kernels.index(k) < index)
             yield num_buffers[kernel.backward] * kernel.elements * state.activation - before
-
-
-def _norm_workspace(layer: LayerSpec, kernel: Kernel, state: StateBytes) -> int:
-    """What the backward of a norm needs beside gradients that exist, for one sequence.
-
-    LayerNorm is one kernel. The executor's RMSNorm is on CPUs composed of single operations: at worst it has the
-    normalized input, its gradient, a product, a difference, and where numbers are in 16 bits a wider copy of one.
-    """
-    if not isinstance(kernel, Pointwise):
-        return 0
-    width = max(p.num_elements for p in layer.parameters if p.name.startswith(f"{kernel.name}."))
-    statistics = sum(t.elements for t in layer.saved if t.made_by == kernel.name and t.bytes_per_element)
-    if statistics * width != kernel.writes:  # one number for each row
-        return 0
-    num_wide = 3 if state.residual == _FP32_BYTES else 4
-    return kernel.writes * (state.residual + num_wide * _FP32_BYTES)
 
 
 def _weight_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[Moment, ...], int]:
@@ -199,7 +191,7 @@ def _weight_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[
             if copies:
                 gradient = kernel.weight_elements * state.gradient
                 product += max(0, gradient - kept)
-        workspace = b * _norm_workspace(layer, kernel, state)
+        workspace = b * norm_workspace(layer, kernel, state)
         moments.append(Moment(workspace - gone, gradients=last_gradient + product))
         gone += b * _left(kernel, state) + kept
         last_gradient = gradient

@@ -12,7 +12,17 @@ from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTimi
 from simplan.cost.store import load, save
 from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Message, Phase
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
+from simplan.spec.layer import (
+    Attention,
+    CollectiveKind,
+    Exchange,
+    Gemm,
+    Kernel,
+    LayerKind,
+    LayerSpec,
+    ParameterSpec,
+    Pointwise,
+)
 from simplan.spec.model import ModelSpec
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
@@ -47,6 +57,8 @@ CALIBRATION = Calibration(
             optimizer="adamw",
             forward_s=sample(0.010),
             backward_s=sample(0.020),
+            backward_input_s=sample(0.012),
+            backward_weight_s=sample(0.009),
             optimizer_s=sample(0.004),
             scale_s=sample(0.001),
             gather_copy_s=sample(0.002),
@@ -75,6 +87,22 @@ def test_a_timed_layer_costs_its_mean() -> None:
     assert price.relative_std == pytest.approx(0.05)  # 3 % from round to round and 4 % that every timing has
 
 
+def test_the_parts_of_a_split_backward_cost_what_each_was_timed_at() -> None:
+    assert COST.compute(work(Phase.BACKWARD_INPUT)).seconds == 0.012
+    assert COST.compute(work(Phase.BACKWARD_WEIGHT)).seconds == 0.009
+
+
+def test_a_layer_whose_input_has_no_gradient_has_its_whole_backward_in_the_second_part() -> None:
+    (timing,) = CALIBRATION.layers
+    first = timing.model_copy(update={"backward_input_s": None, "backward_weight_s": None})
+    cost = CalibratedCost(
+        CALIBRATION.model_copy(update={"layers": (first,)}), dtype="fp32", optimizer="adamw", num_ranks=2
+    )
+    price = cost.compute(work(Phase.BACKWARD_INPUT))
+    assert (price.seconds, price.provenance) == (0.0, Provenance.CALIBRATED)
+    assert cost.compute(work(Phase.BACKWARD_WEIGHT)).seconds == 0.020
+
+
 def test_the_optimizer_costs_in_proportion_to_the_weights_it_updates() -> None:
     half = COST.compute(work(Phase.OPTIMIZER, num_parameters=BLOCK.num_parameters // 2))
     assert half.seconds == pytest.approx(0.002, rel=1e-3)
@@ -86,8 +114,12 @@ def test_copies_cost_in_proportion_to_the_weights_copied() -> None:
         assert quarter.seconds == pytest.approx(whole_s / 4, rel=1e-3)
 
 
-def parts(*kernels: Gemm | Attention | Exchange) -> LayerSpec:
-    return LayerSpec(key=BLOCK.key, kind=LayerKind.BLOCK, parameters=(), kernels=kernels, saved=(), output_elements=0)
+def parts(*kernels: Kernel) -> LayerSpec:
+    """Every matrix has weights."""
+    weights = tuple(ParameterSpec(f"{k.name}.weight", (k.n, k.k)) for k in kernels if isinstance(k, Gemm))
+    return LayerSpec(
+        key=BLOCK.key, kind=LayerKind.BLOCK, parameters=weights, kernels=kernels, saved=(), output_elements=0
+    )
 
 
 def test_parts_of_a_layer_add_up_to_it_and_large_ones_cost_what_their_flops_say() -> None:
@@ -99,6 +131,18 @@ def test_parts_of_a_layer_add_up_to_it_and_large_ones_cost_what_their_flops_say(
     assert sum(seconds) == pytest.approx(0.010)
     backward = COST.compute(LayerWork(layer, Phase.BACKWARD, 2, 0, (0, 1))).seconds
     assert backward == pytest.approx(0.005, rel=0.02)
+
+
+def test_parts_of_a_split_backward_have_their_share_of_it() -> None:
+    """Attention has the FLOPs of both matrices: two thirds of I, which has one product of each, and nothing of W."""
+    attention = Attention(1, 1, 10**4, 10**4, causal=False)  # 4 * 10^12 FLOPs
+    layer = parts(Gemm("a", 10**4, 10**4, 10**4), attention, Pointwise("b", 0, 0), Gemm("c", 10**4, 10**4, 10**4))
+    for phase, seconds in (
+        (Phase.BACKWARD_INPUT, [0.002, 0.008, 0.0, 0.002]),
+        (Phase.BACKWARD_WEIGHT, [0.0045, 0.0, 0.0, 0.0045]),
+    ):
+        found = [COST.compute(LayerWork(layer, phase, 2, 0, (index,))).seconds for index in range(4)]
+        assert found == pytest.approx(seconds, rel=0.02)
 
 
 def test_recomputation_costs_the_forward_of_what_runs_again() -> None:

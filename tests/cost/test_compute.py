@@ -14,6 +14,7 @@ from simplan.spec.layer import (
     Gemm,
     LayerKind,
     LayerSpec,
+    Lookup,
     ParameterSpec,
     Pointwise,
 )
@@ -52,32 +53,43 @@ def test_copies_read_and_write_gathered_weights() -> None:
 PARTS = LayerSpec(
     key="parts",
     kind=LayerKind.BLOCK,
-    parameters=(),
+    parameters=(
+        ParameterSpec("a.weight", (4096, 8192)),
+        ParameterSpec("norm.weight", (1,)),
+        ParameterSpec("e.weight", (1,)),
+    ),
     kernels=(
         Exchange("x", "tp", CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, 10**9),
         Gemm("a", 2048, 4096, 8192),
         Pointwise("b", 10**8, 10**8),
         Attention(32, 8, 128, 2048, causal=False, num_keys=8192),
+        Pointwise("norm", 10**8, 10**8),
+        Lookup("e", 10**4, 10**4),
     ),
     saved=(),
     output_elements=0,
 )
 GEMM_S = 2 * 2048 * 4096 * 8192 / 1e14
 POINTWISE_S = 2 * 10**8 * 2 / 1e12
+LOOKUP_S = 10**8 * (2 + 4) / 1e12  # activations in 2 bytes, weights in 4
 ATTENTION_S = 4 * 2048 * 8192 * 128 * 32 / 0.6e14
 
 
 @pytest.mark.parametrize(
     ("phase", "kernels", "seconds"),
     [
-        (Phase.FORWARD, None, GEMM_S + POINTWISE_S + ATTENTION_S),
+        (Phase.FORWARD, None, GEMM_S + 2 * POINTWISE_S + ATTENTION_S + LOOKUP_S),
         (Phase.FORWARD, (0,), 0.0),
         (Phase.FORWARD, (0, 1), GEMM_S),
         (Phase.RECOMPUTE, (2, 3), POINTWISE_S + ATTENTION_S),
         (Phase.BACKWARD, (1,), 2 * GEMM_S),
         (Phase.BACKWARD, (3,), 2.5 * ATTENTION_S),
+        (Phase.BACKWARD_INPUT, None, GEMM_S + 2 * 2 * POINTWISE_S + 2.5 * ATTENTION_S),
+        (Phase.BACKWARD_WEIGHT, None, GEMM_S + POINTWISE_S + LOOKUP_S),
+        (Phase.BACKWARD_WEIGHT, (2, 3), 0.0),
+        (Phase.BACKWARD_INPUT, (5,), 0.0),
     ],
 )
 def test_parts_of_a_layer_cost_their_kernels(phase: Phase, kernels: tuple[int, ...] | None, seconds: float) -> None:
-    """Exchanges are messages, priced elsewhere."""
+    """Exchanges are messages, priced elsewhere. The second part of a backward reads once more what norms took in."""
     assert RATES.price(LayerWork(PARTS, phase, 1, 0, kernels)).seconds == pytest.approx(seconds)

@@ -52,6 +52,9 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
         assert 0 < timing.forward_s.low_s <= timing.forward_s.high_s
         assert timing.forward_s.low_s <= timing.forward_s.mean_s
         assert timing.backward_s.mean_s > 0
+        is_first = "embedding" in timing.key  # its input are tokens, which have no gradient
+        for part in (timing.backward_input_s, timing.backward_weight_s):
+            assert part is None if is_first else part is not None and part.mean_s > 0
         assert timing.optimizer_s.mean_s > 0
         assert timing.gather_copy_s.mean_s > 0
         assert timing.reduce_copy_s.mean_s > 0
@@ -121,6 +124,15 @@ def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard,
             min(t.forward_s.low_s, t.backward_s.low_s, t.gather_copy_s.low_s, t.reduce_copy_s.low_s) > 0
             for t in timings
         )
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_kind_of_block_is_timed_once() -> None:
+    """Every second block has a window."""
+    model = MODEL.model_copy(update={"sliding_window": 4, "sliding_window_pattern": 2})
+    timings = time_layers(ShapeRequest(model=model, microbatch_size=2), 1, torch.device("cpu"), lambda done: done < 1)
+    assert [t.key for t in timings] == [model.layers[index].key for index in (0, 1, 2, 4)]
+    assert len({t.key for t in timings}) == 4
 
 
 @pytest.mark.usefixtures("alone")

@@ -86,6 +86,12 @@ def test_tables_of_plans_are_executable(plan: dict[str, Any]) -> None:
             "the last stage must run forwards in order of microbatches",
         ),
         (
+            complete_table(table("0F0 0B0", "1F0 1I0 1W0")),
+            {"pp": 2, "dp_replicate": 2},
+            "action 1I0: torch's DistributedDataParallel does not reduce the gradients of a split backward; "
+            "use plan.dp_shard with plan.zero_stage = 2",
+        ),
+        (
             complete_table(table("0F0 0B0", "1F0 1I0 1W0"), unshard="window"),
             {"pp": 2, "dp_shard": 2},
             "action 1I0: a split backward needs plan.reshard_after_forward = false",
@@ -131,6 +137,13 @@ def test_bad_tables_are_refused(bad: Table, plan: dict[str, Any], said: str) -> 
 def test_what_fsdp_and_split_backward_may_do() -> None:
     plan = ParallelPlan(pp=2, dp_shard=2, reshard_after_forward=False)
     check_executable(complete_table(table("0F0 0B0", "1F0 1I0 1W0"), unshard="once"), plan, software())
+
+
+def test_split_backward_of_gathered_matrices_is_refused_by_name() -> None:
+    split = complete_table(table("0F0 0B0", "1F0 1I0 1W0"))
+    check_executable(split, ParallelPlan(pp=2, tp=2, sequence_parallel=False), software())
+    with pytest.raises(NotModelledError, match=r"plan.sequence_parallel = true: .* parts of a split backward \(1I0\)"):
+        check_executable(split, ParallelPlan(pp=2, tp=2), software())
 
 
 def test_split_backward_without_pipeline_is_refused_by_name() -> None:

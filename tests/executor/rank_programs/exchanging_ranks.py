@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor.data import make_batch
+from executor.data import model_batch
 from executor.groups import Group
 from executor.loss import cross_entropy
 from executor.model import build_stage
@@ -51,13 +51,14 @@ def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype
     listener: Any = Listener()
     parallel = Parallel.of(shard, group if shard.tp > 1 else None, group if shard.cp > 1 else None, rank, listener)
     stage = build_stage(model, range(len(model.layers)), dtype, CPU, SEED, parallel, recompute)
-    batch = make_batch(model.vocab_size, model.seq_len, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES)
-    tokens, targets = (parallel.local_tokens(x) for x in batch)
+    batch = model_batch(model, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES)
+    inputs, targets = (parallel.local_tokens(x) for x in batch)
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     order: list[str] = []
     for name, parameter in stage.named_parameters():
         hook = partial(lambda name, _: order.append(name), name)
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    loss = cross_entropy(stage(tokens), targets, parallel)
+    loss = cross_entropy(stage(inputs), targets, parallel)
     loss.backward()  # type: ignore[no-untyped-call]
     num_issued = len(listener.issued)
     sum_partial_gradients(partial_parameters(stage, model, shard), parallel.tp)

@@ -1,0 +1,209 @@
+"""Models of all families: against independent implementations, and real ranks against one process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.attention_cores import alibi_slopes
+from executor.data import IGNORED, model_batch
+from executor.loss import cross_entropy
+from executor.model import build_stage
+from executor.run import run_job
+from simplan.program.job import Job
+from tests.executor.conftest import RANK_PROGRAMS, MakeJob
+from tests.executor.family_models import VARIANTS, variant
+from tests.executor.test_equality import own_part
+
+CPU = torch.device("cpu")
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+RELATIVE = 1e-9
+
+
+def block_of(name: str, **fields: Any) -> Any:
+    """A block with random weights, and biases and norms that matter, in float64."""
+    block = build_stage(variant(name, **fields), [1], torch.float64, CPU, seed=0).layers["1"]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return block
+
+
+@pytest.mark.parametrize(("name", "post_norm"), [("bert", True), ("vit", False)])
+def test_encoder_blocks_are_torchs(name: str, post_norm: bool) -> None:
+    """``nn.TransformerEncoderLayer`` with the same weights: values and the gradient of the input."""
+    block = block_of(name)
+    theirs = nn.TransformerEncoderLayer(
+        64, 8, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=not post_norm, dtype=torch.float64
+    )
+    fused = name == "vit"
+    names = {"linear1": "up", "linear2": "down", "norm1": "norm1", "norm2": "norm2", "self_attn.out_proj": "proj"}
+    ours = dict(block.named_parameters())
+    state = {f"{to}.{kind}": ours[f"{from_}.{kind}"] for to, from_ in names.items() for kind in ("weight", "bias")}
+    for kind in ("weight", "bias"):
+        parts = [ours[f"qkv.{kind}"]] if fused else [ours[f"{part}.{kind}"] for part in "qkv"]
+        state[f"self_attn.in_proj_{kind}"] = torch.cat(parts)
+    theirs.load_state_dict(state)
+    assert_alike(block, theirs, (2, 65 if fused else 64, 64))
+
+
+def assert_alike(ours: nn.Module, theirs: nn.Module, shape: tuple[int, ...]) -> None:
+    results = []
+    x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    for module in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        (out * weight).sum().backward()
+        results.append((out, leaf.grad))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, **EXACT)
+
+
+def written_out(block: Any, x: Tensor, bias: Tensor) -> Tensor:
+    """Attention of an MPT block by its definition; ``bias`` (heads, n, n) is added to the scores."""
+    normed = functional.layer_norm(x, x.shape[-1:], block.norm1.weight)
+    q, k, v = (normed @ block.qkv.weight.T).chunk(3, dim=-1)
+    heads = [part.unflatten(-1, (8, 8)).transpose(1, 2) for part in (q, k, v)]
+    scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(8) + bias
+    return (scores.softmax(-1) @ heads[2]).transpose(1, 2).flatten(-2) @ block.proj.weight.T
+
+
+def test_mpt_attention_is_alibi() -> None:
+    """Press et al. 2022, section 3: -m (i - j) is added to the scores of heads with slopes 1/2, 1/4, ..., 1/256."""
+    block = block_of("mpt")
+    x = torch.randn(2, 64, 64, dtype=torch.float64)
+    slopes = torch.tensor([2.0**-i for i in range(1, 9)], dtype=torch.float64)
+    places = torch.arange(64)
+    distance = places.unsqueeze(1) - places
+    bias = (-slopes.view(8, 1, 1) * distance).masked_fill(distance < 0, -torch.inf)
+    torch.testing.assert_close(block._self_attention(x), written_out(block, x, bias), **EXACT)
+
+
+def test_slopes_between_powers_of_two() -> None:
+    """MPT-30B has 64 heads; for 12 the paper's code takes those of 8, then every second one of 16."""
+    ours = sorted(alibi_slopes(12).tolist())
+    paper = [2.0**-i for i in range(1, 9)] + [2.0 ** (-8 * i / 16) for i in (1, 3, 5, 7)]
+    assert ours == pytest.approx(sorted(paper))
+
+
+def test_a_window_ends_what_a_query_meets() -> None:
+    """Token 40 does not change when tokens before its window of 24 do; token 41's window begins one later."""
+    block = block_of("window")
+    x = torch.randn(1, 64, 64, dtype=torch.float64)
+    changed = x.clone()
+    changed[0, :17] = torch.randn(17, 64, dtype=torch.float64)
+    same = (block(x) - block(changed)).abs().amax(-1)[0] < 1e-12
+    assert not same[:40].any()
+    assert same[40:].all()
+    whole = block_of("window", sliding_window=None)
+    whole.load_state_dict(block.state_dict())
+    torch.testing.assert_close(block(x)[0, :24], whole(x)[0, :24], **EXACT)
+
+
+def test_queries_and_keys_are_normed_by_head() -> None:
+    """With keys and queries ten times as large nothing changes, but for the epsilon."""
+    block = block_of("qk-norm")
+    x = torch.randn(1, 64, 64, dtype=torch.float64)
+    before = block(x)
+    with torch.no_grad():
+        block.q.weight.mul_(1000.0)
+        block.k.weight.mul_(1000.0)
+    torch.testing.assert_close(block(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_masked_tokens_alone_have_targets() -> None:
+    """As many in every sequence, so that means of microbatches are those of the batch."""
+    spec = variant("bert")
+    tokens, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=5)
+    asked = targets != IGNORED
+    assert (asked.sum(1) == round(0.15 * 64)).all()
+    logits = torch.randn(5, 64, 500, dtype=torch.float64)
+    wanted = functional.cross_entropy(logits[asked], targets[asked])
+    torch.testing.assert_close(cross_entropy(logits, targets), wanted)
+    assert (tokens[asked] == 0).all()
+
+
+def test_the_head_of_images_reads_the_class_token_alone() -> None:
+    spec = variant("vit")
+    head = build_stage(spec, [len(spec.layers) - 1], torch.float64, CPU, seed=0)
+    x = torch.randn(2, 65, 64, dtype=torch.float64)
+    changed = torch.cat((x[:, :1], torch.randn(2, 64, 64, dtype=torch.float64)), dim=1)
+    torch.testing.assert_close(head(x), head(changed), **EXACT)
+
+
+def test_patches_are_a_product_of_a_matrix() -> None:
+    """The convolution against torch's own unfolding of images."""
+    spec = variant("vit")
+    layer: Any = build_stage(spec, [0], torch.float64, CPU, seed=0).layers["0"]
+    images, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
+    patches = functional.unfold(images.double(), 4, stride=4).transpose(1, 2)
+    products = patches @ layer.conv_proj.weight.flatten(1).T
+    torch.testing.assert_close(layer(images.double())[:, 1:], products + layer.pos_embedding[1:], **EXACT)
+
+
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("none", {"dp_replicate": 2, "bucket_bytes": 40_000}),
+    "fsdp": ("none", {"dp_shard": 2}),
+    "pipeline": ("1f1b", {"pp": 2}),
+}
+"""Schedule and plan."""
+
+QUICK = {("bert", "pipeline"), ("vit", "fsdp"), ("mpt", "ddp"), ("qk-norm", "fsdp"), ("window", "pipeline")}
+
+
+def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then AdamW."""
+    model = build_stage(job.model, range(len(job.model.layers)), torch.float64, CPU, job.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    size, num_samples = job.plan.microbatch_size, job.training.global_batch_size
+    losses, gradients = [], []
+    for step in range(num_steps):
+        inputs, targets = model_batch(job.model, seed=job.seed, step=step, first_sample=0, num_samples=num_samples)
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        parts = [cross_entropy(model(x), y) for x, y in zip(inputs.split(size), targets.split(size), strict=True)]
+        loss = torch.stack(parts).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return losses, gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=[pytest.mark.slow] * ((name, strategy) not in QUICK))
+        for name in VARIANTS
+        for strategy in STRATEGIES
+    ],
+)
+def test_two_ranks_equal_one_process(
+    name: str, strategy: str, tmp_path: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and gradients of every step in float64."""
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    schedule, plan = STRATEGIES[strategy]
+    job = make_job(schedule, model=variant(name), plan=plan, dtype="fp64")
+    measurement = run_job(job, tmp_path, rank_module="dumping_worker")
+    num_steps = job.num_warmup_steps + job.num_steps
+    losses, gradients = one_process(job, num_steps)
+    assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
+    for step, wanted in enumerate(gradients):
+        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+        seen = set()
+        for rank in range(job.plan.num_devices):
+            for key, found in torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt").items():
+                whole = key if key in wanted else "layers.0.wte.weight"  # a tied weight's copy on the last stage
+                expected = own_part(job, rank, whole, wanted[whole], found)
+                # biases of keys change no softmax: their gradients are nothing but rounding
+                scale = max(float(wanted[whole].abs().max()), RELATIVE * largest)
+                assert float((found - expected).abs().max()) < RELATIVE * scale, (step, rank, key)
+                seen.add(whole)
+        assert seen == set(wanted)

@@ -1,0 +1,168 @@
+"""Layers of all families: their modules against what LayerSpec says of them, as torch itself accounts for it."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from executor import tensor_parallel
+from executor.data import model_batch
+from executor.loss import cross_entropy
+from executor.model import build_stage
+from executor.parallel import Parallel
+from simplan.program.footprint import layer_footprint
+from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import Recompute
+from simplan.spec.recompute import recomputation
+from tests.executor.family_models import VARIANTS, variant
+from tests.executor.test_recompute import SCALARS, SHARDS, STATES, traced
+
+CPU = torch.device("cpu")
+BATCH = 3
+
+
+class LayerRun:
+    """One layer, run forward and backward."""
+
+    def __init__(self, spec: ModelSpec, shard: str, index: int, recompute: Recompute, precision: str) -> None:
+        self._precision, self._parallel = precision, Parallel.silent(SHARDS[shard])
+        self.layer: LayerSpec = spec.layers_of(SHARDS[shard])[index]
+        self.state = STATES[precision]
+        dtype = torch.bfloat16 if precision == "cast" else torch.float32
+        self._stage = build_stage(spec, [index % len(spec.layers)], dtype, CPU, 0, self._parallel, recompute)
+        inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
+        self._targets, self._input = self._parallel.local_tokens(targets), self._parallel.local_tokens(inputs)
+        if self._input.is_floating_point():
+            self._input = self._input.to(dtype)
+        if self.layer.kind is not LayerKind.EMBEDDING:
+            (shape,) = spec.layers_of(SHARDS[shard])[0].output_shapes
+            self._input = torch.randn(BATCH, *shape, dtype=dtype).requires_grad_()
+        for parameter in self._stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.backward(self.forward())  # whatever torch makes once
+        self._input.grad = None  # a release of what is older than a trace would count in it, or would not
+
+    def forward(self) -> Tensor:
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with autocast if self._precision == "autocast" else nullcontext():
+            out: Tensor = self._stage(self._input)
+        return cross_entropy(out, self._targets, self._parallel) if self.layer.kind is LayerKind.HEAD else out
+
+    def backward(self, out: Tensor) -> None:
+        torch.autograd.backward(out, None if out.dim() == 0 else torch.ones_like(out))
+
+
+def shards_of(name: str) -> list[str]:
+    """In which ways a model can be split."""
+    if name == "bert":
+        return ["whole", "tensor", "sequence"]
+    return ["whole", "tensor"] if name == "vit" else list(SHARDS)
+
+
+def quick(shard: str, precision: str) -> list[Any]:
+    """Marks: every split in fp32 and every precision of whole layers are looked at in every run of the tests."""
+    return [] if shard == "whole" or precision == "fp32" else [pytest.mark.slow]
+
+
+KEPT = [
+    pytest.param(name, shard, index, recompute, precision, marks=quick(shard, precision))
+    for name in VARIANTS
+    for shard in shards_of(name)
+    for index, modes in ((0, ("none",)), (1, ("none", "selective", "full")), (-1, ("none",)))
+    for recompute in modes
+    for precision in STATES
+]
+PEAKS = [
+    pytest.param(name, shard, recompute, precision, marks=quick(shard, precision))
+    for name in VARIANTS
+    for shard in ("whole", "sequence")
+    if shard in shards_of(name)
+    for recompute in ("none", "full")
+    for precision in STATES
+]
+
+
+@pytest.mark.parametrize(("name", "shard", "index", "recompute", "precision"), KEPT)
+def test_kept_bytes_are_those_of_the_layer(
+    name: str, shard: str, index: int, recompute: Recompute, precision: str
+) -> None:
+    """To the byte, by torch's trace of allocations."""
+    run = LayerRun(variant(name), shard, index, recompute, precision)
+    out, held, _ = traced(run.forward)
+    kept = recomputation(run.layer, recompute)
+    footprint = layer_footprint(run.layer, BATCH, run.state, kept)
+    wanted = footprint.activations + footprint.logits - footprint.input_bytes
+    if name in ("mpt", "bert", "vit") and precision == "cast":  # LayerNorm's: fp32 on CUDA only
+        wanted -= BATCH * sum(2 * t.elements for t in kept.saved if t.name.endswith("statistics"))
+    result = 0 if out.dim() == 0 else out.nbytes
+    assert 0 <= held - result - wanted <= (SCALARS if run.layer.kind is LayerKind.HEAD else 0)
+
+
+@pytest.mark.parametrize(("name", "shard", "recompute", "precision"), PEAKS)
+def test_peak_of_backward_is_that_of_the_layer(name: str, shard: str, recompute: Recompute, precision: str) -> None:
+    """Of a block; the test also holds its output, but not its input, which was there before."""
+    run = LayerRun(variant(name), shard, 1, recompute, precision)
+    footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, recompute))
+    gc.collect()  # what an earlier trace left in cycles must not be released in this one
+    _, _, peak = traced(lambda: run.backward(run.forward()))
+    kept = footprint.activations - footprint.input_bytes + footprint.output_bytes
+    assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("layer_index", [0, 1, -1])
+def test_parameters_are_those_of_the_layer(name: str, layer_index: int) -> None:
+    spec = variant(name)
+    index = layer_index % len(spec.layers)
+    stage = build_stage(spec, [index], torch.float32, CPU, seed=0)
+    found = [(name, tuple(p.shape)) for name, p in stage.layers[str(index)].named_parameters()]
+    assert found == [(p.name, p.shape) for p in spec.layers[index].parameters]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_complete_in_the_order_of_the_layers(name: str) -> None:
+    spec = variant(name)
+    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
+    order: list[str] = []
+    for parameter_name, parameter in stage.named_parameters():
+        hook = partial(lambda name, _: order.append(name), parameter_name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
+    cross_entropy(stage(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    wanted = []
+    for index, layer in reversed(list(enumerate(spec.layers))):
+        names = [layer.parameters[i].name for i in layer.gradient_order]
+        wanted += [f"layers.{index}.{name}" for name in names if name not in layer.tied]
+    assert order == wanted
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816, "vocab_size": 8192,
+              "seq_len": 512, "qkv_bias": True, "qk_norm": "head"},
+    "mpt": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
+    "gpt": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
+    "bert": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
+    "vit": {"hidden_size": 768, "num_attention_heads": 12, "image_size": 224, "patch_size": 16, "num_classes": 1000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LARGE)
+def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward of two sequences on tensors without data; torch counts all scores, whatever masks them."""
+    monkeypatch.setattr(tensor_parallel, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
+    spec = ModelSpec(family=family, num_hidden_layers=2, **LARGE[family])
+    meta = torch.device("meta")
+    stage = build_stage(spec, range(len(spec.layers)), torch.float32, meta, seed=0)
+    inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
+    with FlopCounterMode(display=False) as counter:
+        stage(inputs.to(meta))
+    wanted = 2 * sum(layer.flops(full_attention=True) for layer in spec.layers)
+    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.005)

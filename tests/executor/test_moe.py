@@ -1,0 +1,141 @@
+"""Experts on real ranks: equal to one process, exchanging what Level 2 says, and refused where places run out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.model import own_weights
+from executor.parallel import Parallel, Peers
+from executor.run import run_job
+from simplan.errors import RunError
+from simplan.program.job import Job
+from simplan.program.measurement import Measurement
+from simplan.spec.plan import RankMapping
+from simplan.validate.structure import issued_as_predicted, predicted_messages, ran_as_predicted
+from tests.executor.test_equality import RELATIVE, largest_relative_difference, one_process
+
+RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
+MOE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "intermediate_size": 80,
+    "num_experts": 4,
+    "top_k": 2,
+    "moe_intermediate_size": 40,
+    "capacity_factor": 2.0,  # as many places as a sequence has tokens: none is ever without
+    "vocab_size": 96,
+}
+SHARED = {**MOE, "num_dense_layers": 1, "shared_expert_intermediate_size": 32, "shared_expert_gate": True}
+DROPPING = {**MOE, "capacity_factor": 0.75, "drop_tokens": True}
+MLA = {
+    **SHARED,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one rank": ("moe", SHARED, {}),
+    "one rank, latent attention": ("deepseek", MLA, {}),
+    "ddp": ("moe", MOE, {"dp_replicate": 2}),
+    "ddp x ep": ("moe", SHARED, {"dp_replicate": 2, "ep": 2}),
+    "ddp x ep, dropping": ("moe", DROPPING, {"dp_replicate": 2, "ep": 2, "bucket_bytes": 40_000}),
+    "ddp x ep, recompute": ("moe", MOE, {"dp_replicate": 2, "ep": 2, "recompute": "full"}),
+    "fsdp": ("moe", MOE, {"dp_shard": 2}),
+    "fsdp x ep": ("moe", SHARED, {"dp_shard": 2, "ep": 2}),
+    "fsdp x ep, latent attention": ("deepseek", MLA, {"dp_shard": 2, "ep": 2}),
+    "1f1b": ("moe", SHARED, {"pp": 2, "schedule": "1f1b"}),
+    "context parallelism": ("moe", MOE, {"cp": 2, "cp_comm": "all_gather", "zero_stage": 2}),
+    "ddp over ep 2 of 4": ("moe", MOE, {"dp_replicate": 4, "ep": 2, "bucket_bytes": 40_000}),
+    "hsdp x ep": ("moe", SHARED, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    "hsdp with experts over all": ("moe", MOE, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
+    "1f1b x ddp x ep": ("moe", MOE, {"pp": 2, "dp_replicate": 2, "ep": 2, "schedule": "1f1b"}),
+    "interleaved x fsdp x ep": (
+        "moe",
+        {**MOE, "num_hidden_layers": 4},
+        {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "ep": 2, "schedule": "interleaved_1f1b"},
+    ),
+}
+"""Family, model and plan."""
+QUICK = ("ddp x ep", "fsdp x ep, latent attention")
+
+
+@dataclass(frozen=True)
+class Run:
+    job: Job
+    measurement: Measurement
+    out_dir: Path
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_job: Any, make_model: Any
+) -> Run:
+    family, fields, plan = CASES[request.param]
+    out_dir = tmp_path_factory.mktemp(request.param.replace(" ", "-").replace(",", ""))
+    plan = dict(plan)
+    left_out = {"num_key_value_heads": 0} if family == "deepseek" else {}
+    model = make_model(family, **fields, **left_out)
+    schedule, pp = plan.pop("schedule", "none"), plan.pop("pp", 1)
+    job = make_job(schedule, pp=pp, model=model, plan=plan, dtype="fp64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+        measurement = run_job(job, out_dir, rank_module="dumping_worker")
+    return Run(job, measurement, out_dir)
+
+
+def test_losses_and_gradients_equal_one_process(run: Run) -> None:
+    job = run.job
+    num_steps = job.num_warmup_steps + job.num_steps
+    losses, gradients = one_process(job, num_steps)
+    assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
+    mapping = RankMapping.of(job.plan)
+    for step, wanted in enumerate(gradients):
+        seen = set()
+        for rank in range(job.plan.num_devices):
+            parallel = Parallel(job.plan.shard, ep=Peers(job.plan.ep, mapping.ep_group(rank).index(rank)))
+            for name, found in torch.load(run.out_dir / f"gradients.rank{rank}.step{step}.pt").items():
+                own = own_weights(wanted[name], name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
+                assert largest_relative_difference(found, own) < RELATIVE, (step, rank, name)
+                seen.add(name)
+        assert seen == set(wanted)
+
+
+def test_issued_as_predicted(run: Run) -> None:
+    """Kind, group, bytes and order; in float64 everything is twice as wide as the float32 that Level 2 is for."""
+    assert ran_as_predicted(run.measurement)
+    plan = run.job.plan
+    half = None if plan.bucket_bytes is None else plan.bucket_bytes // 2
+    narrow = run.job.model_copy(update={"plan": plan.model_copy(update={"bucket_bytes": half})})
+    num_exchanges = 0
+    for rank, predicted in predicted_messages(narrow).items():
+        wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
+        found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in run.measurement.ranks[rank].collectives]
+        if plan.ep * plan.cp > 1 and not plan.shards_parameters:  # a bucket may be full between two exchanges
+            wide.sort(key=lambda message: message[:2])
+            found.sort(key=lambda message: message[:2])
+        assert found == wide
+        num_exchanges += sum(kind == "all_to_all" for kind, *_ in found)
+    assert (num_exchanges > 0) == (plan.ep > 1)
+
+
+def test_bf16_issues_what_is_predicted(tmp_path: Path, make_job: Any, make_model: Any) -> None:
+    """Under FSDP experts stay in fp32, and what is exchanged for them is as narrow as all activations."""
+    training = make_job().training.model_copy(update={"global_batch_size": 16, "precision": "bf16"})
+    job = make_job(model=make_model("moe", **MOE), plan={"dp_shard": 2, "ep": 2}, training=training, dtype="bf16")
+    measurement = run_job(job, tmp_path)
+    assert issued_as_predicted(measurement)
+    losses, _ = one_process(job, 3)
+    assert measurement.losses == pytest.approx(losses, rel=2e-3)
+
+
+def test_too_few_places_are_refused_with_the_number(tmp_path: Path, make_job: Any, make_model: Any) -> None:
+    """With one place for every token that experts get on average, some expert is asked for more."""
+    job = make_job(model=make_model("moe", **{**MOE, "capacity_factor": 1.0}))
+    with pytest.raises(RunError, match=r"model\.capacity_factor = 1: gives each expert 12 places for a sequence, and "):
+        run_job(job, tmp_path)
