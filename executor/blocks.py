@@ -1,38 +1,86 @@
-"""The transformer blocks, whole or as one tensor- and context-parallel rank has them."""
+"""The transformer blocks of each family, whole or as one tensor- and context-parallel rank has them.
+
+A block is put together from an attention and an MLP, as its LayerSpec is. Its parameters are its own, without a level
+of names for its parts, so that they are called what the LayerSpec calls them.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from executor.context_parallel import ContextAttention
-from executor.norms import make_norm
+from executor.attention_cores import Attentions
+from executor.norms import RMSNorm, make_norm
 from executor.parallel import Parallel
 from executor.tensor_parallel import column_linear, row_linear
 from simplan.spec.model import ModelSpec
+from simplan.spec.models.attention import Biases
 
-__all__ = ["GptBlock", "LlamaBlock"]
+__all__ = [
+    "BertBlock",
+    "Block",
+    "GptBlock",
+    "LayerRequest",
+    "LlamaBlock",
+    "MptBlock",
+    "Rotary",
+    "RotaryAttention",
+    "split_heads",
+]
 
 _ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864
 
 
-class Block(nn.Module):
-    """A pre-norm block: attention, then an MLP, each added to its input.
+@dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """Which layer is wanted.
 
-    Args:
+    Attributes:
         spec: The model.
-        parallel: How its layers are split.
-        attention: Attention over all tokens.
-        recompute: Keep only the input, and run forward again in backward.
+        index: Of the layer in ``spec.layers``.
+        parallel: Which part of it this rank has.
+        attentions: Those of its stage.
+        recompute: Blocks keep only their input and run forward again in backward.
     """
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel, attention: ContextAttention, *, recompute: bool) -> None:
+    spec: ModelSpec
+    index: int
+    parallel: Parallel
+    attentions: Attentions
+    recompute: bool
+
+
+class Block(nn.Module, ABC):
+    """A block: attention, then an MLP, each added to the residual stream.
+
+    Attributes:
+        post_norm: Each sum is normed, not what attention and MLP are applied to.
+    """
+
+    post_norm: ClassVar[bool] = False
+
+    def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        self._parallel, self._attention, self._recompute = parallel, attention, recompute
-        self._heads = spec.num_attention_heads // parallel.shard.tp
-        self._kv_heads = spec.num_key_value_heads // parallel.shard.tp
+        spec, self._parallel, self._recompute = request.spec, request.parallel, request.recompute
+        self._attention = request.attentions.of_block(spec.block_indices().index(request.index))
+        self._heads = spec.num_attention_heads // self._parallel.shard.tp
+        self._kv_heads = spec.num_key_value_heads // self._parallel.shard.tp
+        if self.post_norm:
+            self._make_attention(spec)
+            self.norm1 = make_norm(spec)
+            self._make_mlp(spec)
+            self.norm2 = make_norm(spec)
+        else:
+            self.norm1 = make_norm(spec)
+            self._make_attention(spec)
+            self.norm2 = make_norm(spec)
+            self._make_mlp(spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states (batch, own tokens, hidden_size) to hidden states."""
@@ -44,76 +92,96 @@ class Block(nn.Module):
 
     def _block(self, x: Tensor) -> Tensor:
         x = x + self._self_attention(x)
-        return x + self._mlp(x)
+        if self.post_norm:
+            x = self.norm1(x)
+        x = x + self._mlp(x)
+        return self.norm2(x) if self.post_norm else x
 
-    def _self_attention(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """What attention or MLP is applied to."""
+        normed: Tensor = x if self.post_norm else norm(x)
+        return normed
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_attention(self, spec: ModelSpec) -> None: ...
+
+    @abstractmethod
+    def _self_attention(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _make_mlp(self, spec: ModelSpec) -> None: ...
+
+    @abstractmethod
+    def _mlp(self, x: Tensor) -> Tensor: ...
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(batch, heads, tokens, head_dim) each to (batch, tokens, heads * head_dim)."""
         return self._attention(q, k, v).transpose(1, 2).flatten(-2)
 
 
-class GptBlock(Block):
-    """GPT-2's: LayerNorm, attention with one fused projection, LayerNorm, GELU MLP; biases throughout."""
+class FusedAttention(Block):
+    """q, k and v by one matrix."""
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel, attention: ContextAttention, *, recompute: bool) -> None:
-        super().__init__(spec, parallel, attention, recompute=recompute)
-        h, i = spec.hidden_size, spec.intermediate_size // parallel.shard.tp
+    bias: ClassVar[bool] = True
+
+    def _make_attention(self, spec: ModelSpec) -> None:
         self._head_counts = (self._heads, self._kv_heads, self._kv_heads)
         self._widths = [heads * spec.head_dim for heads in self._head_counts]
-        self.norm1 = make_norm(spec)
-        self.qkv = nn.Linear(h, sum(self._widths))
-        self.proj = nn.Linear(self._widths[0], h)
-        self.norm2 = make_norm(spec)
-        self.up = nn.Linear(h, i)
-        self.down = nn.Linear(i, h)
+        self.qkv = nn.Linear(spec.hidden_size, sum(self._widths), bias=self.bias)
+        self.proj = nn.Linear(self._widths[0], spec.hidden_size, bias=self.bias)
 
     def _self_attention(self, x: Tensor) -> Tensor:
-        (qkv,) = column_linear(self.norm1(x), [self.qkv], self._parallel)
+        (qkv,) = column_linear(self._normed(x, self.norm1), [self.qkv], self._parallel)
         parts = zip(torch.split(qkv, self._widths, dim=-1), self._head_counts, strict=True)
-        q, k, v = (_split_heads(part, heads) for part, heads in parts)
+        q, k, v = (split_heads(part, heads) for part, heads in parts)
         return row_linear(self._attend(q, k, v), self.proj, self._parallel)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        (up,) = column_linear(self.norm2(x), [self.up], self._parallel)
-        return row_linear(functional.gelu(up), self.down, self._parallel)
+
+class SeparateAttention(Block):
+    """q, k and v by three matrices."""
+
+    def _make_attention(self, spec: ModelSpec) -> None:
+        h, d, bias = spec.hidden_size, spec.head_dim, self._biases(spec)
+        self.q = nn.Linear(h, self._heads * d, bias=bias != "none")
+        self.k = nn.Linear(h, self._kv_heads * d, bias=bias != "none")
+        self.v = nn.Linear(h, self._kv_heads * d, bias=bias != "none")
+        self._make_position(spec)
+        self.proj = nn.Linear(self._heads * d, h, bias=bias == "all")
+
+    def _self_attention(self, x: Tensor) -> Tensor:
+        q, k, v = column_linear(self._normed(x, self.norm1), [self.q, self.k, self.v], self._parallel)
+        q, k = self._projected(q, k)
+        q, k, v = split_heads(q, self._heads), split_heads(k, self._kv_heads), split_heads(v, self._kv_heads)
+        return row_linear(
+            self._attend(self._positioned(q, "q"), self._positioned(k, "k"), v), self.proj, self._parallel
+        )
+
+    def _biases(self, spec: ModelSpec) -> Biases:
+        del spec
+        return "all"
+
+    def _make_position(self, spec: ModelSpec) -> None:
+        """What is done to queries and keys has weights or tables."""
+
+    def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """What is done to queries and keys of all heads (batch, tokens, heads * head_dim)."""
+        return q, k
+
+    def _positioned(self, x: Tensor, name: str) -> Tensor:
+        """What is done to queries or keys (batch, heads, tokens, head_dim)."""
+        del name
+        return x
 
 
-class LlamaBlock(Block):
-    """Llama's: RMSNorm, rotary grouped-query attention, RMSNorm, gated SiLU MLP; no biases."""
+class Rotary(Block):
+    """Has tables for rotating queries and keys by their positions."""
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel, attention: ContextAttention, *, recompute: bool) -> None:
-        super().__init__(spec, parallel, attention, recompute=recompute)
-        h, d, i = spec.hidden_size, spec.head_dim, spec.intermediate_size // parallel.shard.tp
-        self.norm1 = make_norm(spec)
-        self.q = nn.Linear(h, self._heads * d, bias=False)
-        self.k = nn.Linear(h, self._kv_heads * d, bias=False)
-        self.v = nn.Linear(h, self._kv_heads * d, bias=False)
-        self.proj = nn.Linear(self._heads * d, h, bias=False)
-        self.norm2 = make_norm(spec)
-        self.gate = nn.Linear(h, i, bias=False)
-        self.up = nn.Linear(h, i, bias=False)
-        self.down = nn.Linear(i, h, bias=False)
-        cos, sin = _rotary_tables(parallel.positions(spec.seq_len), d)
+    def _make_tables(self, spec: ModelSpec, width: int) -> None:
+        cos, sin = _rotary_tables(self._parallel.positions(spec.seq_len), width)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-
-    def _self_attention(self, x: Tensor) -> Tensor:
-        q, k, v = column_linear(self.norm1(x), [self.q, self.k, self.v], self._parallel)
-        rotated_q = self._rotate(_split_heads(q, self._heads))
-        rotated_k = self._rotate(_split_heads(k, self._kv_heads))
-        attended = self._attend(rotated_q, rotated_k, _split_heads(v, self._kv_heads))
-        return row_linear(attended, self.proj, self._parallel)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate, up = column_linear(self.norm2(x), [self.gate, self.up], self._parallel)
-        return row_linear(functional.silu(gate) * up, self.down, self._parallel)
 
     def _rotate(self, x: Tensor) -> Tensor:
         """Rotates the two halves of each head by an angle that grows with the position."""
@@ -121,7 +189,79 @@ class LlamaBlock(Block):
         return (x * self.cos + torch.cat((-b, a), dim=-1) * self.sin).to(x.dtype)
 
 
-def _split_heads(x: Tensor, num_heads: int) -> Tensor:
+class RotaryAttention(SeparateAttention, Rotary):
+    """Queries and keys are perhaps normed, then rotated by their positions."""
+
+    def _biases(self, spec: ModelSpec) -> Biases:
+        return "all" if spec.attention_bias else "qkv" if spec.qkv_bias else "none"
+
+    def _make_position(self, spec: ModelSpec) -> None:
+        self._norms_heads, self._norms_projections = spec.qk_norm == "head", spec.qk_norm == "projection"
+        if self._norms_heads:
+            self.q_norm, self.k_norm = RMSNorm(spec.head_dim), RMSNorm(spec.head_dim)
+        elif self._norms_projections:
+            self.q_norm, self.k_norm = (RMSNorm(heads * spec.head_dim) for heads in (self._heads, self._kv_heads))
+        self._make_tables(spec, spec.head_dim)
+
+    def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.q_norm(q), self.k_norm(k)) if self._norms_projections else (q, k)
+
+    def _positioned(self, x: Tensor, name: str) -> Tensor:
+        if self._norms_heads:
+            x = self.q_norm(x) if name == "q" else self.k_norm(x)
+        return self._rotate(x)
+
+
+class GeluMlp(Block):
+    """Up, GELU, down."""
+
+    bias: ClassVar[bool] = True
+
+    def _make_mlp(self, spec: ModelSpec) -> None:
+        h, i = spec.hidden_size, spec.intermediate_size // self._parallel.shard.tp
+        self.up = nn.Linear(h, i, bias=self.bias)
+        self.down = nn.Linear(i, h, bias=self.bias)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        (up,) = column_linear(self._normed(x, self.norm2), [self.up], self._parallel)
+        return row_linear(functional.gelu(up), self.down, self._parallel)
+
+
+class GatedMlp(Block):
+    """Gate and up, SiLU of the one times the other, down."""
+
+    def _make_mlp(self, spec: ModelSpec) -> None:
+        h, i = spec.hidden_size, spec.intermediate_size // self._parallel.shard.tp
+        self.gate = nn.Linear(h, i, bias=False)
+        self.up = nn.Linear(h, i, bias=False)
+        self.down = nn.Linear(i, h, bias=False)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up = column_linear(self._normed(x, self.norm2), [self.gate, self.up], self._parallel)
+        return row_linear(functional.silu(gate) * up, self.down, self._parallel)
+
+
+class GptBlock(FusedAttention, GeluMlp):
+    """GPT-2's: LayerNorm, attention with one fused projection, LayerNorm, GELU MLP; biases throughout. ViT's, too."""
+
+
+class MptBlock(FusedAttention, GeluMlp):
+    """The same without any biases."""
+
+    bias = False
+
+
+class BertBlock(SeparateAttention, GeluMlp):
+    """BERT's: attention and MLP with biases, each sum normed; queries, keys and values by three matrices."""
+
+    post_norm = True
+
+
+class LlamaBlock(RotaryAttention, GatedMlp):
+    """Llama's: RMSNorm, rotary grouped-query attention, RMSNorm, gated SiLU MLP."""
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(batch, tokens, heads * head_dim) to (batch, heads, tokens, head_dim), without a copy."""
     return x.view(*x.shape[:-1], num_heads, -1).transpose(1, 2)
 

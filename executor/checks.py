@@ -10,7 +10,9 @@ import torch
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
-from simplan.spec.parallel_rules import parallel_rules
+from simplan.spec.expert_rules import unmodelled_expert_parallelism
+from simplan.spec.model_rules import model_rules
+from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
 
 __all__ = ["check_job", "runs_on_cuda"]
 
@@ -43,8 +45,12 @@ def runs_on_cuda(job: Job) -> bool:
 
 def _not_modelled(job: Job) -> Iterator[Problem]:
     plan, training = job.plan, job.training
-    if plan.ep != 1:
-        yield Problem(field="plan.ep", value=str(plan.ep), rule="the executor has no experts to spread", fix="use 1")
+    yield from unmodelled_splits(job.model, plan)
+    yield from unmodelled_expert_parallelism(job.model, plan)
+    for field in ("attention_sinks", "expert_bias"):
+        if getattr(job.model, field):
+            rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
+            yield Problem(field=f"model.{field}", value="true", rule=rule, fix="use false")
     if plan.cp > 1 and plan.cp_comm == "ring":
         yield Problem(
             field="plan.cp_comm",
@@ -116,6 +122,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
 
 def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
+    yield from model_rules(job.model)
     yield from parallel_rules(job.model, plan, job.software)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from executor.parallel import Parallel, Peers
 
-__all__ = ["AttentionCore", "ContextAttention", "causal_attention"]
+__all__ = ["AttentionCore", "ContextAttention", "causal_attention", "exchange"]
 
 AttentionCore = Callable[..., Tensor]
 _HEADS, _TOKENS = 1, 2  # the dimensions
@@ -65,13 +65,9 @@ class ContextAttention:
         by_rank = [torch.unflatten(x, _HEADS, (self._cp.size, -1)) for x in (q, k, v)]
         widths = [x.shape[_HEADS + 1] for x in by_rank]
         packed = torch.cat(by_rank, _HEADS + 1).flatten(_HEADS, _HEADS + 1)
-        packed = self._all_to_all(packed, _HEADS, _TOKENS).index_select(_TOKENS, self._to_sequence)
+        packed = exchange(packed, self._cp, _HEADS, _TOKENS).index_select(_TOKENS, self._to_sequence)
         out = self._core(*torch.split(packed, widths, _HEADS)).index_select(_TOKENS, self._to_ranks)
-        return self._all_to_all(out, _TOKENS, _HEADS)
-
-    def _all_to_all(self, x: Tensor, split_dim: int, gather_dim: int) -> Tensor:
-        exchanged: Tensor = _AllToAll.apply(x, self._cp, split_dim, gather_dim)  # type: ignore[no-untyped-call]
-        return exchanged
+        return exchange(out, self._cp, _TOKENS, _HEADS)
 
     def _mask_like(self, q: Tensor) -> Tensor:
         """Zero where a query meets a gathered key, else minus infinity; made once, in the precision of the queries."""
@@ -79,6 +75,12 @@ class ContextAttention:
             later = self._own.unsqueeze(1) < self._to_ranks.unsqueeze(0)
             self._mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
         return self._mask
+
+
+def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
+    """Gives every rank its part of ``x`` along one dimension, and lines up what comes along another; so do gradients."""
+    exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -98,10 +100,10 @@ class _AllToAll(torch.autograd.Function):
     """All-to-all in forward, its inverse in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: Peers, split_dim: int, gather_dim: int) -> Tensor:
-        ctx.cp, ctx.dims = cp, (gather_dim, split_dim)
-        return cp.all_to_all(x, split_dim, gather_dim)
+    def forward(ctx: Any, x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
+        ctx.peers, ctx.dims = peers, (gather_dim, split_dim)
+        return peers.all_to_all(x, split_dim, gather_dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
-        return ctx.cp.all_to_all(grad_outputs[0], *ctx.dims), None, None, None
+        return ctx.peers.all_to_all(grad_outputs[0], *ctx.dims), None, None, None

@@ -4,6 +4,7 @@ Annotations are not postponed here: torch compares those of the communication ho
 """
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,13 @@ _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel)
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
-def wrap_ddp(module: nn.Module, group: Group, bucket_bytes: int | None, recorder: Recorder) -> DistributedDataParallel:
+def wrap_ddp(
+    module: nn.Module,
+    group: Group,
+    bucket_bytes: int | None,
+    recorder: Recorder,
+    ignored: Collection[nn.Parameter] = (),
+) -> DistributedDataParallel:
     """Wraps a stage so that its gradients are averaged over a group, in buckets, while backward still runs.
 
     Args:
@@ -31,7 +38,10 @@ def wrap_ddp(module: nn.Module, group: Group, bucket_bytes: int | None, recorder
         group: Ranks that hold the same stage.
         bucket_bytes: Limit of every bucket; None for torch's own limits (1 MiB for the first, 25 MiB for the others).
         recorder: Gets every bucket's bytes, group, issue and completion.
+        ignored: Parameters that are none of its business.
     """
+    names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
     wrapped = DistributedDataParallel(
         module,
         process_group=group.handle,

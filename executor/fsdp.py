@@ -6,6 +6,8 @@ classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ def shard_stage(
     compute_dtype: torch.dtype | None,
     reshard_after_forward: bool,
     unshard: Action | None,
+    ignored: Collection[nn.Parameter] = (),
 ) -> None:
     """Shards a stage in place: every layer is a unit, layers that share a weight are one together with the root.
 
@@ -46,6 +49,7 @@ def shard_stage(
             None for computing with parameters as they are.
         reshard_after_forward: Free the gathered parameters of a unit between its forward and its backward.
         unshard: The action that gathers the stage in a pipeline; None where its layers' hooks do.
+        ignored: Parameters that stay whole and as they are.
     """
     mesh = _mesh(shard, replicate, next(stage.parameters()).device.type)
     policy = MixedPrecisionPolicy()
@@ -53,9 +57,10 @@ def shard_stage(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = list(stage.layers.values())
     head = layers[-1]
+    shared = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(ignored))
     for unit in layers[1:-1] if _share_weight(layers[0], head) else layers:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward and unit is not head)
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shared(unit, reshard_after_forward=reshard_after_forward and unit is not head)
+    shared(stage, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             reduction = _Reduction(recorder, shard, replicate)

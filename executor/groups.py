@@ -33,6 +33,8 @@ class Groups:
         replicate: Ranks that hold the same shard of the parameters.
         cp: Ranks that split the same sequences.
         tp: Ranks that split the same layers.
+        ep: Ranks that have different experts and exchange tokens.
+        experts: Ranks that average the gradients of the same experts, where other ranks have others.
         tied: The two ranks of the pipeline that hold a tied embedding.
     """
 
@@ -42,6 +44,8 @@ class Groups:
     replicate: Group | None
     cp: Group | None
     tp: Group | None
+    ep: Group | None
+    experts: Group | None
     tied: Group | None
 
 
@@ -81,5 +85,7 @@ def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool) -> G
         replicate=mine(mapping.replicate_group, plan.shards_parameters),
         cp=mine(mapping.cp_group),
         tp=mine(mapping.tp_group),
+        ep=mine(mapping.ep_group),
+        experts=mine(mapping.expert_group, plan.ep > 1),
         tied=mine(ends, tied and first != last),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn import functional
 
+from executor.data import IGNORED
 from executor.parallel import Parallel, Peers
 
 __all__ = ["cross_entropy"]
@@ -17,26 +18,26 @@ _SINGLE = Parallel.single()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, parallel: Parallel = _SINGLE) -> Tensor:
-    """Mean cross-entropy over all tokens of this rank, computed in fp32 (in fp64 for fp64 logits).
+    """Mean cross-entropy over this rank's tokens that have a target, computed in fp32 (in fp64 for fp64 logits).
 
     Args:
         logits: (batch, tokens, vocab_size), of the rank's part of the vocabulary.
-        targets: (batch, tokens) int64, of the whole vocabulary.
+        targets: (batch, tokens) int64, of the whole vocabulary; ``IGNORED`` for none.
         parallel: How the vocabulary is split.
     """
     wide = logits if logits.dtype is torch.float64 else logits.float()
     wide, targets = wide.flatten(0, -2), targets.flatten()
     if parallel.tp.size == 1:
-        return functional.cross_entropy(wide, targets)
-    losses: Tensor = _SplitCrossEntropy.apply(wide, targets, parallel.tp)  # type: ignore[no-untyped-call]
-    return losses.mean()
+        return functional.cross_entropy(wide, targets, ignore_index=IGNORED)
+    loss: Tensor = _SplitCrossEntropy.apply(wide, targets, parallel.tp)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of every token without gathering logits (Shoeybi et al. 2019, section 3).
+    """Mean cross-entropy without gathering logits (Shoeybi et al. 2019, section 3).
 
     With m the largest logit of a token, s the sum of exp(logit - m) and t its target: loss = log s - (logit_t - m);
-    its gradient by the logits is exp(logit - m) / s, less one at the target.
+    its gradient by the logits is exp(logit - m) / s, less one at the target. Tokens without a target count nothing.
     """
 
     @staticmethod
@@ -50,14 +51,16 @@ class _SplitCrossEntropy(torch.autograd.Function):
         at_target, total = both.unbind()
         probabilities.div_(total.unsqueeze(-1))
         ctx.tp = tp
-        ctx.save_for_backward(probabilities, targets)
-        return total.log() - at_target
+        asked = targets != IGNORED
+        count = asked.sum()
+        ctx.save_for_backward(probabilities, targets, count)
+        return (total.log() - at_target).mul_(asked).sum() / count
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        probabilities, targets = ctx.saved_tensors
+        probabilities, targets, count = ctx.saved_tensors
         own, foreign = _own_targets(targets, probabilities.shape[-1], ctx.tp)
-        weight = grad_outputs[0].unsqueeze(-1)
+        weight = (targets != IGNORED).unsqueeze(-1) * (grad_outputs[0] / count)
         grad = probabilities * weight
         grad.scatter_add_(-1, own, -weight.masked_fill(foreign.unsqueeze(-1), 0.0))
         return grad, None, None

@@ -7,24 +7,37 @@ tokens (batch, tokens) int64, blocks take and give hidden states (batch, own tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from executor.blocks import GptBlock, LlamaBlock
-from executor.context_parallel import AttentionCore, ContextAttention, causal_attention
+from executor.attention_cores import Attentions
+from executor.blocks import BertBlock, GptBlock, LayerRequest, LlamaBlock, MptBlock, Rotary
+from executor.ends import BertEmbedding, ClassHead, Embedding, Head, MaskedHead, PatchEmbedding, PositionEmbedding
 from executor.loss import cross_entropy
-from executor.norms import make_norm
+from executor.mla import deepseek_block
+from executor.moe import moe_block
 from executor.parallel import Parallel
-from executor.tensor_parallel import column_linear, embed_tokens
+from executor.t5 import T5Embedding, T5Head, t5_block
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 
-__all__ = ["Stage", "build_stage", "cross_entropy", "own_weights"]
+__all__ = ["MODULES", "Stage", "build_stage", "cross_entropy", "own_weights"]
+
+MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] = {
+    "gpt": {LayerKind.EMBEDDING: PositionEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: Head},
+    "llama": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: LlamaBlock, LayerKind.HEAD: Head},
+    "mpt": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: MptBlock, LayerKind.HEAD: Head},
+    "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: BertBlock, LayerKind.HEAD: MaskedHead},
+    "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: ClassHead},
+    "t5": {LayerKind.EMBEDDING: T5Embedding, LayerKind.BLOCK: t5_block, LayerKind.HEAD: T5Head},
+    "moe": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: moe_block, LayerKind.HEAD: Head},
+    "deepseek": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: deepseek_block, LayerKind.HEAD: Head},
+}
+"""What runs the layers of a family, by their kind."""
 
 _INIT_STD = 0.02  # GPT-2's
 _SINGLE = Parallel.single()
@@ -41,11 +54,13 @@ class Stage(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers})
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layers in order."""
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Applies the layers in order; where layers hand on several tensors, they take a tuple and give one."""
+        x: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers.values():
             x = layer(x)
-        return x
+        given: Tensor | tuple[Tensor, ...] = x
+        return given
 
 
 def build_stage(
@@ -71,28 +86,19 @@ def build_stage(
         recompute: ``none``, ``selective`` (the attention core) or ``full`` (every block).
     """
     assert recompute in ("none", "selective", "full")
-    core: AttentionCore = causal_attention
-    if recompute == "selective":
-        core = partial(checkpoint, causal_attention, use_reentrant=False, preserve_rng_state=False)
-    attention = ContextAttention(core, parallel, spec.seq_len, device)
-    block_type = GptBlock if spec.family == "gpt" else LlamaBlock
+    attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
     layers: dict[int, nn.Module] = {}
     for index in layer_range:
-        layer: nn.Module
-        match spec.layers[index].kind:
-            case LayerKind.EMBEDDING:
-                layer = _Embedding(spec, parallel)
-            case LayerKind.BLOCK:
-                layer = block_type(spec, parallel, attention, recompute=recompute == "full")
-            case LayerKind.HEAD:
-                layer = _Head(spec, parallel)
+        make = MODULES[spec.family][spec.layers[index].kind]
+        layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
         _draw_weights(layer, spec, index, seed, parallel)
         layers[index] = layer.to(device=device, dtype=dtype)
-    blocks = [layer for layer in layers.values() if isinstance(layer, LlamaBlock)]
+    blocks = [layer for layer in layers.values() if isinstance(layer, Rotary)]
     for block in blocks[1:]:  # one pair of tables per stage
         block.cos, block.sin = blocks[0].cos, blocks[0].sin
     embedding, head = layers.get(0), layers.get(len(spec.layers) - 1)
-    if spec.tied_embeddings and isinstance(embedding, _Embedding) and isinstance(head, _Head):
+    tables, projections = Embedding | T5Embedding, Head | MaskedHead | T5Head
+    if spec.tied_embeddings and isinstance(embedding, tables) and isinstance(head, projections):
         head.lm_head.weight = embedding.wte.weight
     return Stage(layers.items())
 
@@ -114,12 +120,13 @@ def own_weights(whole: Tensor, name: str, shape: tuple[int, ...], spec: ModelSpe
                 parts = torch.split(whole, [size - 2 * kv, kv, kv], dim)
             else:
                 parts = (whole,)
-            return torch.cat([parallel.own_part(x, dim) for x in parts], dim)
+            peers = parallel.ep if name.startswith("experts_") else parallel.tp
+            return torch.cat([x.chunk(peers.size, dim)[peers.rank] for x in parts], dim)
     return whole
 
 
 def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int, parallel: Parallel) -> None:
-    """Norms 1, biases 0, matrices normal(0, 0.02), each whole tensor from its own generator."""
+    """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator."""
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         source = (layer_index, number)
         if name == "lm_head.weight" and spec.tied_embeddings:
@@ -131,37 +138,4 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
                 whole.normal_(0.0, _INIT_STD, generator=generator)
                 parameter.copy_(own_weights(whole, name, tuple(parameter.shape), spec, parallel))
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-class _Embedding(nn.Module):
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__()
-        self._parallel = parallel
-        self.wte = nn.Embedding(spec.vocab_size // parallel.shard.tp, spec.hidden_size)
-        self.wpe: nn.Embedding | None = None
-        if spec.family == "gpt":
-            self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
-            positions = parallel.positions(spec.seq_len)
-            if parallel.splits_tokens:
-                positions = parallel.own_part(positions, 0)
-            self.positions: Tensor
-            self.register_buffer("positions", positions.clone(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = embed_tokens(tokens, self.wte, self._parallel)
-        return x if self.wpe is None else x + self.wpe(self.positions)
-
-
-class _Head(nn.Module):
-    """Final norm and output projection."""
-
-    def __init__(self, spec: ModelSpec, parallel: Parallel) -> None:
-        super().__init__()
-        self._parallel = parallel
-        self.norm = make_norm(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size // parallel.shard.tp, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        (logits,) = column_linear(self.norm(x), [self.lm_head], self._parallel)
-        return logits
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)

@@ -16,8 +16,10 @@ _EPS = 1e-5
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
-    """LayerNorm for GPT, RMSNorm for Llama."""
-    return nn.LayerNorm(spec.hidden_size, eps=_EPS) if spec.family == "gpt" else RMSNorm(spec.hidden_size)
+    """RMSNorm for Llama, LayerNorm for the other families, without bias for MPT."""
+    if spec.family in ("llama", "moe", "deepseek"):
+        return RMSNorm(spec.hidden_size)
+    return nn.LayerNorm(spec.hidden_size, eps=_EPS, bias=spec.family != "mpt")
 
 
 class RMSNorm(nn.Module):
@@ -46,7 +48,7 @@ class _LeanRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         scale = torch.rsqrt(_wide(x).square().mean(dim=-1, keepdim=True) + _EPS)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).to(x.dtype) * weight
+        return ((x * scale).to(x.dtype) * weight).to(x.dtype)  # heads are narrower than their weights under autocast
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,11 @@ class Peers:
     group: Group | None = None
     recorder: Recorder | None = None
 
+    @classmethod
+    def of(cls, group: Group | None, rank: int, recorder: Recorder | None) -> Peers:
+        """A rank's peers in a group, or, without one, itself alone."""
+        return cls() if group is None else cls(len(group.ranks), group.ranks.index(rank), group, recorder)
+
     def all_reduce(self, x: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Tensor:
         """Reduces in place."""
         if self.group is not None:
@@ -95,12 +100,13 @@ class Parallel:
 
     Attributes:
         shard: The degrees.
-        tp, cp: The ranks that split the layers, and those that split the sequences.
+        tp, cp, ep: The ranks that split the layers, those that split the sequences, and those that split the experts.
     """
 
     shard: Shard = field(default_factory=Shard)
     tp: Peers = field(default_factory=Peers)
     cp: Peers = field(default_factory=Peers)
+    ep: Peers = field(default_factory=Peers)
 
     @classmethod
     def single(cls) -> Parallel:
@@ -110,23 +116,27 @@ class Parallel:
     @classmethod
     def silent(cls, shard: Shard) -> Parallel:
         """The first rank of a split, computing alone: nothing is exchanged."""
-        return cls(shard, Peers(shard.tp), Peers(shard.cp))
+        return cls(shard, Peers(shard.tp), Peers(shard.cp), Peers(shard.ep))
 
     @classmethod
-    def of(cls, shard: Shard, tp: Group | None, cp: Group | None, rank: int, recorder: Recorder | None) -> Parallel:
+    def of(
+        cls,
+        shard: Shard,
+        tp: Group | None,
+        cp: Group | None,
+        rank: int,
+        recorder: Recorder | None,
+        ep: Group | None = None,
+    ) -> Parallel:
         """A rank of a job.
 
         Args:
             shard: The degrees.
-            tp, cp: Its groups; None where the degree is 1.
+            tp, cp, ep: Its groups; None where the degree is 1.
             rank: Its global rank.
             recorder: Is told of every collective.
         """
-
-        def peers(group: Group | None) -> Peers:
-            return Peers() if group is None else Peers(len(group.ranks), group.ranks.index(rank), group, recorder)
-
-        return cls(shard, peers(tp), peers(cp))
+        return cls(shard, *(Peers.of(group, rank, recorder) for group in (tp, cp, ep)))
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of whole sequences (batch, seq_len): one of the early parts and its late counterpart.

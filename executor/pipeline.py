@@ -45,14 +45,14 @@ class StageModule:
     Attributes:
         index: Which.
         module: Its layers, perhaps sharded by FSDP or wrapped in DistributedDataParallel.
-        inputs, outputs: What enters and leaves it.
+        inputs, outputs: Tensors that enter and leave it.
         complete_gradients: Called in REDUCE_GRAD, once data parallelism and the microbatches are averaged over.
     """
 
     index: int
     module: nn.Module
-    inputs: Boundary
-    outputs: Boundary
+    inputs: Sequence[Boundary]
+    outputs: Sequence[Boundary]
     complete_gradients: Callable[[], None]
 
 
@@ -87,8 +87,8 @@ class PipelineEngine:
                 stage.index,
                 num_stages,
                 device,
-                input_args=stage.inputs.example(),
-                output_args=stage.outputs.example(),
+                input_args=tuple(tensor.example() for tensor in stage.inputs),
+                output_args=tuple(tensor.example() for tensor in stage.outputs),
                 group=group.handle,
                 recorder=recorder,
                 complete_gradients=stage.complete_gradients,

@@ -34,8 +34,8 @@ class Autocast(nn.Module):
         self.module = module
         self._dtype, self._device_type = dtype, device_type
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The module's output."""
         with torch.autocast(self._device_type, self._dtype):
-            out: Tensor = self.module(x)
+            out: Tensor | tuple[Tensor, ...] = self.module(*inputs)
         return out

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.data import make_batch
+from executor.data import input_shape, model_batch
 from executor.ddp import wrap_ddp
 from executor.fsdp import shard_stage
 from executor.groups import Groups
 from executor.loop import LoopEngine
 from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
-from executor.parallel import Parallel, partial_parameters, sum_partial_gradients
+from executor.moe import SeparateOptimizers, average_expert_gradients, check_places, expert_parameters
+from executor.parallel import Parallel, Peers, partial_parameters, sum_partial_gradients
 from executor.precision import Autocast, compute_dtype, weight_dtype
 from executor.recorder import Recorder
 from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
 from simplan.program.job import Job
+from simplan.spec.models import FAMILIES
 from simplan.spec.plan import RankMapping
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Trainer:
         self._recorder = recorder
         plan = job.plan
         mapping = RankMapping.of(plan)
-        self._parallel = Parallel.of(plan.shard, groups.tp, groups.cp, rank, recorder)
+        self._parallel = Parallel.of(plan.shard, groups.tp, groups.cp, rank, recorder, groups.ep)
         self._data_rank = mapping.data_rank(rank)
         self._num_microbatches = job.training.global_batch_size // (plan.dp * plan.microbatch_size)
         table = job.parsed_table()
@@ -105,23 +106,26 @@ class Trainer:
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of this rank's part of a step, (samples, tokens) int64 each."""
+        """Inputs and targets of this rank's part of a step: tokens, (samples, tokens) int64 each, or images."""
         num_samples = self._num_microbatches * self._job.plan.microbatch_size
-        tokens, targets = make_batch(
-            self._job.model.vocab_size,
-            self._job.model.seq_len,
+        inputs, targets = model_batch(
+            self._job.model,
             seed=self._job.seed,
             step=step,
             first_sample=self._data_rank * num_samples,
             num_samples=num_samples,
         )
+        if inputs.is_floating_point():
+            inputs = inputs.to(weight_dtype(self._job))
         local = self._parallel.local_tokens
-        return local(tokens).to(self._device), local(targets).to(self._device)
+        return local(inputs).to(self._device), local(targets).to(self._device)
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""
         losses = self._engine.run(tokens, targets)
         self._recorder.begin(self._optim_action)
+        model = self._job.model
+        check_places(self.stages.values(), model, model.seq_len // self._job.plan.cp)
         if self._tied:
             self._sum_tied_gradients()
         self.update()
@@ -132,7 +136,7 @@ class Trainer:
         with self._recorder.span(self._optim_action):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
-        if isinstance(self.optimizer, ShardedOptimizer):
+        if isinstance(self.optimizer, ShardedOptimizer | SeparateOptimizers):
             self.optimizer.broadcast()
 
     def _build_stage(self, index: int) -> Stage:
@@ -157,17 +161,28 @@ class Trainer:
                 compute_dtype=compute_dtype(job),
                 reshard_after_forward=plan.zero_stage == 3 and plan.reshard_after_forward and not in_pipeline,
                 unshard=Action(index, ActionKind.UNSHARD) if in_pipeline else None,
+                ignored=expert_parameters(stage, job.model, plan.shard),
             )
         return stage
 
-    def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
+    def _make_optimizer(
+        self, parameters: list[nn.Parameter]
+    ) -> torch.optim.Optimizer | ShardedOptimizer | SeparateOptimizers:
         def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
             return make_optimizer(self._job.training.optimizer, some)
 
-        if not self._job.plan.shards_optimizer_only:
-            return make(parameters)
-        assert self._groups.shard is not None
-        return ShardedOptimizer(parameters, self._groups.shard, make, self._recorder)
+        def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
+            if not plan.shards_optimizer_only:
+                return make(some)
+            assert self._groups.shard is not None
+            return ShardedOptimizer(some, self._groups.shard, make, self._recorder)
+
+        job, plan = self._job, self._job.plan
+        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
+        if not experts:
+            return make_sharded(parameters)
+        others = [parameter for parameter in parameters if all(parameter is not expert for expert in experts)]
+        return SeparateOptimizers(make_sharded(others), make(experts))
 
     def _wrap(self, stage: Stage) -> nn.Module:
         """A stage that is not sharded computes under autocast and is reduced by DDP."""
@@ -178,7 +193,8 @@ class Trainer:
         if dtype is not None:
             module = Autocast(stage, dtype, self._device.type)
         if self._groups.dp is not None:
-            module = wrap_ddp(module, self._groups.dp, job.plan.bucket_bytes, self._recorder)
+            experts = expert_parameters(stage, job.model, job.plan.shard)
+            module = wrap_ddp(module, self._groups.dp, job.plan.bucket_bytes, self._recorder, experts)
         return module
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -186,8 +202,16 @@ class Trainer:
 
     def _completion(self, index: int) -> Callable[[], None]:
         """What completes the gradients of a stage before they are divided by the number of microbatches."""
-        parts = partial_parameters(self.stages[index], self._job.model, self._job.plan.shard)
-        return partial(sum_partial_gradients, parts, self._parallel.tp)
+        stage, model, plan = self.stages[index], self._job.model, self._job.plan
+        parts = partial_parameters(stage, model, plan.shard)
+        experts = expert_parameters(stage, model, plan.shard)
+        peers = Peers.of(self._groups.experts, dist.get_rank(), self._recorder)
+
+        def complete() -> None:
+            sum_partial_gradients(parts, self._parallel.tp)
+            average_expert_gradients(experts, plan.dp, peers)
+
+        return complete
 
     def _stage_module(self, index: int, module: nn.Module) -> StageModule:
         """With what one microbatch brings into the stage and takes out of it."""
@@ -196,15 +220,25 @@ class Trainer:
         job, plan, model = self._job, self._job.plan, self._job.model
         computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
         residual = computed if plan.shards_parameters else kept  # autocast keeps the residual stream in fp32
-        tokens = (plan.microbatch_size, model.seq_len // plan.cp)
-        own_tokens = model.layers_of(plan.shard)[0].output_elements // model.hidden_size
-        hidden = Boundary((plan.microbatch_size, own_tokens, model.hidden_size), residual)
-        logits = Boundary((*tokens, model.vocab_size // plan.tp), computed)
+        layers, boundaries = model.layers_of(plan.shard), job.boundaries
+
+        def between(boundary: int) -> list[Boundary]:
+            layer, last = layers[boundary - 1], boundary == len(layers)
+            return [
+                Boundary(
+                    (plan.microbatch_size, *shape),
+                    computed if last or number in layer.product_outputs else residual,
+                )
+                for number, shape in enumerate(layer.output_shapes)
+            ]
+
+        is_image = FAMILIES[model.family].inputs == "images"
+        first = Boundary((plan.microbatch_size, *input_shape(model, plan.shard)), kept if is_image else torch.int64)
         return StageModule(
             index,
             module,
-            inputs=hidden if index > 0 else Boundary(tokens, torch.int64),
-            outputs=hidden if index < plan.num_stages - 1 else logits,
+            inputs=between(boundaries[index]) if index > 0 else [first],
+            outputs=between(boundaries[index + 1]),
             complete_gradients=self._completion(index),
         )
 

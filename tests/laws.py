@@ -9,12 +9,13 @@ import pytest
 
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
-from simplan.program.program import MemoryCategory, Op, Program, Stream
+from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.plan import ParallelPlan
 
 __all__ = ["check_bytes", "check_memory", "check_prediction", "check_reductions", "check_same", "check_times"]
 
+_GRADIENT_BYTES = 4  # torch's, in every precision
 _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
 
 
@@ -49,6 +50,8 @@ def check_bytes(program: Program) -> None:
 def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int) -> None:
     """Every gradient that a rank holds is reduced over all ranks that must agree on it, once a step or a microbatch.
 
+    Those of experts that other ranks do not have are reduced over the ranks that do, if there are any.
+
     Args:
         program: Of Level 2.
         plan: Its plan.
@@ -62,7 +65,9 @@ def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int
             (op.message, op.stream) for op in (program.ops[index] for index in program.by_rank[rank]) if op.message
         ):
             moved[stream, message.kind] += message.num_bytes
-        held_bytes = times * program.resting_bytes[rank][MemoryCategory.GRADIENTS]
+        expert_bytes = _expert_gradient_bytes(program, rank) if plan.ep > 1 else 0
+        held_bytes = times * (program.resting_bytes[rank][MemoryCategory.GRADIENTS] - expert_bytes)
+        assert moved[Stream.EXPERT_DATA, CollectiveKind.ALL_REDUCE] == (expert_bytes if plan.dp > plan.ep else 0)
         replicated, sharded, whole = (
             moved[Stream.REPLICATE, CollectiveKind.ALL_REDUCE],
             moved[Stream.SHARD, CollectiveKind.REDUCE_SCATTER],
@@ -74,6 +79,13 @@ def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int
         else:
             replicas_bytes = held_bytes if plan.dp * plan.cp > 1 else 0
             assert (sharded, replicated, whole) == (0, 0, replicas_bytes)
+
+
+def _expert_gradient_bytes(program: Program, rank: int) -> int:
+    """From the layers that the rank updates; it updates all of its experts itself."""
+    ops = (program.ops[index] for index in program.by_rank[rank])
+    work = [part for op in ops for part in op.work if isinstance(part, LayerWork) and part.phase is Phase.OPTIMIZER]
+    return _GRADIENT_BYTES * sum(p.num_elements for part in work for p in part.layer.parameters if p.expert)
 
 
 def check_memory(program: Program) -> None:

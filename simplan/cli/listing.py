@@ -129,7 +129,7 @@ def _models() -> list[Row]:
             "name": model.name,
             "family": model.family,
             "parameters": format_count(model.num_parameters),
-            "layers": str(model.num_hidden_layers),
+            "layers": str(model.num_blocks),
             "hidden": str(model.hidden_size),
             "heads": str(model.num_attention_heads),
             "seq_len": str(model.seq_len),

@@ -23,6 +23,9 @@ _LAUNCH_S = 5e-6  # a kernel launched alone takes no less on any recent GPU
 _BACKWARD_GEMMS = 2  # gradients of input and weight
 _BACKWARD_ATTENTION = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
 _BACKWARD_POINTWISE = 2
+_BACKWARD_EAGER = 2  # four products against two, and as many more passes over the scores
+_SCORE_PASSES = 6  # scores are written, read and written with a bias, read by the softmax; weights written and read
+_SOFTMAX_BYTES = 8  # the softmax in fp32, written and read
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
@@ -107,6 +110,10 @@ class Roofline:
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
                 byte_s = (b * m * (n + k) + kernel.weight_elements) * width / self.bytes_per_s
                 return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if phase is Phase.BACKWARD else 1)
+            case Attention(eager=True):  # two products, four in backward, and the scores between them
+                flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
+                byte_s = b * kernel.num_scores * (_SCORE_PASSES * width + _SOFTMAX_BYTES) / self.bytes_per_s
+                return max((flop_s + byte_s) * (_BACKWARD_EAGER if propagates else 1), _LAUNCH_S)
             case Attention():
                 rate = self.matmul_flop_per_s * _ATTENTION_SHARE_OF_MATMUL
                 return max(b * kernel.computed_flops / rate * (_BACKWARD_ATTENTION if propagates else 1), _LAUNCH_S)

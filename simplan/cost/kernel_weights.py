@@ -12,6 +12,8 @@ _FLOPS_PER_ELEMENT = 32
 """Operations of a matrix product in the time that one element takes to or from memory: a CPU core's 40 GFLOP/s in fp32
 beside 5 GB/s. It only divides up a time that was measured."""
 
+_SCORE_PASSES = 8  # over scores that are tensors: those of the products, of the bias and of the softmax
+
 
 def weight_share(work: LayerWork) -> float:
     """Weight of the kernels that run over the weight of all: FLOPs, plus elements moved; exchanges weigh nothing.
@@ -46,6 +48,7 @@ def _weight(kernel: Kernel) -> int:
         case Attention(num_heads=heads, num_key_value_heads=kv_heads, seq_len=queries):
             widths = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
             elements = widths * (heads * queries + kv_heads * (kernel.num_keys or queries))
+            elements += _SCORE_PASSES * kernel.num_scores if kernel.eager else 0
             return kernel.computed_flops + _FLOPS_PER_ELEMENT * elements
         case Pointwise(reads=reads, writes=writes):
             return _FLOPS_PER_ELEMENT * (reads + writes)

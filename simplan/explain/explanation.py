@@ -80,13 +80,13 @@ def _figures(prediction: Prediction) -> Iterator[Part]:
     """Throughput and utilization."""
     model, training, cluster = prediction.model, prediction.training, prediction.cluster
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
-    yield Part(
-        "figures",
-        "tokens per second and device",
-        prediction.tokens_per_s_per_device,
-        "",
-        f"{counted(training.global_batch_size, 'sequence')} x {model.seq_len} tokens / ({step} x {devices})",
-    )
+    samples = counted(training.global_batch_size, model.sample)
+    if model.sample == "image":
+        found, each = prediction.samples_per_s_per_device, ""
+    else:
+        found, each = prediction.tokens_per_s_per_device, f" x {model.seq_len} tokens"
+    what = f"{'tokens' if each else 'images'} per second and device"
+    yield Part("figures", what, found, "", f"{samples}{each} / ({step} x {devices})")
     peak = cluster.device.peak_flop_per_s.get(training.precision)
     if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None or peak is None:
         return
@@ -96,9 +96,11 @@ def _figures(prediction: Prediction) -> Iterator[Part]:
         flops = model.flops_per_sequence(full_attention=full_attention) * training.global_batch_size
         return f"{flops / 1e12:,.4g} TFLOP"
 
-    yield Part("figures", "MFU", prediction.mfu, "", f"{tera(False)} (causal attention) / {below}")
-    yield Part(
-        "figures", "MFU, full attention", prediction.mfu_full_attention, "", f"{tera(True)} (PaLM's count) / {below}"
-    )
+    causal = prediction.mfu != prediction.mfu_full_attention
+    how = " (causal attention)" if causal else ""
+    yield Part("figures", "MFU", prediction.mfu, "", f"{tera(False)}{how} / {below}")
+    if causal:
+        full = prediction.mfu_full_attention
+        yield Part("figures", "MFU, full attention", full, "", f"{tera(True)} (PaLM's count) / {below}")
     again = prediction.hfu / prediction.mfu
     yield Part("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, with what is computed again")

@@ -30,7 +30,7 @@ def ddp_buckets(
     After the first step DDP rebuilds its buckets in the order in which gradients became ready: a bucket takes
     gradients until it holds at least its limit; the first bucket's limit is small so that reduction starts early
     (torch/csrc/distributed/c10d/reducer.cpp, ``compute_bucket_assignment_by_size``). A weight tied to the embedding
-    of the same list is ready only with the embedding.
+    of the same list is ready only with the embedding. Experts of which other ranks have others are not among them.
 
     Args:
         layers: The stage's layers in forward order.
@@ -47,7 +47,7 @@ def ddp_buckets(
         layer = stage[position]
         for index in layer.gradient_order:
             parameter = layer.parameters[index]
-            if holds_embedding and parameter.name in layer.tied:
+            if parameter.expert or (holds_embedding and parameter.name in layer.tied):
                 continue
             filled += parameter.num_elements * gradient_bytes
             ready_layer = position

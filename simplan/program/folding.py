@@ -57,6 +57,8 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
             mapping.replicate_group,
             mapping.cp_group,
             mapping.dp_group,
+            mapping.ep_group,
+            mapping.expert_group,
         )
     ]
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from simplan.program.attention_footprint import eager_attention_bytes
+from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
+from simplan.program.moment import Moment
+from simplan.program.norm_footprint import norm_workspace
 from simplan.program.program import MemoryCategory, MemoryEffect
 from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
 from simplan.spec.recompute import Recomputation
@@ -17,20 +21,6 @@ from simplan.spec.software import StateBytes
 __all__ = ["LayerFootprint", "Moment", "layer_footprint", "layers_effects", "owned_parameters"]
 
 _LOSS_BYTES = 4
-
-
-class Moment(NamedTuple):
-    """Bytes beside what is kept at a moment at which a layer could need most.
-
-    Attributes:
-        workspace: Outputs, gradients of activations, temporaries, and what was computed again.
-        logits: Logits, their copies and their gradients.
-        gradients: Gradients of weights before they are added to the others.
-    """
-
-    workspace: int = 0
-    logits: int = 0
-    gradients: int = 0
 
 
 class LayerFootprint(NamedTuple):
@@ -77,35 +67,46 @@ def layer_footprint(
         recomputation: What of the layer is kept.
     """
     b = microbatch_size
-    copies = state.weight_copy * sum(k.n * k.k for k in layer.kernels if isinstance(k, Gemm))
-    whole_again = 0 in recomputation.kernels  # the layer runs again from its first kernel, and copies weights again
+    copies = sum(copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm))
+    first = next(index for index, kernel in enumerate(layer.kernels) if not isinstance(kernel, Exchange))
+    whole_again = first in recomputation.kernels  # the layer runs again from its start, and copies weights again
     kept = b * _bytes((t for t in recomputation.saved if not t.logits), state) + (0 if whole_again else copies)
     logits = b * _bytes((t for t in recomputation.saved if t.logits), state)
-    rebuilt = b * _bytes((t for t in layer.saved if t not in recomputation.saved), state) + copies
+    dropped = [t for t in layer.saved if t not in recomputation.saved and not _is_input(t, state)]
+    rebuilt = b * _bytes(dropped, state) + copies
     match layer.kind:
         case LayerKind.HEAD:
             forward, backward = _head_moments(layer, b, state)
         case LayerKind.EMBEDDING:
             forward, backward = _embedding_moments(layer, b, state)
+        case LayerKind.BLOCK if has_experts(layer):
+            forward, backward = expert_moments(layer, b, state, drops=whole_again)
         case LayerKind.BLOCK:
             forward, backward = _block_moments(layer, b, state, recomputation)
-    # a part that runs again alone is needed after the worst moment
+    # a part that runs again alone is needed after the worst moment, unless that is its own
     again = rebuilt if whole_again else 0
+    alone = () if whole_again else dropped
+    backward += tuple(Moment(workspace) for workspace in eager_attention_bytes(layer, b, state, alone))
+    made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
+    again += b * passed_bytes  # their gradients
     return LayerFootprint(
         activations=kept,
         logits=logits,
         forward=forward,
         backward=tuple(moment._replace(workspace=moment.workspace + again) for moment in backward),
-        input_bytes=b * _bytes((t for t in recomputation.saved if not t.made_by), state),
-        output_bytes=b * layer.output_elements * state.residual,
+        input_bytes=b * _bytes((t for t in recomputation.saved if _is_input(t, state)), state),
+        output_bytes=b * (made_bytes + passed_bytes),
     )
 
 
 def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
     """Of one sequence."""
-    return sum(
-        t.elements * (t.bytes_per_element or (state.residual if t.residual else state.activation)) for t in tensors
-    )
+    return sum(t.num_bytes(state.activation, state.residual) for t in tensors)
+
+
+def _is_input(tensor: Saved, state: StateBytes) -> bool:
+    """Whether it is the layer's input itself, not a narrower copy of it."""
+    return not tensor.made_by and (tensor.residual or state.activation == state.residual)
 
 
 _Moments = tuple[Moment, ...]
@@ -122,11 +123,17 @@ def _block_moments(
     """
     wide, narrow = state.residual, state.activation
     last = next(k for k in reversed(layer.kernels) if isinstance(k, Gemm))
-    inner, weight, output = b * last.m * last.k, last.n * last.k, b * layer.output_elements
-    writes = b * next(k.writes for k in _before(layer, last) if isinstance(k, Pointwise))
-    scattered = layer.output_elements < last.m * last.n
+    inner, weight, output = b * last.m * last.k, last.n * last.k, b * layer.made_elements
+    activation = next(k for k in _before(layer, last) if isinstance(k, Pointwise))
+    source = next(k for k in _before(layer, activation) if isinstance(k, Gemm))
+    writes = b * activation.writes
+    if all(tensor.made_by != source.name for tensor in layer.saved):
+        writes += inner  # its backward needs its result, which so is not gone yet
+    scattered = layer.made_elements < last.m * last.n
     result = _scatter_elements(b * last.m * last.n, output, b) if scattered else output
-    ending = output * (wide + narrow + (wide if narrow < wide else 0))
+    widened_branch = narrow + (wide if narrow < wide else 0)
+    # a norm after the last sum keeps it, and its output comes when the branch is gone
+    ending = output * (max(wide, widened_branch) if _keeps_sum(layer, last) else wide + widened_branch)
     forward = max(ending, result * narrow)
     dropped = b * _dropped_in_forward(layer, recomputation, state)
     if dropped:
@@ -136,15 +143,41 @@ def _block_moments(
     incoming = b * last.m * last.n * narrow if scattered else narrowed
     widened = weight * state.gradient if state.weight_copy else 0
     released = weight * state.weight_copy
-    incoming_gradient = output * wide
+    incoming_gradient = output * wide - b * _kept_after(layer, last, state)
     return (Moment(forward),), (
         Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * narrow),
         Moment(incoming_gradient + writes * narrow - released),
         Moment(incoming_gradient, gradients=widened),
+        *(Moment(b * workspace) for workspace in _norms_after(layer, last, state)),
     )
 
 
-def _before(layer: LayerSpec, kernel: Gemm) -> Iterator[Kernel]:
+def _norms_after(layer: LayerSpec, last: Gemm, state: StateBytes) -> Iterator[int]:
+    """What the backward of a norm after the last matrix needs, of one sequence: gradients after and before it."""
+    for kernel in layer.kernels[layer.kernels.index(last) + 1 :]:
+        if any(parameter.name == f"{kernel.name}.weight" for parameter in layer.parameters):
+            handed = layer.made_elements * state.residual
+            yield handed + max(handed, norm_workspace(layer, kernel, state)) - _handed_on(layer, state)
+
+
+def _handed_on(layer: LayerSpec, state: StateBytes) -> int:
+    """What a layer keeps for those after it, of one sequence: gone when its backward begins."""
+    return _bytes((tensor for tensor in layer.saved if tensor.handed_on), state)
+
+
+def _kept_after(layer: LayerSpec, last: Gemm, state: StateBytes) -> int:
+    """What a norm after the last matrix keeps, of one sequence: gone when backward comes to the matrix."""
+    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(last) + 1 :]}
+    return _bytes((tensor for tensor in layer.saved if tensor.made_by in after), state)
+
+
+def _keeps_sum(layer: LayerSpec, last: Gemm) -> bool:
+    """Whether what comes after the last matrix is kept: the sum, where it is normed."""
+    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(last) + 1 :]}
+    return any(tensor.made_by in after and tensor.residual for tensor in layer.saved)
+
+
+def _before(layer: LayerSpec, kernel: Kernel) -> Iterator[Kernel]:
     """The kernels before one, the nearest first."""
     return reversed(layer.kernels[: layer.kernels.index(kernel)])
 
@@ -169,7 +202,7 @@ def _head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments
     log-probabilities gone, the gradients of logits, of their matrix and of its input.
     """
     narrow = state.activation
-    matrix = next(k for k in layer.kernels if isinstance(k, Gemm))
+    matrix = next(k for k in reversed(layer.kernels) if isinstance(k, Gemm))
     logits, weight, hidden = b * matrix.m * matrix.n, matrix.n * matrix.k, b * matrix.m * matrix.k
     exchanges = {k.backward for k in layer.kernels if isinstance(k, Exchange)}
     if CollectiveKind.REDUCE_SCATTER in exchanges:
@@ -180,6 +213,9 @@ def _head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments
     products = [Moment(hidden * narrow, logits * narrow - gone, weight * narrow)]
     if state.weight_copy:
         products.append(Moment(hidden * narrow, -gone, weight * state.gradient))
+    whole = b * _input_elements(layer)
+    if hidden < whole:  # gradients of all tokens after and before the norm, of which the matrix uses a few
+        products.append(Moment(2 * whole * state.residual, -gone))
     return (Moment(logits=logits * narrow - gone), Moment(logits=logits * narrow + copy)), (loss_gradients, *products)
 
 
@@ -191,11 +227,14 @@ def _input_elements(layer: LayerSpec) -> int:
 def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
     """Forward looks up tokens, then positions, and adds them; backward has the output's and the weight's gradients."""
     lookups = [k for k in layer.kernels if isinstance(k, Lookup)]
+    if not lookups:
+        return _patch_moments(layer, b, state)
     output, tokens = b * layer.output_elements, b * lookups[0].rows * lookups[0].width
     exchanged = any(isinstance(k, Exchange) for k in layer.kernels)
     forward = output
     if len(lookups) > 1:
         forward += output + lookups[1].rows * lookups[1].width
+    forward -= b * sum(t.elements for t in layer.saved if t.residual)  # a sum that is kept for a norm
     weight = max(p.num_elements for p in layer.parameters) * state.residual
     scattered = _scatter_elements(tokens, output, b) if output < tokens else 0
     gradient = output + (tokens if exchanged else 0)
@@ -203,6 +242,14 @@ def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Mo
         Moment(scattered * state.residual),
         Moment(gradient * state.residual, gradients=weight),
     )
+
+
+def _patch_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
+    """Forward has patches, patches with the class token, and these with positions; backward the gradients of them."""
+    (matrix,) = (k for k in layer.kernels if isinstance(k, Gemm))
+    patches, output = b * matrix.m * matrix.n * state.activation, b * layer.output_elements * state.residual
+    weight = matrix.n * matrix.k * state.activation
+    return (Moment(patches + 2 * output),), (Moment(output + 2 * patches, gradients=weight),)
 
 
 def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:
@@ -224,7 +271,9 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
         logits += sign * footprint.logits
         held = (activations, logits) if forward else before
         for moment in footprint.forward if forward else footprint.backward:
-            state = (held[0], held[1] + moment.logits, gradients + moment.gradients, moment.workspace)
+            gone = min(0, moment.workspace)  # activations that are not there yet, or not any more
+            workspace = moment.workspace - gone
+            state = (held[0] + gone, held[1] + moment.logits, gradients + moment.gradients, workspace)
             if sum(state) > worst_bytes:
                 worst_bytes, worst = sum(state), state
         gradients += 0 if forward else footprint.left

@@ -35,6 +35,8 @@ class Stream(StrEnum):
     REPLICATE = "replicate"
     TENSOR = "tensor_parallel"
     CONTEXT = "context_parallel"
+    EXPERT = "expert_parallel"
+    EXPERT_DATA = "expert_data_parallel"
     TIED = "tied"
     SEND_F = "send_f"
     RECV_F = "recv_f"

@@ -18,6 +18,7 @@ class OptimizerStates:
 
     FSDP shards every parameter along its first dimension, padded, as it does gradients and optimizer states. ZeRO-1
     leaves parameters and gradients whole and gives each of them, whole, to one rank of the shard group to update.
+    Experts of which other ranks have others are whole on their rank, which updates them itself.
 
     Args:
         stages: Facts about the stages.
@@ -41,7 +42,23 @@ class OptimizerStates:
     @property
     def trained_elements(self) -> int:
         """Parameters whose optimizer states it holds."""
-        return self.held_elements if self._deal is None else sum(self._deal[self._shard_rank].values())
+        if self._deal is None:
+            return self.held_elements
+        return sum(self._deal[self._shard_rank].values()) + self.expert_elements
+
+    def expert_gradients(self, stage: int) -> list[int]:
+        """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""
+        return [
+            parameter.num_elements
+            for layer in self._stages.layers[stage]
+            for parameter in layer.parameters
+            if parameter.expert
+        ]
+
+    @property
+    def expert_elements(self) -> int:
+        """The same of all stages, together."""
+        return sum(sum(self.expert_gradients(stage)) for stage in self._mine)
 
     def partial_elements(self, stage: int) -> int:
         """Gradients of a stage that the rank holds and that are summed over tensor-parallel ranks."""
@@ -73,11 +90,12 @@ class OptimizerStates:
         if self._deal is None:
             return self.work(stage, Phase.OPTIMIZER)
         b, mine = self._stages.plan.microbatch_size, self._deal[self._shard_rank]
-        layers = self._stages.layers[stage]
+        layers, experts = self._stages.layers[stage], self._stages.experts[stage]
+        updated = [mine.get((stage, position), 0) + experts[position] for position in self._positions(stage)]
         return tuple(
-            LayerWork(layers[position], Phase.OPTIMIZER, b, mine[stage, position])
-            for position in self._positions(stage)
-            if (stage, position) in mine
+            LayerWork(layer, Phase.OPTIMIZER, b, number)
+            for layer, number in zip(layers, updated, strict=True)
+            if number
         )
 
     def broadcasts(self) -> Iterator[tuple[int, int]]:
@@ -95,6 +113,7 @@ class OptimizerStates:
                 for stage in self._mine
                 for position in self._positions(stage)
                 for index in self._own_indices(stage, position)
+                if not self._stages.layers[stage][position].parameters[index].expert
             ]
             sizes = [self._stages.layers[s][position].parameters[index].num_elements for s, position, index in keys]
             found = self._stages.deals[pp_rank] = tuple({} for _ in self._group)
@@ -117,5 +136,7 @@ class OptimizerStates:
         layer = self._stages.layers[stage][position]
         if self._num_shards == 1:
             return self._stages.owned[stage][position]
-        shapes = [layer.parameters[index].shape for index in self._own_indices(stage, position)]
-        return sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
+        held = [layer.parameters[index] for index in self._own_indices(stage, position)]
+        shapes = [parameter.shape for parameter in held if not parameter.expert]
+        sharded = sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
+        return sharded + self._stages.experts[stage][position]

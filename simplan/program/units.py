@@ -15,7 +15,7 @@ class Unit(NamedTuple):
 
     Attributes:
         layers: Positions in the stage, ascending.
-        elements: Parameters, a tied weight counted once.
+        elements: Parameters, a tied weight counted once, without experts of which other ranks have others.
         padded: The same once every first dimension is padded to a multiple of the shards, as torch does.
         stays: It is not resharded between forward and backward, whatever the plan says.
     """
@@ -48,7 +48,7 @@ def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool)
             parameter
             for position in group
             for parameter in layers[position].parameters
-            if not (tied and parameter.name in layers[position].tied)
+            if not (parameter.expert or (tied and parameter.name in layers[position].tied))
         ]
         elements = sum(parameter.num_elements for parameter in owned)
         padded = sum(padded_elements(parameter.shape, num_shards) for parameter in owned)

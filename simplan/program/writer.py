@@ -88,6 +88,8 @@ class RankWriter:
         num_bytes: int,
         ends: tuple[int, int],
         memory: Sequence[MemoryEffect] = (),
+        *,
+        number: int = 0,
     ) -> int:
         """One end of a message to or from another stage, issued when the host gets to it; gives its index.
 
@@ -97,12 +99,13 @@ class RankWriter:
             num_bytes: Size.
             ends: Sending and receiving rank.
             memory: What it holds.
+            number: Of the message among those of the action.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
         source_stage = (
             action.stage if stream in (Stream.SEND_F, Stream.SEND_B) else action.stage + (-1 if forward else 1)
         )
-        meeting = (forward, source_stage, action.microbatch, ends)
+        meeting = (forward, source_stage, action.microbatch, ends, number)
         message = Message(CollectiveKind.SEND, num_bytes, ends)
         (peer,) = (end for end in ends if end != self.rank)
         waits = [*self.blocking, self.last_compute]

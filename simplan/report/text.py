@@ -9,6 +9,7 @@ from pathlib import Path
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
+from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_percent, format_time
 
@@ -62,10 +63,16 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"  step time    {format_time(prediction.step_time_s)}  "
         f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases)"
     )
-    yield f"  throughput   {prediction.tokens_per_s_per_device:,.0f} tokens/s per device"
+    yield f"  throughput   {_throughput(prediction)} per device"
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
+
+
+def _throughput(prediction: Prediction) -> str:
+    if prediction.model.sample == "image":
+        return f"{prediction.samples_per_s_per_device:,.1f} images/s"
+    return f"{prediction.tokens_per_s_per_device:,.0f} tokens/s"
 
 
 def _mfu(prediction: Prediction) -> str:
@@ -75,31 +82,39 @@ def _mfu(prediction: Prediction) -> str:
         return f"unknown: no {precision} peak is known for {prediction.cluster.device.id}"
     flops = prediction.model.flops_per_sequence() * prediction.training.global_batch_size
     full = prediction.mfu_full_attention
-    beside = "" if full is None else f"; {format_percent(full)} with full attention counted (PaLM)"
+    causal = full is not None and full != prediction.mfu
+    beside = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
+    counted_once = "causal attention, no recompute" if causal else "no recompute"
     return (
-        f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP (causal attention, no recompute) / "
+        f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP ({counted_once}) / "
         f"({format_time(prediction.step_time_s)} x {counted(prediction.cluster.num_devices, 'device')} x "
         f"{format_flop_per_s(peak)} dense {precision} peak){beside}"
     )
+
+
+def _inputs(model: ModelSpec) -> str:
+    if model.sample == "image":
+        return f"images of {model.image_size} x {model.image_size}"
+    return f"sequences of {model.seq_len} tokens"
 
 
 def _asked(prediction: Prediction) -> Iterator[str]:
     model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters, "
-        f"{model.num_hidden_layers} layers, sequences of {model.seq_len} tokens"
+        f"{model.num_blocks} layers, {_inputs(model)}"
     )
     yield (
         f"  cluster      {cluster.id}: {cluster.num_devices} x {cluster.device.id}, "
         f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
     )
     yield (
-        f"  training     {counted(training.global_batch_size, 'sequence')} per step, {training.precision}, "
+        f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
         f"{training.optimizer}, software {prediction.software.id}"
     )
     m, b = prediction.num_microbatches, plan.microbatch_size
     several = f"{m} microbatches" if m > 1 else "1 microbatch"
-    yield f"  plan         {plan_words(plan)}; {several} of {counted(b, 'sequence')} per data-parallel rank"
+    yield f"  plan         {plan_words(plan)}; {several} of {counted(b, model.sample)} per data-parallel rank"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
         counts = ", ".join(str(high - low) for low, high in pairwise(bounds))

@@ -62,6 +62,7 @@ METRICS: dict[str, Metric] = {
         "share of the step in which compute streams idle, mean over ranks", "", _key("bubble_fraction")
     ),
     "tokens_per_s_per_device": Metric("throughput", "tokens/s", _key("tokens_per_s_per_device")),
+    "samples_per_s_per_device": Metric("throughput in sequences or images", "1/s", _key("samples_per_s_per_device")),
     "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),
     "mfu_full_attention": Metric(
         "model FLOPs utilization, full attention counted (PaLM, most papers)", "", _key("mfu_full_attention")

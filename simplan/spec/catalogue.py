@@ -39,6 +39,7 @@ __all__ = [
 Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MOST_LISTED = 24
 _NETWORK = re.compile(r"network-([0-9]+(?:\.[0-9]+)?)gbit")
 
 
@@ -218,7 +219,11 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
         return entry
     missing: dict[str, str] = data.get("not_modelled", {})
     if name in missing:
-        rule, known = f"{missing[name]} is not modelled yet", f"modelled: {', '.join(data[kind])}"
+        modelled = tuple(data[kind])
+        known = (
+            f"modelled: {', '.join(modelled)}" if len(modelled) <= _MOST_LISTED else f"`simplan show {kind}` lists all"
+        )
+        rule = f"{missing[name]} is not modelled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=known))
     fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
     raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))

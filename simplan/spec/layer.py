@@ -1,6 +1,6 @@
 """A layer: what it holds, computes and keeps for the backward pass.
 
-A model is a list of layers; ``simplan.spec.transformer`` is one builder of such a list, another family is another.
+A model is a list of layers; each family in ``simplan.spec.models`` is one builder of such a list.
 Quantities are per sequence; a microbatch of b sequences does b times as much.
 """
 
@@ -24,6 +24,8 @@ __all__ = [
     "Pointwise",
     "Saved",
 ]
+
+_FP32_BYTES = 4
 
 
 class CollectiveKind(StrEnum):
@@ -61,12 +63,15 @@ class ParameterSpec:
         name: Name inside its layer, as the executor's module calls it.
         shape: Its dimensions, on one rank.
         partial_gradient: Every tensor-parallel rank holds all of it but sees only a part of the tokens (sequence
-            parallelism), so that its gradients are summed over these ranks once they are complete.
+            parallelism) or heads, so that its gradients are summed over these ranks once they are complete.
+        expert: Every expert-parallel rank holds another part of it (its own experts), so that only ranks with the same
+            experts average its gradients.
     """
 
     name: str
     shape: tuple[int, ...]
     partial_gradient: bool = False
+    expert: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -76,17 +81,36 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A matrix product of activations (m x k) with a weight (k x n); m counts the rows of one sequence."""
+    """A matrix product of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
+
+    Attributes:
+        name: What ``Saved.made_by`` calls it.
+        m, n, k: Sizes.
+        num_groups: Weights, side by side, each for as many of the rows (experts).
+        model_rows: The rows that model FLOPs count; 0 for all of them. Experts compute places that no token takes, too.
+    """
 
     name: str
     m: int
     n: int
     k: int
+    num_groups: int = 1
+    model_rows: int = 0
 
     @property
     def flops(self) -> int:
+        """2 m n k, of the rows that count."""
+        return 2 * (self.model_rows or self.m) * self.n * self.k
+
+    @property
+    def computed_flops(self) -> int:
         """2 m n k."""
         return 2 * self.m * self.n * self.k
+
+    @property
+    def weight_elements(self) -> int:
+        """Of all weights."""
+        return self.num_groups * self.n * self.k
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +120,15 @@ class Attention:
     Attributes:
         num_heads, num_key_value_heads, head_dim: Shapes, on one rank.
         seq_len: Queries, on one rank.
-        causal: Half of the scores are masked.
+        causal: Each query meets the keys up to its own, which is half of the scores.
         num_keys: Keys that every query meets, mask aside; 0 for as many as there are queries.
+        value_head_dim: Width of a head of the values; 0 for that of the keys.
+        window: Of the keys up to its own each query meets the last so many; 0 for all of them.
+        masked: A table of what is added to the scores (a bias, or minus infinity) says which of them count, so that
+            no kernel skips any.
+        padded: Values are padded to the width of keys, which is computed, too.
+        eager: Scores, and what the softmax makes of them, are tensors of their own, not only inside of one kernel.
+        name: What ``Saved.made_by`` calls it.
     """
 
     num_heads: int
@@ -106,21 +137,44 @@ class Attention:
     seq_len: int
     causal: bool = True
     num_keys: int = 0
+    value_head_dim: int = 0
+    window: int = 0
+    masked: bool = False
+    padded: bool = False
+    eager: bool = False
+    name: str = "attention"
 
     @property
-    def name(self) -> str:
-        """What ``Saved.made_by`` calls it."""
-        return "attention"
+    def num_scores(self) -> int:
+        """q k a."""
+        return self.seq_len * self._keys * self.num_heads
 
     @property
     def full_flops(self) -> int:
-        """4 q k d a: both products over all queries and keys (the PaLM convention)."""
-        return 4 * self.seq_len * (self.num_keys or self.seq_len) * self.head_dim * self.num_heads
+        """2 q k a (d + d_v): both products over all queries and keys (the PaLM convention)."""
+        return 2 * self.seq_len * self._keys * self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim))
 
     @property
     def flops(self) -> int:
-        """Half of ``full_flops`` when causal: what a kernel that skips the upper triangle computes."""
-        return self.full_flops // 2 if self.causal else self.full_flops
+        """What counts of ``full_flops``: half when causal; with a window of w of k keys w (2 k - w) / (2 k^2) of it."""
+        if not self.causal:
+            return self.full_flops
+        window = min(self.window or self._keys, self._keys)
+        return self.full_flops * window * (2 * self._keys - window) // (2 * self._keys**2)
+
+    @property
+    def computed_flops(self) -> int:
+        """What the kernel computes: all scores where a table masks them or they are a tensor, else ``flops``.
+
+        Padding of values is computed, too.
+        """
+        flops = self.full_flops if self.masked or self.eager else self.flops
+        width = self.head_dim + (self.value_head_dim or self.head_dim)
+        return flops * 2 * self.head_dim // width if self.padded else flops
+
+    @property
+    def _keys(self) -> int:
+        return self.num_keys or self.seq_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +197,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective inside a layer, over its tensor- or context-parallel ranks.
+    """A collective inside a layer, over its tensor-, context- or expert-parallel ranks.
 
     Attributes:
         name: What is exchanged.
@@ -158,7 +212,7 @@ class Exchange:
     """
 
     name: str
-    axis: Literal["tp", "cp"]
+    axis: Literal["tp", "cp", "ep"]
     forward: CollectiveKind | None
     backward: CollectiveKind | None
     elements: int
@@ -181,6 +235,8 @@ class Saved:
         logits: Belongs to the output distribution, which the breakdown shows apart.
         made_by: Name of the kernel that makes it; empty for the layer's input.
         residual: Part of the residual stream, which autocast keeps in fp32.
+        narrowed: A copy of something in fp32 that is kept as well, for matrix products: none where these are in fp32.
+        handed_on: It is what the layer gives, kept for layers after it.
     """
 
     name: str
@@ -189,6 +245,14 @@ class Saved:
     logits: bool = False
     made_by: str = ""
     residual: bool = False
+    narrowed: bool = False
+    handed_on: bool = False
+
+    def num_bytes(self, activation_bytes: int, residual_bytes: int) -> int:
+        """Of one sequence, by the widths of activations and of the residual stream."""
+        if self.narrowed and activation_bytes >= _FP32_BYTES:
+            return 0
+        return self.elements * (self.bytes_per_element or (residual_bytes if self.residual else activation_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -202,6 +266,9 @@ class LayerSpec:
         kernels: What forward runs, for one sequence.
         saved: What forward keeps for backward, for one sequence.
         output_elements: Elements handed to the next layer, for one sequence (0 for the head: a scalar loss).
+        output_shapes: Shapes of the tensors that its module gives, of one sequence; of the head, those of the logits.
+        passed_outputs: Which of them are inputs that it only hands on.
+        product_outputs: Which of them are for matrix products alone, in their precision, not of the residual stream.
         constants: Tables that are made once and that all layers of this key on a rank share.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
@@ -213,6 +280,9 @@ class LayerSpec:
     kernels: tuple[Kernel, ...]
     saved: tuple[Saved, ...]
     output_elements: int
+    output_shapes: tuple[tuple[int, ...], ...] = ()
+    passed_outputs: tuple[int, ...] = ()
+    product_outputs: tuple[int, ...] = ()
     constants: tuple[Saved, ...] = ()
     tied: tuple[str, ...] = ()
     gradient_order: tuple[int, ...] = field(default=())
@@ -222,6 +292,20 @@ class LayerSpec:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerSpec) and self.key == other.key
+
+    def output_bytes(self, activation_bytes: int, residual_bytes: int) -> tuple[int, int]:
+        """``(made, passed on)``: bytes of one sequence that the next layer gets."""
+        totals = [0, 0]
+        for index, shape in enumerate(self.output_shapes if self.output_elements else ()):
+            width = activation_bytes if index in self.product_outputs else residual_bytes
+            totals[index in self.passed_outputs] += math.prod(shape) * width
+        return totals[0], totals[1]
+
+    @property
+    def made_elements(self) -> int:
+        """Of ``output_elements``, those that are not only handed on."""
+        passed = sum(math.prod(self.output_shapes[index]) for index in self.passed_outputs)
+        return self.output_elements - passed
 
     @property
     def num_parameters(self) -> int:
@@ -246,5 +330,5 @@ class LayerSpec:
         """``(activations, logits)`` kept for backward, bytes of one sequence."""
         totals = [0, 0]
         for tensor in self.saved:
-            totals[tensor.logits] += tensor.elements * (tensor.bytes_per_element or activation_bytes)
+            totals[tensor.logits] += tensor.num_bytes(activation_bytes, activation_bytes)
         return totals[0], totals[1]

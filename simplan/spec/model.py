@@ -5,77 +5,167 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from simplan.spec.base import Count, Spec
 from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.models import FAMILIES
+from simplan.spec.numbers import either
 from simplan.spec.shard import Shard
-from simplan.spec.transformer import gpt_layers, llama_layers
 
 __all__ = ["ModelSpec"]
 
+_OF_ALL = frozenset({"name", "family", "sources"})
+
 
 class ModelSpec(Spec):
-    """A dense decoder of the GPT or the Llama family.
+    """A model of one of the families of ``simplan.spec.models``, which says what its layers are.
 
-    Both are pre-norm decoders. ``gpt``: learned positions, LayerNorm, biases, a two-matrix GELU MLP (GPT-2).
-    ``llama``: rotary positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries.
-    The keys are those of Hugging Face's ``config.json``. Defaults: ``num_key_value_heads`` as many as heads,
-    ``intermediate_size`` four times ``hidden_size`` (gpt only), ``head_dim = hidden_size / num_attention_heads``,
-    ``tied_embeddings`` true for gpt and false for llama, ``max_position_embeddings`` = ``seq_len``.
+    The keys are those of Hugging Face's ``config.json`` as far as it has them. A family takes some of them, has
+    defaults for others, and refuses the rest by name; sizes that a family does not have are 0. Defaults of
+    transformers: ``num_key_value_heads`` as many as heads, ``head_dim = hidden_size / num_attention_heads``, and
+    ``max_position_embeddings`` = ``seq_len``.
 
     Attributes:
         name: For people; has no effect.
-        seq_len: Tokens of one sequence.
+        family: ``gpt``: learned positions, LayerNorm, biases, a two-matrix GELU MLP (GPT-2). ``llama``: rotary
+            positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries. ``mpt``: as gpt, with ALiBi for positions
+            and no biases. ``bert``: a post-norm encoder trained on masked tokens. ``vit``: classes of images.
+            ``moe``: as llama, with experts in place of the MLP. ``deepseek``: the same with latent attention.
+            ``t5``: an encoder and a decoder.
+        num_hidden_layers: Blocks; of T5's encoder.
+        num_decoder_layers: Blocks of T5's decoder, as many as of its encoder unless given.
+        seq_len: Tokens of one sequence; for images, their patches and the class token, which is the default. Of T5, in
+            the encoder.
+        decoder_seq_len: In the decoder, as many as in the encoder unless given.
         vocab_size: Rows of the embedding, padding included.
         tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
             and their gradients are all-reduced every step.
+        attention_bias: Biases of q, k, v and the projection of the attention's output.
+        qkv_bias: Biases of q, k and v only (Qwen2).
+        qk_norm: ``head``: heads of queries and keys have an RMSNorm of one weight for all of them (Qwen3).
+            ``projection``: all heads together have one (OLMoE).
+        attention_sinks: Each head has a score that takes part in the softmax and in nothing else (gpt-oss).
+        sliding_window: Every query meets at most so many keys up to its own (Mistral 7B v0.1); None for all of them.
+        sliding_window_pattern: Every so many blocks the last one has no window; 0 for a window in all of them.
+        gated_mlp: T5's version 1.1: an MLP gated by GELU, and a head of its own.
+        relative_attention_buckets: Distances between tokens that T5 tells apart.
+        type_vocab_size: Types that a token can have (BERT's first and second segment).
+        image_size: Pixels along each side of an image.
+        patch_size: The same of the patches that it is cut into.
+        num_channels: Colours of an image.
+        num_classes: Classes that an image can have.
+        num_experts: Experts of a block, of which a token uses ``top_k``.
+        top_k: Hugging Face's num_experts_per_tok.
+        moe_intermediate_size: As ``intermediate_size``, of one expert.
+        num_dense_layers: So many leading blocks have an MLP of ``intermediate_size`` instead (first_k_dense_replace).
+        shared_expert_intermediate_size: As ``intermediate_size``, of all experts together that every token uses.
+        shared_expert_gate: Their output is weighed by one number a token (Qwen1.5-MoE).
+        router_bias: Of the scores of experts (gpt-oss).
+        expert_bias: Biases of the experts' matrices (gpt-oss).
+        capacity_factor: Tokens of a sequence that an expert has places for, over its even share of them. It computes
+            all of its places: 1 is what balanced experts need.
+        expert_imbalance: What is expected of the fullest expert of a sequence: its tokens over the even share.
+        drop_tokens: Tokens that find no place skip the expert; else there must be places for all.
+        q_lora_rank: Width of what queries are made from; None for the hidden states (DeepSeek-V2-Lite).
+        kv_lora_rank: Width of what keys and values are made from.
+        qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
+        qk_rope_head_dim: Width that is; one for all heads of the keys.
+        v_head_dim: Width of a head's values.
         sources: Field name -> where its value comes from.
     """
 
     name: str = "inline"
-    family: Literal["gpt", "llama"]
-    # the limits are written inside Annotated: after an equals sign they would lose against Count's own
-    num_hidden_layers: Annotated[Count, Field(le=2_000)]
-    hidden_size: Annotated[Count, Field(le=10**6)]
-    num_attention_heads: Annotated[Count, Field(le=10**5)]
-    num_key_value_heads: Annotated[Count, Field(le=10**5)]
-    head_dim: Annotated[Count, Field(le=10**5)]
-    intermediate_size: Annotated[Count, Field(le=10**7)]
-    vocab_size: Annotated[Count, Field(le=10**8)]
-    seq_len: Annotated[Count, Field(le=10**8)]
-    max_position_embeddings: Annotated[Count, Field(le=10**8)]
+    family: Literal["gpt", "llama", "mpt", "bert", "vit", "moe", "deepseek", "t5"]
+    # the limits are written inside Annotated: after an equals sign they would lose against those of the type
+    num_hidden_layers: Annotated[int, Field(le=2_000)]
+    hidden_size: Annotated[int, Field(le=10**6)]
+    num_attention_heads: Annotated[int, Field(le=10**5)]
+    num_key_value_heads: Annotated[int, Field(le=10**5)]
+    head_dim: Annotated[int, Field(le=10**5)]
+    intermediate_size: Annotated[int, Field(le=10**7)]
+    vocab_size: Annotated[int, Field(le=10**8)]
+    seq_len: Annotated[int, Field(le=10**8)]
+    max_position_embeddings: Annotated[int, Field(le=10**8)]
     tied_embeddings: bool
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    attention_sinks: bool = False
+    sliding_window: Annotated[Count, Field(le=10**8)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=0, le=2_000)] = 0
+    num_decoder_layers: Annotated[int, Field(le=2_000)]
+    decoder_seq_len: Annotated[int, Field(le=10**8)]
+    gated_mlp: bool = False
+    relative_attention_buckets: Annotated[int, Field(le=10**6, multiple_of=4)]
+    type_vocab_size: Annotated[int, Field(le=10**6)]
+    image_size: Annotated[int, Field(le=10**5)]
+    patch_size: Annotated[int, Field(le=10**5)]
+    num_channels: Annotated[int, Field(le=10**5)]
+    num_classes: Annotated[int, Field(le=10**8)]
+    num_experts: Annotated[int, Field(le=10**5)]
+    top_k: Annotated[int, Field(le=10**4)]
+    moe_intermediate_size: Annotated[int, Field(le=10**7)]
+    num_dense_layers: Annotated[int, Field(ge=0, le=2_000)] = 0
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=10**7)] = 0
+    shared_expert_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    capacity_factor: Annotated[float, Field(gt=0, le=10**4)] = 1.0
+    expert_imbalance: Annotated[float, Field(ge=1, le=10**4)] = 1.0
+    drop_tokens: bool = False
+    q_lora_rank: Annotated[Count, Field(le=10**6)] | None = None
+    kv_lora_rank: Annotated[int, Field(le=10**6)]
+    qk_nope_head_dim: Annotated[int, Field(le=10**5)]
+    qk_rope_head_dim: Annotated[int, Field(le=10**5)]
+    v_head_dim: Annotated[int, Field(le=10**5)]
     sources: dict[str, str] = Field(default_factory=dict)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them
 
         def __init__(self, **fields: Any) -> None: ...
 
+    @property
+    def sample(self) -> str:
+        """What one input is called: ``sequence`` or ``image``."""
+        return "image" if FAMILIES[self.family].inputs == "images" else "sequence"
+
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        filled = dict(data)
-        heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
-        if isinstance(heads, int) and heads > 0:
-            filled.setdefault("num_key_value_heads", heads)
-            if isinstance(hidden, int) and hidden % heads == 0:
-                filled.setdefault("head_dim", hidden // heads)
-        if filled.get("family") == "gpt":
-            if isinstance(hidden, int):
-                filled.setdefault("intermediate_size", 4 * hidden)
-            filled.setdefault("tied_embeddings", True)
-        if filled.get("family") == "llama":
-            filled.setdefault("tied_embeddings", False)
-        if "seq_len" in filled:
-            filled.setdefault("max_position_embeddings", filled["seq_len"])
-        return filled
+        name = data.get("family")
+        family = FAMILIES.get(name) if isinstance(name, str) else None
+        if family is None:  # an error of its own, beside which nothing else is missing
+            return {field: _nothing(field) for field in cls._sizes()} | data
+        absent = {field: _nothing(field) for field in cls._sizes() if field not in family.fields}
+        return absent | family.defaults(data) | data
+
+    @field_validator("*")
+    @classmethod
+    def _fits_the_family(cls, value: Any, info: ValidationInfo) -> Any:
+        """Fields of other families are refused, but for the value that says that there is nothing."""
+        name, chosen = info.field_name or "", info.data.get("family")
+        if name in _OF_ALL or chosen is None:
+            return value
+        field = cls.model_fields[name]
+        if name not in FAMILIES[chosen].fields:
+            if value != (_nothing(name) if field.is_required() else field.default):
+                having = either([other for other, family in FAMILIES.items() if name in family.fields])
+                raise ValueError(f"is for models of family {having}, and family = {chosen}; remove it")
+        elif field.is_required() and field.annotation is int and value < 1:
+            raise ValueError("must be at least 1")
+        return value
+
+    @classmethod
+    def _sizes(cls) -> list[str]:
+        """Fields that have no default of their own."""
+        return [name for name, field in cls.model_fields.items() if field.is_required() and name not in _OF_ALL]
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Embedding, ``num_hidden_layers`` equal blocks, and the head with the loss; all of each."""
+        """All layers, whole, from the one that takes the input to the head with the loss."""
         return self.layers_of(Shard())
 
     def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
@@ -84,7 +174,15 @@ class ModelSpec(Spec):
         Args:
             shard: How layers are split; the degrees divide what they split (``simplan.spec.rules``).
         """
-        return gpt_layers(self, shard) if self.family == "gpt" else llama_layers(self, shard)
+        return FAMILIES[self.family].layers(self, shard)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By block, the window of its attention; 0 for none, also where sequences are no longer than it."""
+        window = self.sliding_window or 0
+        window = 0 if window >= self.seq_len else window
+        every = self.sliding_window_pattern
+        return tuple(0 if every and (block + 1) % every == 0 else window for block in range(self.num_hidden_layers))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -96,7 +194,16 @@ class ModelSpec(Spec):
         """Model FLOPs of one sequence, forward and backward (three times forward), no recomputation."""
         return 3 * sum(layer.flops(full_attention=full_attention) for layer in self.layers)
 
-    def block_indices(self) -> range:
-        """Indices of the transformer blocks in ``layers``."""
-        assert self.layers[1].kind is LayerKind.BLOCK
-        return range(1, 1 + self.num_hidden_layers)
+    @property
+    def num_blocks(self) -> int:
+        """Of encoder and decoder together."""
+        return self.num_hidden_layers + self.num_decoder_layers
+
+    def block_indices(self) -> tuple[int, ...]:
+        """Indices of the blocks in ``layers``."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.kind is LayerKind.BLOCK)
+
+
+def _nothing(name: str) -> int | bool:
+    """What a field says of a model of a family that does not have it."""
+    return False if name == "tied_embeddings" else 0

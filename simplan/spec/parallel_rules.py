@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import Problem
+from simplan.spec.expert_rules import expert_parallel_rules, unmodelled_expert_parallelism
 from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["parallel_rules", "unmodelled_parallelism"]
+__all__ = ["parallel_rules", "unmodelled_parallelism", "unmodelled_splits"]
 
 
 def parallel_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Plans that cannot be, or that the framework would run wrongly."""
     yield from _tensor_rules(model, plan)
     yield from _context_rules(model, plan)
+    yield from expert_parallel_rules(model, plan)
     yield from _sharding_rules(plan)
     yield from _stage_rules(plan, software)
 
 
 def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """Plans that can be, but that simplan does not model."""
-    if plan.ep > 1:
-        yield _not_modelled("plan.ep", plan.ep, "expert parallelism", "use 1")
+    yield from unmodelled_expert_parallelism(model, plan)
+    if model.qk_norm == "projection" and plan.tp > 1 and not model.num_experts:
+        yield _not_modelled("plan.tp", plan.tp, "a norm over heads of several ranks (qk_norm = projection)", "use 1")
     if plan.grad_sync == "microbatch" and plan.pp > 1:
         what = "gradient reduction after every microbatch of a pipeline (torch's pipelines reduce once a step)"
         yield _not_modelled("plan.grad_sync", plan.grad_sync, what, "use step")
@@ -32,11 +36,35 @@ def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Pro
         what = "sharding of an embedding whose two copies are on different stages"
         fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
         yield _not_modelled("model.tied_embeddings", "true", what, fix)
+    yield from unmodelled_splits(model, plan)
     if plan.grad_dtype is not None:
         yield _not_modelled("plan.grad_dtype", plan.grad_dtype, "another dtype for gradients", "remove it")
     if plan.prefetch_depth is not None:
         what = "another depth of prefetching than the software's own"
         yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, what, "remove it")
+
+
+def unmodelled_splits(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """Splits of tokens that are not modelled for the model's family."""
+    family = FAMILIES[model.family]
+    if family.whole_layers:
+        for field, degree, kind in (("plan.tp", plan.tp, "tensor"), ("plan.cp", plan.cp, "context")):
+            if degree > 1:
+                yield _not_modelled(field, degree, f"{kind} parallelism of {family.whole_layers}", "use 1")
+        return
+    if plan.sequence_parallel and plan.tp > 1 and family.task == "class":
+        what = "sequence parallelism of patches and a class token"
+        yield _not_modelled("plan.sequence_parallel", "true", what, "use false")
+    if plan.cp == 1:
+        return
+    if family.task == "class":
+        yield _not_modelled("plan.cp", plan.cp, "context parallelism of patches and a class token", "use 1")
+    elif family.task == "masked_token":
+        what = "context parallelism of a loss over masked tokens, of which ranks have unequal numbers,"
+        yield _not_modelled("plan.cp", plan.cp, what, "use 1")
+    elif plan.cp_comm == "ring" and (family.alibi or any(model.windows)):
+        what = f"ring attention {'with ALiBi' if family.alibi else 'in a window'}"
+        yield _not_modelled("plan.cp_comm", "ring", what, "use all_gather or a2a")
 
 
 def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
@@ -45,7 +73,7 @@ def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
 
 def _tensor_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     tp = plan.tp
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "num_classes"):
         size = getattr(model, key)
         if size % tp:
             fix = f"use {either(nearest_divisors(size, tp))}"
@@ -61,7 +89,7 @@ def _tensor_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
             rule="splits tokens over the tensor-parallel ranks, and tp = 1",
             fix="use false, or a larger tp",
         )
-    elif model.seq_len % (tp * plan.cp):
+    elif FAMILIES[model.family].task != "class" and model.seq_len % (tp * plan.cp):
         yield Problem(
             field="model.seq_len",
             value=str(model.seq_len),
@@ -77,7 +105,7 @@ def _context_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
             rule = "says how context-parallel ranks exchange keys, and cp = 1"
             yield Problem(field="plan.cp_comm", value=plan.cp_comm, rule=rule, fix="remove it, or use a larger cp")
         return
-    if model.seq_len % (2 * cp):
+    if FAMILIES[model.family].task != "class" and model.seq_len % (2 * cp):
         yield Problem(
             field="model.seq_len",
             value=str(model.seq_len),

@@ -82,7 +82,7 @@ class ParallelPlan(Spec):
     @property
     def shard(self) -> Shard:
         """The part of every layer that a rank has."""
-        return Shard(tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, cp_comm=self.cp_comm)
+        return Shard(tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, cp_comm=self.cp_comm, ep=self.ep)
 
     @property
     def shards_parameters(self) -> bool:
@@ -151,6 +151,7 @@ class RankMapping:
 
     Attributes:
         pp, dp_replicate, dp_shard, cp, tp: Ranks along each axis.
+        ep: Neighbouring data-parallel ranks that have different experts.
     """
 
     pp: int = 1
@@ -158,11 +159,12 @@ class RankMapping:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> RankMapping:
         """The mesh of a plan."""
-        return cls(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
+        return cls(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep)
 
     @property
     def world_size(self) -> int:
@@ -223,6 +225,18 @@ class RankMapping:
     def cp_group(self, rank: int) -> tuple[int, ...]:
         """Ranks that split the same sequences."""
         return self.group(rank, "cp")
+
+    def ep_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that exchange tokens, because each has other experts."""
+        mine = self.data_rank(rank) // self.ep
+        ranks = self.group(rank, "dp_replicate", "dp_shard")
+        return tuple(other for other in ranks if self.data_rank(other) // self.ep == mine)
+
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that average the gradients of the same experts: they see other tokens."""
+        mine = self.data_rank(rank) % self.ep
+        ranks = self.group(rank, "dp_replicate", "dp_shard")
+        return tuple(other for other in ranks if self.data_rank(other) % self.ep == mine)
 
     def data_rank(self, rank: int) -> int:
         """Which of the ``plan.dp`` parts of the batch a rank trains on."""

@@ -7,9 +7,10 @@ whose published runs use them. Embedding and head are never recomputed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Saved
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Lookup, Saved
 from simplan.spec.plan import Recompute
 
 __all__ = ["Recomputation", "recomputation"]
@@ -73,14 +74,15 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
 
 def _selective(layer: LayerSpec) -> Recomputation:
     """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
-    cores = _where(layer, lambda kernel: isinstance(kernel, Attention))
+    cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
     first, last = min(cores), max(cores)
     again = tuple(
         index
         for index in range(first, last + 1)
         if index in cores or getattr(layer.kernels[index], "forward", None) is not None
     )
-    saved = tuple(t for t in layer.saved if t.made_by != "attention" or t.name == "attention output")
+    names = {layer.kernels[index].name for index in cores}
+    saved = tuple(t for t in layer.saved if t.made_by not in names or t.name == f"{t.made_by} output")
     return Recomputation(saved, again, last)
 
 
@@ -92,7 +94,8 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         kept: Indices of kernels whose results are kept.
         elsewhere: Indices of kernels whose results are kept, but not on the device.
     """
-    saved = [tensor for tensor in layer.saved if not tensor.made_by]
+    # the input itself, not what matrix products made of it
+    saved = [replace(tensor, residual=True) for tensor in layer.saved if not tensor.made_by]
     names = {layer.kernels[index].name for index in kept}
     for index in kept:
         saved += _results(layer, index)
@@ -105,8 +108,8 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         for index, kernel in enumerate(layer.kernels[: last + 1])
         if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
     )
-    # a ring's attention kernels make one result together
-    return Recomputation(tuple(dict.fromkeys(saved)), again, _gemms(layer)[-1])
+    # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
+    return Recomputation(tuple(dict.fromkeys(saved)), again, max(last, _gemms(layer)[-1]))
 
 
 def _results(layer: LayerSpec, index: int) -> list[Saved]:

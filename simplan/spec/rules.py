@@ -115,7 +115,7 @@ def _device_count(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     if needed == there:
         return
     fixes = []
-    for key, most in (("dp_replicate", there), ("pp", model.num_hidden_layers)):
+    for key, most in (("dp_replicate", there), ("pp", model.num_blocks)):
         others = needed // getattr(plan, key)
         if there % others == 0 and there // others <= most:
             fixes.append(f"{key} = {there // others}")
@@ -153,10 +153,10 @@ def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem
 
 def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """What would take too long to predict."""
-    passes = num_microbatches(training, plan) * (model.num_hidden_layers + 2)
+    passes = num_microbatches(training, plan) * (model.num_blocks + 2)
     layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
     if layer_by_layer and passes > MAX_LAYER_PASSES:
-        most = max(1, MAX_LAYER_PASSES // (model.num_hidden_layers + 2)) * plan.dp * plan.microbatch_size
+        most = max(1, MAX_LAYER_PASSES // (model.num_blocks + 2)) * plan.dp * plan.microbatch_size
         yield Problem(
             field="training.global_batch_size",
             value=str(training.global_batch_size),

@@ -117,19 +117,20 @@ def _split_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem
 
 def stage_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """Stages that cannot have a layer each, or that do not have all of them."""
-    layers, stages = model.num_hidden_layers, plan.num_stages
+    layers, stages = model.num_blocks, plan.num_stages
+    named = f"num_hidden_layers = {layers}" if layers == model.num_hidden_layers else f"the {layers} blocks"
     if stages > layers:
         yield Problem(
             field="plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages",
             value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
-            rule=f"{stages} stages must be at most num_hidden_layers = {layers}",
+            rule=f"{stages} stages must be at most {named}",
             fix=f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages",
         )
     if plan.stage_layers is not None:
-        yield from _stage_layers_rules(plan.stage_layers, stages, layers)
+        yield from _stage_layers_rules(plan.stage_layers, stages, layers, named)
 
 
-def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int) -> Iterator[Problem]:
+def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int, named: str) -> Iterator[Problem]:
     shown = f"[{', '.join(str(n) for n in stage_layers[:16])}{', ...' if len(stage_layers) > 16 else ''}]"
     balanced = [layers // stages + (stage < layers % stages) for stage in range(min(stages, 16))]
     example = f"e.g. [{', '.join(str(n) for n in balanced)}{', ...' if stages > 16 else ''}], or remove it"
@@ -137,5 +138,5 @@ def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int)
         rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
         yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
     elif sum(stage_layers) != layers:
-        rule = f"sums to {sum(stage_layers)} and the model has num_hidden_layers = {layers}"
+        rule = f"sums to {sum(stage_layers)} and the model has {named}"
         yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)

@@ -1,4 +1,4 @@
-"""Which part of every layer one rank holds and computes under tensor and context parallelism."""
+"""Which part of every layer one rank holds and computes under tensor, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Shard"]
 
 
 class Shard(Spec):
-    """The part of a layer that each of its tensor- and context-parallel ranks has; all have equal parts.
+    """The part of a layer that each of its tensor-, context- and expert-parallel ranks has; all have equal parts.
 
     Attributes:
         tp: Tensor-parallel ranks: heads, MLP columns and vocabulary are split (Shoeybi et al. 2019).
@@ -18,9 +18,12 @@ class Shard(Spec):
         cp: Context-parallel ranks: tokens are split everywhere.
         cp_comm: How attention then gets at all keys: sent round a ring (Liu et al. 2023), gathered, or exchanged for
             heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+        ep: Expert-parallel ranks: experts are split, and tokens are exchanged for those of other ranks (Lepikhin et al.
+            2021, GShard).
     """
 
     tp: Count = 1
     sequence_parallel: bool = False
     cp: Count = 1
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
+    ep: Count = 1

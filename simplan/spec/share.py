@@ -10,23 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Kernel, Pointwise, Saved
+from simplan.spec.layer import CollectiveKind, Exchange, Kernel, Pointwise
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = [
-    "Share",
-    "attention_constants",
-    "attention_kernels",
-    "attention_saved",
-    "column_exchanges",
-    "row_kernels",
-    "share_of",
-]
+__all__ = ["Share", "column_exchanges", "row_kernels", "share_of"]
 
-_STATISTICS_BYTES = 4  # softmax and norm statistics are fp32 whatever the precision
 _K = CollectiveKind
 
 
@@ -40,7 +31,7 @@ class Share(NamedTuple):
         hidden: Of every token, whole.
         heads, kv_heads, head_dim: Attention heads.
         intermediate: Columns of the MLP.
-        vocab: Rows of the embedding.
+        vocab: Rows of the embedding, or classes of a model without one.
     """
 
     shard: Shard
@@ -64,6 +55,16 @@ class Share(NamedTuple):
         return self.kv_heads * self.head_dim
 
     @property
+    def hidden_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the hidden states between layers."""
+        return ((self.own_tokens, self.hidden),)
+
+    @property
+    def logits_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the logits of every token."""
+        return ((self.tokens, self.vocab),)
+
+    @property
     def partial(self) -> bool:
         """Parameters that see only the own tokens have partial gradients."""
         return self.shard.sequence_parallel
@@ -83,7 +84,8 @@ class Share(NamedTuple):
 def share_of(model: ModelSpec, shard: Shard) -> Share:
     """The sizes of a model on one rank; the degrees divide what they split."""
     tp, tokens = shard.tp, model.seq_len // shard.cp
-    for size in (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, model.vocab_size):
+    vocab = model.vocab_size or model.num_classes
+    for size in (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, vocab):
         assert size % tp == 0, (size, tp)
     assert shard.cp == 1 or model.seq_len % (2 * shard.cp) == 0
     split_tokens = tp if shard.sequence_parallel else 1
@@ -97,18 +99,19 @@ def share_of(model: ModelSpec, shard: Shard) -> Share:
         model.num_key_value_heads // tp,
         model.head_dim,
         model.intermediate_size // tp,
-        model.vocab_size // tp,
+        vocab // tp,
     )
 
 
-def column_exchanges(name: str, share: Share) -> tuple[list[Kernel], list[Kernel]]:
+def column_exchanges(name: str, share: Share, rows: int = 0) -> tuple[list[Kernel], list[Kernel]]:
     """What is exchanged before and after matrices split by columns.
 
     Args:
         name: Of their input.
         share: Sizes.
+        rows: Rows of the input, of one sequence; 0 for as many as there are tokens.
     """
-    elements = share.tokens * share.hidden
+    elements = (rows or share.tokens) * share.hidden
     if share.shard.tp == 1:
         return [], []
     if not share.shard.sequence_parallel:
@@ -135,76 +138,3 @@ def row_kernels(name: str, share: Share, *, bias: bool = False, residual: bool =
         own = share.own_tokens * share.hidden
         kernels.append(Pointwise(f"{name} bias", own, own))
     return kernels
-
-
-def attention_kernels(share: Share) -> list[Kernel]:
-    """The attention core and the exchanges by which it gets at the keys of all tokens."""
-    shard, n, kv = share.shard, share.tokens, share.tokens * share.kv
-    heads, kv_heads, d = share.heads, share.kv_heads, share.head_dim
-    core = Attention(heads, kv_heads, d, n)
-    if shard.cp == 1:
-        return [core]
-    if shard.cp_comm == "all_gather":
-        gathered = Exchange("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, shard.cp * 2 * kv)
-        return [gathered, Attention(heads, kv_heads, d, n, num_keys=shard.cp * n)]
-    if shard.cp_comm == "a2a":
-        there = Exchange("q, k and v", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, n * share.q + 2 * kv)
-        back = Exchange("attention output", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, n * share.q)
-        return [there, Attention(heads // shard.cp, kv_heads // shard.cp, d, shard.cp * n), back]
-    return _ring(core, shard.cp, 2 * kv)
-
-
-def _ring(core: Attention, cp: int, elements: int) -> list[Kernel]:
-    """Ring attention (Liu et al. 2023): each rank attends to one part of the keys after the other.
-
-    A part costs as much as the own, causal one: with early and late tokens on every rank half of its scores are masked.
-    Keys and values move cp - 1 times in forward and again in backward, their gradients cp times: the last brings them
-    home. What backward sends while it works on part j are the keys of part j - 1 and the gradients of part j + 1.
-    """
-    kernels: list[Kernel] = [
-        Exchange("gradients of k and v, home", "cp", None, _K.RING, elements),
-        Exchange("gradients of k and v", "cp", None, _K.RING, elements, beside_previous=True),
-        core,
-    ]
-    for part in range(1, cp):
-        if part == cp - 1:
-            kernels.append(Exchange("k and v", "cp", _K.RING, _K.RING, elements, beside_previous=True))
-        else:
-            kernels.append(Exchange("k and v", "cp", _K.RING, None, elements, beside_previous=True))
-            name = "k and v and their gradients"
-            kernels.append(Exchange(name, "cp", None, _K.RING, 2 * elements, beside_previous=True))
-        kernels.append(core)
-    return kernels
-
-
-def attention_saved(share: Share, *, fused: bool) -> list[Saved]:
-    """What attention keeps: its inputs, its output, and the logarithm of the sum of exponentials of each row.
-
-    Args:
-        share: Sizes.
-        fused: q, k and v are parts of one tensor, and all of it is kept when one is.
-    """
-    shard, n = share.shard, share.tokens
-    q, kv = n * share.q, n * share.kv
-    inputs, maker = ("qkv output", "qkv") if fused else ("q, k rotated and v", "rotary")
-    output = Saved("attention output", q, made_by="attention")
-    if shard.cp > 1 and shard.cp_comm == "a2a":
-        saved = [
-            Saved("exchanged q, k and v", q + 2 * kv, made_by="q, k and v"),
-            Saved("attention core output", q, made_by="attention"),
-        ]
-        output = Saved("attention output", q, made_by="attention output")
-    elif shard.cp > 1 and shard.cp_comm == "all_gather":
-        own = Saved(inputs, q + 2 * kv, made_by=maker) if fused else Saved("q rotated", q, made_by=maker)
-        saved = [own, Saved("gathered k and v", shard.cp * 2 * kv, made_by="k and v")]
-    else:
-        saved = [Saved(inputs, q + 2 * kv, made_by=maker)]
-    logsumexp = Saved("attention logsumexp", n * share.heads, _STATISTICS_BYTES, made_by="attention")
-    return [*saved, output, logsumexp]
-
-
-def attention_constants(share: Share) -> tuple[Saved, ...]:
-    """The mask of own queries against the keys of all ranks, where these are gathered."""
-    if share.shard.cp == 1 or share.shard.cp_comm != "all_gather":
-        return ()
-    return (Saved("attention mask", share.tokens**2 * share.shard.cp),)

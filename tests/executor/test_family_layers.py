@@ -57,7 +57,8 @@ class LayerRun:
         return cross_entropy(out, self._targets, self._parallel) if self.layer.kind is LayerKind.HEAD else out
 
     def backward(self, out: Tensor) -> None:
-        torch.autograd.backward(out, None if out.dim() == 0 else torch.ones_like(out))
+        loss = out if out.dim() == 0 else (2.0 * out).sum()  # the gradient of the output is autograd's alone
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def shards_of(name: str) -> list[str]:
@@ -67,13 +68,16 @@ def shards_of(name: str) -> list[str]:
     return ["whole", "tensor"] if name == "vit" else list(SHARDS)
 
 
-def quick(shard: str, precision: str) -> list[Any]:
-    """Marks: every split in fp32 and every precision of whole layers are looked at in every run of the tests."""
-    return [] if shard == "whole" or precision == "fp32" else [pytest.mark.slow]
+QUICK = ("qk-norm", "mpt", "bert", "vit")
+
+
+def quick(name: str, shard: str, precision: str) -> list[Any]:
+    """Marks: whole layers in every precision, and their parts in fp32, are looked at in every run of the tests."""
+    return [] if name in QUICK and (shard == "whole" or precision == "fp32") else [pytest.mark.slow]
 
 
 KEPT = [
-    pytest.param(name, shard, index, recompute, precision, marks=quick(shard, precision))
+    pytest.param(name, shard, index, recompute, precision, marks=quick(name, shard, precision))
     for name in VARIANTS
     for shard in shards_of(name)
     for index, modes in ((0, ("none",)), (1, ("none", "selective", "full")), (-1, ("none",)))
@@ -81,7 +85,7 @@ KEPT = [
     for precision in STATES
 ]
 PEAKS = [
-    pytest.param(name, shard, recompute, precision, marks=quick(shard, precision))
+    pytest.param(name, shard, recompute, precision, marks=quick(name, shard, precision))
     for name in VARIANTS
     for shard in ("whole", "sequence")
     if shard in shards_of(name)
@@ -166,3 +170,16 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         stage(inputs.to(meta))
     wanted = 2 * sum(layer.flops(full_attention=True) for layer in spec.layers)
     assert counter.get_total_flops() == pytest.approx(wanted, rel=0.005)
+
+
+@pytest.mark.parametrize("shard", ["whole", "tensor", "all_gather", "a2a"])
+@pytest.mark.parametrize("name", ["mpt", "window"])
+def test_tables_of_scores_are_the_constants_of_the_layer(name: str, shard: str) -> None:
+    """One for all blocks of a stage, with a row for every query and, with ALiBi, for every head."""
+    spec, parallel = variant(name), Parallel.silent(SHARDS[shard])
+    stage: Any = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, 0, parallel)
+    inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=1)
+    stage(parallel.local_tokens(inputs))
+    tables = {id(core): core._table for core in (stage.layers[index]._attention._core for index in ("1", "2"))}
+    wanted = [t.elements for t in spec.layers_of(SHARDS[shard])[1].constants if t.name == "attention mask"]
+    assert [table.numel() for table in tables.values()] == wanted

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "1f1b": ("moe", SHARED, {"pp": 2, "schedule": "1f1b"}),
     "context parallelism": ("moe", MOE, {"cp": 2, "cp_comm": "all_gather", "zero_stage": 2}),
     "ddp over ep 2 of 4": ("moe", MOE, {"dp_replicate": 4, "ep": 2, "bucket_bytes": 40_000}),
+    "zero-1 x ep": ("moe", SHARED, {"dp_shard": 2, "zero_stage": 1, "ep": 2}),
     "hsdp x ep": ("moe", SHARED, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     "hsdp with experts over all": ("moe", MOE, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
     "1f1b x ddp x ep": ("moe", MOE, {"pp": 2, "dp_replicate": 2, "ep": 2, "schedule": "1f1b"}),

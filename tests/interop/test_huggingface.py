@@ -38,6 +38,36 @@ MISTRAL = {
     "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
 }  # fmt: skip
 
+QWEN25 = {
+    "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
+    "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+    "num_key_value_heads": 2, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3 = {
+    "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+MPT = {
+    "attn_config": {"alibi": True, "attn_impl": "torch", "attn_pdrop": 0, "attn_type": "multihead_attention",
+                    "clip_qkv": None, "prefix_lm": False, "qk_ln": False, "softmax_scale": None},
+    "d_model": 4096, "expansion_ratio": 4, "learned_pos_emb": True, "max_seq_len": 2048, "model_type": "mpt",
+    "n_heads": 32, "n_layers": 32, "no_bias": True, "norm_type": "low_precision_layernorm", "vocab_size": 50432,
+}  # fmt: skip
+BERT = {
+    "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
+    "hidden_size": 768, "intermediate_size": 3072, "max_position_embeddings": 512, "model_type": "bert",
+    "num_attention_heads": 12, "num_hidden_layers": 12, "position_embedding_type": "absolute", "type_vocab_size": 2,
+    "vocab_size": 30522,
+}  # fmt: skip
+VIT = {
+    "hidden_act": "gelu", "hidden_size": 768, "id2label": {str(i): f"class {i}" for i in range(1000)},
+    "image_size": 224, "intermediate_size": 3072, "model_type": "vit", "num_attention_heads": 12, "num_channels": 3,
+    "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": True,
+}  # fmt: skip
+
 
 def model(config: dict[str, Any], seq_len: int | None = None) -> ModelSpec:
     return ModelSpec.model_validate(model_fields_from_config(config, name="x", seq_len=seq_len))
@@ -49,9 +79,14 @@ def model(config: dict[str, Any], seq_len: int | None = None) -> ModelSpec:
         (GPT2, None, 124_439_808),
         (LLAMA3, None, 8_030_261_248),
         (LLAMA32_1B, 8192, 1_235_814_400),
-        (MISTRAL, 4096, 7_241_732_096),
+        (MISTRAL, None, 7_241_732_096),
+        (QWEN25, 4096, 494_032_768),
+        (QWEN3, 4096, 596_049_920),
+        (MPT, 2048, 6_649_286_656),
+        (BERT, None, 109_514_298),
+        (VIT, None, 86_567_656),
     ],
-    ids=["gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b"],
+    ids=["gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "mpt-7b", "bert", "vit"],
 )
 def test_parameter_counts_equal_the_published_ones(config: dict[str, Any], seq_len: int | None, count: int) -> None:
     assert model(config, seq_len).num_parameters == count
@@ -78,12 +113,21 @@ def test_the_sequence_length_is_the_longest_unless_given() -> None:
         ),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false: is not modelled yet; only true is"),
         ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modelled yet"),
-        ({**LLAMA3, "attention_bias": True}, "attention_bias = true: is not modelled yet; only false is"),
         ({**LLAMA3, "mlp_bias": True}, "mlp_bias = true: is not modelled yet"),
         ({**LLAMA3, "hidden_act": "gelu"}, 'hidden_act = "gelu": is not modelled yet'),
         ({**LLAMA3, "num_local_experts": 8}, "num_local_experts = 8: is not modelled yet"),
         ({**LLAMA3, "quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not modelled yet'),
-        (MISTRAL, "sliding_window = 4096: attention in a window is not modelled yet, and sequences of 32768 tokens"),
+        (
+            {**QWEN25, "use_sliding_window": True, "sliding_window": 4096},
+            "sliding_window = 4096: a window in some layers is not modelled yet, and sequences of 32768 tokens",
+        ),
+        ({**MPT, "no_bias": False}, "no_bias = false: is not modelled yet; only true is"),
+        (
+            {**MPT, "attn_config": {"alibi": False}},
+            "attn_config.alibi = false: is not modelled yet; only true is",
+        ),
+        ({**BERT, "is_decoder": True}, "is_decoder = true: is not modelled yet; only false is"),
+        ({**VIT, "qkv_bias": False}, "qkv_bias = false: is not modelled yet; only true is"),
         ({**LLAMA3, "model_type": "mixtral"}, 'model_type = "mixtral": is a family that is not modelled yet; did you'),
         ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modelled yet'),
     ],
@@ -92,6 +136,15 @@ def test_options_that_change_the_model_are_refused_by_name(config: dict[str, Any
     with pytest.raises(NotModelledError) as caught:
         model(config)
     assert str(caught.value).startswith(sentence)
+
+
+def test_switches_of_a_config() -> None:
+    """Biases of all four matrices, a window, and no window where it is switched off."""
+    assert model({**LLAMA3, "attention_bias": True}).attention_bias
+    assert model(MISTRAL).sliding_window == 4096
+    assert model({**MISTRAL, "sliding_window": None}).sliding_window is None
+    assert model(QWEN25).sliding_window is None
+    assert model({key: value for key, value in VIT.items() if key != "num_channels"}).seq_len == 197
 
 
 def test_missing_keys_are_all_named() -> None:

@@ -1,0 +1,120 @@
+"""The attention core of each form: which scores count, and what is added to them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from executor.context_parallel import AttentionCore, ContextAttention, causal_attention
+from executor.parallel import Parallel
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+
+__all__ = ["Attentions", "MaskedAttention", "alibi_slopes", "full_attention"]
+
+_HEADS = 1  # the dimension
+_LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2^-8
+
+
+class Attentions:
+    """The attentions of a stage: all its blocks whose windows are equal share one, and its tables.
+
+    Args:
+        spec: The model.
+        parallel: Which part of each layer this rank has.
+        device: Where.
+        recompute: Backward computes the core again.
+
+    Attributes:
+        recompute: As given.
+        shared: Other tables that blocks of the stage share, by name.
+    """
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel, device: torch.device, *, recompute: bool) -> None:
+        self._spec, self._parallel, self._device = spec, parallel, device
+        self.recompute = recompute
+        self.shared: dict[str, Tensor] = {}
+        self._by_window: dict[int, ContextAttention] = {}
+
+    def of_block(self, block: int) -> ContextAttention:
+        """The attention of a block, counted from 0."""
+        window = self._spec.windows[block]
+        if window not in self._by_window:
+            core = self._core(window)
+            if self.recompute:
+                core = partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
+            self._by_window[window] = ContextAttention(core, self._parallel, self._spec.seq_len, self._device)
+        return self._by_window[window]
+
+    def _core(self, window: int) -> AttentionCore:
+        family = FAMILIES[self._spec.family]
+        if family.alibi or window:
+            return MaskedAttention(self._spec, self._parallel, window, self._device)
+        return causal_attention if family.causal else full_attention
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in which every query meets every key; (batch, heads, tokens, head_dim) each."""
+    grouped = q.shape[_HEADS] != k.shape[_HEADS]
+    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+
+class MaskedAttention:
+    """Causal attention with a table that is added to the scores: a bias by distance (ALiBi), or the end of a window.
+
+    Args:
+        spec: The model.
+        parallel: Which heads and tokens this rank has.
+        window: Keys up to its own that a query meets; 0 for all of them.
+        device: Where.
+    """
+
+    def __init__(self, spec: ModelSpec, parallel: Parallel, window: int, device: torch.device) -> None:
+        self._window = window
+        whole = torch.arange(spec.seq_len)
+        gathers = parallel.cp.size > 1 and parallel.shard.cp_comm == "all_gather"
+        self._keys = (parallel.all_positions(spec.seq_len).flatten() if gathers else whole).to(device)
+        self._queries = (parallel.positions(spec.seq_len) if gathers else whole).to(device)
+        self._slopes: Tensor | None = None
+        if FAMILIES[spec.family].alibi:
+            slopes = parallel.own_part(alibi_slopes(spec.num_attention_heads), 0)
+            if parallel.cp.size > 1 and not gathers:  # tokens are exchanged for heads
+                slopes = slopes.chunk(parallel.cp.size)[parallel.cp.rank]
+            self._slopes = slopes.to(device)
+        self._table: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As ``causal_attention``, whose mask is a part of the table."""
+        del mask
+        grouped = q.shape[_HEADS] != k.shape[_HEADS]
+        return functional.scaled_dot_product_attention(q, k, v, self._table_like(q), enable_gqa=grouped)
+
+    def _table_like(self, q: Tensor) -> Tensor:
+        """(1, heads, queries, keys), or (queries, keys) for all heads; made once, in the precision of the queries."""
+        if self._table is None or self._table.dtype is not q.dtype:
+            distances = self._queries.unsqueeze(1) - self._keys.unsqueeze(0)
+            unmet = distances < 0
+            if self._window:
+                unmet |= distances >= self._window
+            table = torch.zeros(unmet.shape, dtype=q.dtype, device=q.device)
+            if self._slopes is not None:
+                table = (-self._slopes.view(-1, 1, 1) * distances).to(q.dtype).unsqueeze(0)
+            self._table = table.masked_fill_(unmet, -torch.inf)
+        return self._table
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Slope of the bias of each head (float64): 2^(-8 i / a) for i = 1 to a (Press et al. 2022, section 3).
+
+    Where a is no power of two, the slopes are every second one of those of the next power, then the ones between
+    (MPT's way).
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    exponents = torch.arange(1, power + 1, dtype=torch.float64) * _LARGEST_SLOPE_EXPONENT / power
+    slopes = 2.0**-exponents
+    return slopes if power == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]

@@ -1,0 +1,75 @@
+"""Moments of most memory in a block with experts, whose places are many more rows than there are tokens.
+
+In the words of ``simplan.spec.models.experts``: places are the rows that experts work on, chosen are the rows that
+tokens take back from them. The attention and the shared expert need less than the experts, which are done by then.
+"""
+
+from __future__ import annotations
+
+from simplan.program.moment import Moment
+from simplan.spec.layer import Exchange, Gemm, LayerSpec
+from simplan.spec.software import StateBytes
+
+__all__ = ["copied_weight_bytes", "expert_moments", "has_experts"]
+
+
+def has_experts(layer: LayerSpec) -> bool:
+    """Whether the layer is a block with experts."""
+    return any(kernel.name == "experts_down" for kernel in layer.kernels)
+
+
+def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
+    """The copy of a matrix that forward makes, in the precision of the activations, and keeps for backward.
+
+    FSDP gathers weights in that precision; experts that it leaves alone are copied.
+    """
+    spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")
+    narrows = spread and state.gathered != state.parameter
+    return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))
+
+
+def expert_moments(
+    layer: LayerSpec, b: int, state: StateBytes, *, drops: bool
+) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """Moments of forward, beside what it keeps, and of backward, beside what was kept.
+
+    Forward has the results of all places beside the chosen rows that it keeps of them, and weighs these. Backward has
+    gradients of the chosen rows, twice when it comes to their weights; of all places; of the last matrix; then of the
+    three tensors around the product of gate and up. Exchanges hold what is sent beside what is received, and once more
+    where several experts have places for several ranks, whose order differs.
+
+    Args:
+        layer: The block.
+        b: Sequences of a microbatch.
+        state: Element widths.
+        drops: It runs again as a whole, so that forward keeps none of this.
+    """
+    wide, narrow = state.residual, state.activation
+    down = next(k for k in layer.kernels if isinstance(k, Gemm) and k.name == "experts_down")
+    kernels = {kernel.name: kernel for kernel in layer.kernels}
+    places, inner = b * down.m * down.n * narrow, b * down.m * down.k * narrow
+    chosen = b * next(t.elements for t in layer.saved if t.name == "outputs of chosen experts") * narrow
+    output = b * layer.output_elements
+    copied = copied_weight_bytes(layer, down, state)
+    exchanges = any(isinstance(kernel, Exchange) for kernel in layer.kernels)
+    held_twice = places * (1 + ("sort by rank" in kernels)) if exchanges else 0
+
+    kept = 0 if drops else chosen
+    ending = output * (wide + narrow + (wide if narrow < wide else 0))
+    forward = [places + held_twice - kept, (places if not exchanges else 0) + chosen - kept, chosen, ending]
+    if drops:
+        forward += [places + 3 * inner, 2 * places + inner + copied, 2 * places + held_twice]
+    incoming = output * (wide + (narrow if narrow < wide else 0))
+    left = incoming - chosen  # the chosen rows are gone
+    weight = down.weight_elements * narrow
+    moments = [
+        Moment(incoming + 2 * chosen),
+        Moment(left + chosen + places),
+        Moment(left + places + held_twice),
+        Moment(left + places + inner, gradients=weight),
+        Moment(left - copied + inner),
+        Moment(left - copied - inner + 3 * inner),
+    ]
+    if copied:
+        moments.append(Moment(left - copied, gradients=weight + down.weight_elements * state.gradient))
+    return (Moment(max(forward)),), tuple(moments)

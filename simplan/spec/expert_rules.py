@@ -1,0 +1,101 @@
+"""What must hold for a mixture of experts, and between experts and the ranks that they are spread over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.spec.model import ModelSpec
+from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["expert_parallel_rules", "expert_rules", "unmodelled_expert_parallelism"]
+
+
+def expert_rules(model: ModelSpec) -> Iterator[Problem]:
+    """Models with experts that cannot be."""
+    experts, blocks = model.num_experts, model.num_hidden_layers
+    if model.top_k > experts:
+        yield Problem(
+            field="model.top_k",
+            value=str(model.top_k),
+            rule=f"must be at most num_experts = {experts}",
+            fix=f"use {experts}",
+        )
+    if model.num_dense_layers > blocks:
+        yield Problem(
+            field="model.num_dense_layers",
+            value=str(model.num_dense_layers),
+            rule=f"must be at most num_hidden_layers = {blocks}",
+            fix=f"use {blocks}",
+        )
+    if model.shared_expert_gate and not model.shared_expert_intermediate_size:
+        yield Problem(
+            field="model.shared_expert_gate",
+            value="true",
+            rule="weighs a shared expert, and shared_expert_intermediate_size = 0",
+            fix="remove it, or give shared_expert_intermediate_size",
+        )
+    needed = model.expert_imbalance
+    if model.capacity_factor < needed and not model.drop_tokens:
+        balanced, fullest = "even balanced experts need", f"the fullest expert needs with expert_imbalance = {needed:g}"
+        why = balanced if needed == 1 else fullest
+        yield Problem(
+            field="model.capacity_factor",
+            value=f"{model.capacity_factor:g}",
+            rule=f"is less than the {needed:g} that {why}",
+            fix=f"use {needed:g} or more, or model.drop_tokens = true",
+        )
+
+
+def expert_parallel_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """Plans that cannot spread experts."""
+    if plan.ep == 1:
+        return
+    if not model.num_experts:
+        yield Problem(
+            field="plan.ep",
+            value=str(plan.ep),
+            rule=f"spreads experts over ranks, and models of family {model.family} have none",
+            fix="remove it",
+        )
+        return
+    for name, number, why in (
+        ("model.num_experts", model.num_experts, "every rank has as many experts as any other"),
+        ("dp_replicate x dp_shard", plan.dp, "experts are spread over data-parallel ranks"),
+    ):
+        if number % plan.ep:
+            yield Problem(
+                field="plan.ep",
+                value=str(plan.ep),
+                rule=f"must divide {name} = {number}: {why}",
+                fix=f"use {either(nearest_divisors(number, plan.ep))}",
+            )
+
+
+def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """Plans that could train a model with experts, but that simplan does not model."""
+    if not model.num_experts:
+        return
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    if plan.tp > 1:
+        yield _not_modelled("plan.tp", plan.tp, "tensor parallelism of experts", "use 1")
+    if plan.cp > 1 and (plan.ep > 1 or model.family == "deepseek"):
+        what = "context parallelism with " + ("ep > 1" if plan.ep > 1 else "multi-head latent attention")
+        yield _not_modelled("plan.cp", plan.cp, what, "use 1")
+    if facts is not None and facts.splits_backward:
+        what = "a backward in two parts through experts"
+        yield _not_modelled("plan.schedule", plan.schedule, what, "use 1f1b or interleaved_1f1b")
+    if plan.ep == 1:
+        return
+    if (plan.shards_parameters or plan.shards_optimizer_only) and plan.ep % plan.dp_shard:
+        what = f"sharding one expert over several of the dp_shard = {plan.dp_shard} ranks"
+        yield _not_modelled("plan.ep", plan.ep, what, f"use a multiple of {plan.dp_shard}, or a smaller dp_shard")
+    if plan.grad_sync == "microbatch":
+        what = "gradient reduction after every microbatch with ep > 1"
+        yield _not_modelled("plan.grad_sync", plan.grad_sync, what, "use step")
+
+
+def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
+    return Problem(field=field, value=str(value), rule=f"{what} is not modelled yet", fix=fix)

@@ -1,0 +1,51 @@
+"""DeepSeek-V2 and V3: multi-head latent attention and a mixture of experts.
+
+Without the module that predicts a second token, and without the corrections of scores by which V3 chooses experts,
+which get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from simplan.spec.layer import LayerSpec
+from simplan.spec.models.family import TOKENS, TRANSFORMER, Family
+from simplan.spec.models.mla import latent_attention, latent_form
+from simplan.spec.models.moe import EXPERTS, sparse_layers, with_experts
+from simplan.spec.models.part import Part
+from simplan.spec.share import Share
+
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
+    from simplan.spec.shard import Shard
+
+__all__ = ["DEEPSEEK"]
+
+
+def _attention(model: ModelSpec, share: Share, window: int) -> tuple[Part, list[str]]:
+    assert not window
+    form = latent_form(model)
+    return latent_attention(form, share), [form.key]
+
+
+def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    return sparse_layers(model, shard, _attention)
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"tied_embeddings": False}
+    if "seq_len" in given:
+        found["max_position_embeddings"] = given["seq_len"]
+    return found
+
+
+DEEPSEEK = Family(
+    layers=_layers,
+    fields=(TRANSFORMER - {"num_key_value_heads", "head_dim"})
+    | TOKENS
+    | EXPERTS
+    | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
+    defaults=with_experts(_defaults),
+)
+"""DeepSeek-AI 2024 (arXiv:2405.04434 and arXiv:2412.19437)."""

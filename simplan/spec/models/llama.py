@@ -1,0 +1,91 @@
+"""Llama's architecture: RMSNorm, rotary grouped-query attention, RMSNorm, gated SiLU MLP; no biases.
+
+Its switches make Qwen2.5 of it (biases of q, k and v), Qwen3 (norms of queries and keys) and Mistral 7B v0.1 (attention
+in a window).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.models.attention import AttentionForm, Biases, self_attention
+from simplan.spec.models.ends import output_distribution, token_table
+from simplan.spec.models.family import TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.spec.models.keys import block_key, embedding_key, head_key
+from simplan.spec.models.mlp import gated_mlp
+from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.share import Share, share_of
+
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
+    from simplan.spec.shard import Shard
+
+__all__ = ["ATTENTION", "LLAMA", "attention_of"]
+
+ATTENTION = frozenset({"attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern"})
+"""Fields that switch its attention."""
+
+_NORM = NormKind(statistics=1, bias=False)
+
+
+def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    share = share_of(model, shard)
+    embedding = layer_of(
+        embedding_key(model, share),
+        LayerKind.EMBEDDING,
+        [token_table(share)],
+        output_shapes=share.hidden_shapes,
+    )
+    blocks = {window: _block(model, share, window) for window in set(model.windows)}
+    head = layer_of(
+        head_key(model, share),
+        LayerKind.HEAD,
+        [block_input(share), norm("norm", _NORM, share), output_distribution("norm output", share)],
+        output_shapes=share.logits_shapes,
+        tied=("lm_head.weight",) if model.tied_embeddings else (),
+    )
+    return (embedding, *(blocks[window] for window in model.windows), head)
+
+
+def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, list[str]]:
+    """The attention of a block with a window (0 for none), and what it adds to the block's key."""
+    biased: Biases = "all" if model.attention_bias else "qkv" if model.qkv_bias else "none"
+    form = AttentionForm(
+        fused=False,
+        bias=biased,
+        rotary=True,
+        qk_norm=model.qk_norm or "none",
+        window=window,
+        sinks=model.attention_sinks,
+    )
+    switches = [f"bias:{biased}"] * (biased != "none") + [f"w{window}"] * (window > 0) + ["sinks"] * form.sinks
+    if form.qk_norm != "none":
+        switches.insert(int(biased != "none"), "qknorm" if form.qk_norm == "head" else "qknorm:projection")
+    return self_attention("norm1 output", form, share), switches
+
+
+def _block(model: ModelSpec, share: Share, window: int) -> LayerSpec:
+    attention, switches = attention_of(model, share, window)
+    return layer_of(
+        block_key(model, share, *switches),
+        LayerKind.BLOCK,
+        [
+            block_input(share),
+            norm("norm1", _NORM, share),
+            attention,
+            residual("residual1", share, keeps_sum=True),
+            norm("norm2", _NORM, share),
+            gated_mlp("norm2 output", share),
+            residual("residual2", share, keeps_sum=False),
+        ],
+        output_shapes=share.hidden_shapes,
+    )
+
+
+LLAMA = Family(
+    layers=_layers,
+    fields=TRANSFORMER | TOKENS | ATTENTION,
+    defaults=transformer_defaults(tied_embeddings=False),
+)
+"""Touvron et al. 2023."""

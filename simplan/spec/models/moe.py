@@ -1,0 +1,110 @@
+"""Llama's architecture with a mixture of experts in place of the MLP: Mixtral, Qwen-MoE, OLMoE, DeepSeek-MoE, gpt-oss.
+
+The first ``num_dense_layers`` blocks have an MLP as Llama's blocks do. What is counted as model FLOPs is the work of
+the experts that tokens use; what is priced is the work on all of their places (``simplan.spec.models.experts``). Losses
+that balance experts, and routers that choose within groups of experts, are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.models.ends import output_distribution, token_table
+from simplan.spec.models.experts import expert_mlp, experts_form, shared_expert_mlp
+from simplan.spec.models.family import TOKENS, TRANSFORMER, Defaults, Family, transformer_defaults
+from simplan.spec.models.keys import block_key, embedding_key, head_key
+from simplan.spec.models.llama import ATTENTION, attention_of
+from simplan.spec.models.mlp import gated_mlp
+from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.share import Share, share_of
+
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
+    from simplan.spec.shard import Shard
+
+__all__ = ["EXPERTS", "MOE", "AttentionOf", "sparse_layers", "with_experts"]
+
+EXPERTS = frozenset({
+    "num_experts", "top_k", "moe_intermediate_size", "num_dense_layers", "shared_expert_intermediate_size",
+    "shared_expert_gate", "router_bias", "expert_bias", "capacity_factor", "expert_imbalance", "drop_tokens",
+})  # fmt: skip
+"""Fields of every mixture of experts."""
+
+AttentionOf = Callable[["ModelSpec", Share, int], tuple[Part, list[str]]]
+"""The attention of a block with a window, and what it adds to the block's key."""
+
+_NORM = NormKind(statistics=1, bias=False)
+
+
+def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tuple[LayerSpec, ...]:
+    """Embedding, dense blocks, blocks with experts, head.
+
+    Args:
+        model: The model.
+        shard: How its layers are split.
+        attention: Of its blocks.
+    """
+    share = share_of(model, shard)
+    embedding = layer_of(
+        embedding_key(model, share), LayerKind.EMBEDDING, [token_table(share)], output_shapes=share.hidden_shapes
+    )
+    head = layer_of(
+        head_key(model, share),
+        LayerKind.HEAD,
+        [block_input(share), norm("norm", _NORM, share), output_distribution("norm output", share)],
+        output_shapes=share.logits_shapes,
+        tied=("lm_head.weight",) if model.tied_embeddings else (),
+    )
+    forms = [(number >= model.num_dense_layers, window) for number, window in enumerate(model.windows)]
+    blocks = {form: _block(model, share, *form, attention) for form in set(forms)}
+    return (embedding, *(blocks[form] for form in forms), head)
+
+
+def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention: AttentionOf) -> LayerSpec:
+    attended, more = attention(model, share, window)
+    form = experts_form(model)
+    if sparse:
+        split = [f"ep{share.shard.ep}"] * (share.shard.ep > 1)
+        key = block_key(model, share, *more, form.key, *split)
+        mlp = [shared_expert_mlp(form, share), expert_mlp(form, share)]
+    else:
+        key = block_key(model, share, *more)
+        mlp = [gated_mlp("norm2 output", share)]
+    return layer_of(
+        key,
+        LayerKind.BLOCK,
+        [
+            block_input(share),
+            norm("norm1", _NORM, share),
+            attended,
+            residual("residual1", share, keeps_sum=True),
+            norm("norm2", _NORM, share),
+            *mlp,
+            residual("residual2", share, keeps_sum=False),
+        ],
+        output_shapes=share.hidden_shapes,
+    )
+
+
+def with_experts(defaults: Defaults) -> Defaults:
+    """The same, and dense blocks, if there are any, as wide as an expert."""
+
+    def found(given: Mapping[str, Any]) -> dict[str, Any]:
+        width = given.get("moe_intermediate_size")
+        return defaults(given) | ({"intermediate_size": width} if isinstance(width, int) else {})
+
+    return found
+
+
+def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    return sparse_layers(model, shard, attention_of)
+
+
+MOE = Family(
+    layers=_layers,
+    fields=TRANSFORMER | TOKENS | ATTENTION | EXPERTS | {"attention_sinks"},
+    defaults=with_experts(transformer_defaults(tied_embeddings=False)),
+)
+"""Jiang et al. 2024 (Mixtral), Yang et al. 2024 (Qwen2), Muennighoff et al. 2024 (OLMoE), Dai et al. 2024."""

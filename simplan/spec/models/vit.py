@@ -1,0 +1,105 @@
+"""The Vision Transformer, for classes of images (Dosovitskiy et al. 2021).
+
+GPT-2's blocks with full attention on patches of an image and a class token, which the head reads; without dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
+from simplan.spec.models.attention import AttentionForm, self_attention
+from simplan.spec.models.ends import output_distribution
+from simplan.spec.models.family import TRANSFORMER, Family, transformer_defaults, with_wide_mlp
+from simplan.spec.models.keys import block_key
+from simplan.spec.models.mlp import gelu_mlp
+from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.share import Share, share_of
+
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
+    from simplan.spec.shard import Shard
+
+__all__ = ["VIT"]
+
+_NORM = NormKind(statistics=2, bias=True)
+_ATTENTION = AttentionForm(fused=True, bias="all", causal=False)
+
+
+def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    share = share_of(model, shard)
+    image = f"image{model.image_size},patch{model.patch_size},channels{model.num_channels}"
+    embedding = layer_of(
+        f"vit-embedding:h{model.hidden_size},{image}{share.suffix}",
+        LayerKind.EMBEDDING,
+        [_patches(model, share)],
+        output_shapes=share.hidden_shapes,
+    )
+    block = layer_of(
+        block_key(model, share),
+        LayerKind.BLOCK,
+        [
+            block_input(share),
+            norm("norm1", _NORM, share),
+            self_attention("norm1 output", _ATTENTION, share),
+            residual("residual1", share, keeps_sum=True),
+            norm("norm2", _NORM, share),
+            gelu_mlp("norm2 output", share, bias=True),
+            residual("residual2", share, keeps_sum=False),
+        ],
+        output_shapes=share.hidden_shapes,
+    )
+    class_token = Part(saved=(Saved("class token", share.hidden, made_by="norm"),))
+    head = layer_of(
+        f"vit-head:h{model.hidden_size},classes{model.num_classes},s{model.seq_len}{share.suffix}",
+        LayerKind.HEAD,
+        [
+            block_input(share),
+            norm("norm", _NORM, share, keeps_output=False),
+            class_token,
+            output_distribution("class token", share, name="head", bias=True, rows=1),
+        ],
+        output_shapes=((1, share.vocab),),
+    )
+    return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
+
+
+def _patches(model: ModelSpec, share: Share) -> Part:
+    """A convolution whose stride is its width, which is a matrix product; the class token in front; positions."""
+    n, h = share.tokens, share.hidden
+    channels, width = model.num_channels, model.patch_size
+    return Part(
+        parameters=(
+            ParameterSpec("class_token", (h,)),
+            ParameterSpec("pos_embedding", (n, h)),
+            ParameterSpec("conv_proj.weight", (h, channels, width, width)),
+            ParameterSpec("conv_proj.bias", (h,)),
+        ),
+        kernels=(
+            Gemm("conv_proj", n - 1, h, channels * width**2),
+            Pointwise("cat", n * h, n * h),
+            Pointwise("add", 2 * n * h, n * h),
+        ),
+        saved=(Saved("input", channels * model.image_size**2),),
+        gradients=("pos_embedding", "class_token", "conv_proj.weight", "conv_proj.bias"),
+    )
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = with_wide_mlp(transformer_defaults(num_channels=3))(given)
+    image, patch = given.get("image_size"), given.get("patch_size")
+    if isinstance(image, int) and isinstance(patch, int) and patch > 0:
+        found["seq_len"] = (image // patch) ** 2 + 1
+    return {name: value for name, value in found.items() if name != "max_position_embeddings"}
+
+
+VIT = Family(
+    layers=_layers,
+    fields=TRANSFORMER | {"image_size", "patch_size", "num_channels", "num_classes"},
+    defaults=_defaults,
+    inputs="images",
+    task="class",
+    causal=False,
+)
+"""Dosovitskiy et al. 2021; ``vit_b_16`` and its siblings of torchvision."""

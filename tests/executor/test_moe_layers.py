@@ -1,0 +1,256 @@
+"""Blocks with experts and with latent attention: against plain formulas, and as torch accounts for them."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from executor import mla, moe, tensor_parallel
+from executor.data import model_batch
+from executor.loss import cross_entropy
+from executor.model import build_stage
+from executor.moe import route
+from executor.parallel import Parallel
+from simplan.program.footprint import layer_footprint
+from simplan.spec.layer import Attention
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import Recompute
+from simplan.spec.recompute import recomputation
+from simplan.spec.shard import Shard
+from simplan.spec.software import StateBytes
+from tests.executor.test_recompute import STATES, traced
+
+CPU = torch.device("cpu")
+BATCH = 3
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "intermediate_size": 256,
+    "vocab_size": 500,
+    "seq_len": 64,
+    "num_experts": 8,
+    "top_k": 2,
+}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "roomy": {"family": "moe", "num_key_value_heads": 4, "moe_intermediate_size": 128, "capacity_factor": 4.0},
+    "dropping, with a gated shared expert": {
+        "family": "moe",
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 96,
+        "shared_expert_gate": True,
+        "qk_norm": "projection",
+        "router_bias": True,
+        "num_dense_layers": 1,
+        "drop_tokens": True,
+    },
+    "latent": {
+        "family": "deepseek",
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_dense_layers": 1,
+        "capacity_factor": 1.5,
+        "q_lora_rank": 48,
+        **LATENT,
+    },
+}
+STATES_OF_EXPERTS = {**STATES, "whole beside FSDP": StateBytes(
+    parameter=4, gradient=4, activation=2, boundary=2, gathered=2
+)}  # fmt: skip
+"""The last one is of expert-parallel ranks whose other weights FSDP has gathered in 16 bits."""
+
+
+def variant(name: str, **fields: Any) -> ModelSpec:
+    return ModelSpec(**{**SIZES, **VARIANTS[name], **fields})
+
+
+class BlockRun:
+    """One block, run forward and backward."""
+
+    def __init__(self, spec: ModelSpec, ep: int, index: int, recompute: Recompute, precision: str) -> None:
+        self._precision = precision
+        self.layer = spec.layers_of(Shard(ep=ep))[index]
+        self.state = STATES_OF_EXPERTS[precision]
+        dtype = torch.bfloat16 if self.state.residual == 2 else torch.float32
+        parallel = Parallel.silent(Shard(ep=ep))
+        self._stage = build_stage(spec, [index], dtype, CPU, 0, parallel, recompute)
+        if precision == "whole beside FSDP":
+            for parameter in moe.expert_parameters(self._stage, spec, Shard(ep=ep)):
+                parameter.data = parameter.data.float()
+        self._input = torch.randn(BATCH, spec.seq_len, spec.hidden_size, dtype=dtype).requires_grad_()
+        for parameter in self._stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.backward(self.forward())  # whatever torch makes once
+        self._input.grad = None  # a release of what is older than a trace would count in it, or would not
+
+    def forward(self) -> Tensor:
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with autocast if self._precision == "autocast" else nullcontext():
+            out: Tensor = self._stage(self._input)
+        return out
+
+    def backward(self, out: Tensor) -> None:
+        torch.autograd.backward(out, torch.ones_like(out))
+
+
+CASES = [
+    pytest.param(name, ep, index, recompute, precision, marks=[] if quick else [pytest.mark.slow])
+    for name in VARIANTS
+    for index in (1, 2)
+    if index == 2 or VARIANTS[name].get("num_dense_layers")
+    for ep in ((1, 2, 8) if index == 2 else (1,))
+    for recompute in ("none", "selective", "full")
+    for precision in STATES_OF_EXPERTS
+    if ep > 1 or precision in STATES
+    for quick in [recompute == "none" and (precision == "fp32" or (precision not in STATES and ep == 2))]
+]
+
+
+@pytest.mark.parametrize(("name", "ep", "index", "recompute", "precision"), CASES)
+def test_kept_and_peak_bytes_are_those_of_the_layer(
+    name: str, ep: int, index: int, recompute: Recompute, precision: str
+) -> None:
+    """Kept to the byte, the peak of forward and backward within 3 %, by torch's trace of allocations."""
+    run = BlockRun(variant(name), ep, index, recompute, precision)
+    footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, recompute))
+    out, held, _ = traced(run.forward)
+    assert held - out.nbytes == footprint.activations - footprint.input_bytes
+    run.backward(out)
+    del out
+    gc.collect()  # what an earlier trace left in cycles must not be released in this one
+    _, _, peak = traced(lambda: run.backward(run.forward()))
+    most = max(footprint.forward_workspace, footprint.output_bytes + footprint.backward_workspace)
+    assert footprint.activations - footprint.input_bytes + most == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_and_the_order_of_gradients_are_those_of_the_layers(name: str) -> None:
+    spec = variant(name)
+    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
+    order: list[str] = []
+    for parameter_name, parameter in stage.named_parameters():
+        hook = partial(lambda name, _: order.append(name), parameter_name)
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
+    out = stage(inputs)
+    assert isinstance(out, Tensor)
+    cross_entropy(out, targets).backward()  # type: ignore[no-untyped-call]
+    wanted = []
+    for index, layer in reversed(list(enumerate(spec.layers))):
+        found = [(n, tuple(p.shape)) for n, p in stage.layers[str(index)].named_parameters()]
+        assert found == [(p.name, p.shape) for p in layer.parameters]
+        wanted += [f"layers.{index}.{layer.parameters[i].name}" for i in layer.gradient_order]
+    assert order == wanted
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flops_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of balanced experts, whose places are all taken; torch counts all scores and the padding of values."""
+    for module in (tensor_parallel, mla, moe):
+        monkeypatch.setattr(module, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
+    spec = variant(name, hidden_size=1024, moe_intermediate_size=768, seq_len=512, capacity_factor=1.0)
+    meta = torch.device("meta")
+    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0).to(meta)
+    inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
+    with FlopCounterMode(display=False) as counter:
+        stage(inputs.to(meta))
+    cores = [k for layer in spec.layers for k in layer.kernels if isinstance(k, Attention)]
+    padding = sum(2 * core.num_scores * (core.head_dim - core.value_head_dim) for core in cores if core.padded)
+    wanted = 2 * (sum(layer.flops(full_attention=True) for layer in spec.layers) + padding)
+    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.005)
+
+
+@pytest.mark.parametrize("places", [1, 5, 40])
+def test_tokens_take_places_in_order(places: int) -> None:
+    """Against a loop over tokens and their choices."""
+    chosen = torch.rand(BATCH, 17, 6).argsort(-1)[..., :3]
+    routing = route(chosen, 6, places)
+    slots, dropped = routing.slots.view(chosen.shape), routing.dropped.view(chosen.shape)
+    for sequence in range(BATCH):
+        taken = [0] * 6
+        for token in range(17):
+            for choice in range(3):
+                expert = int(chosen[sequence, token, choice])
+                assert bool(dropped[sequence, token, choice]) == (taken[expert] >= places)
+                if taken[expert] < places:
+                    slot = (expert * BATCH + sequence) * places + taken[expert]
+                    assert int(slots[sequence, token, choice]) == slot
+                    assert int(routing.sources[slot]) == sequence * 17 + token
+                taken[expert] += 1
+        assert routing.loads[sequence].tolist() == taken
+
+
+def silu_product(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+@pytest.mark.parametrize("name", ["roomy", "dropping, with a gated shared expert"])
+def test_every_token_gets_the_weighed_sum_of_its_experts(name: str) -> None:
+    """Token by token, with the softmax of all scores scaled so that those of the chosen experts sum up to 1."""
+    spec = variant(name)
+    block = build_stage(spec, [2], torch.float64, CPU, seed=3).layers["2"]
+    assert isinstance(block, moe.MoeBlock)
+    x = torch.randn(BATCH, spec.seq_len, spec.hidden_size, dtype=torch.float64)
+    normed = block.norm2(x)
+    with torch.no_grad():
+        found, wanted = block._mlp(x), torch.zeros_like(x)
+        places = moe.places_of(spec.seq_len, spec.top_k, spec.num_experts, spec.capacity_factor)
+        for sequence in range(BATCH):
+            taken = [0] * spec.num_experts
+            for token in range(spec.seq_len):
+                vector = normed[sequence, token]
+                probabilities = block.router(vector).softmax(-1)
+                best = probabilities.argsort(descending=True)[: spec.top_k].tolist()
+                for expert in best:
+                    if taken[expert] < places:
+                        weights = (m.weight[expert] for m in (block.experts_gate, block.experts_up, block.experts_down))
+                        share = probabilities[expert] / probabilities[best].sum()
+                        wanted[sequence, token] += share * silu_product(vector, *weights)
+                    taken[expert] += 1
+        if spec.shared_expert_intermediate_size:
+            weights = (m.weight for m in (block.shared_gate, block.shared_up, block.shared_down))
+            gate = (normed @ block.shared_expert_gate.weight.T).sigmoid()
+            wanted += gate * silu_product(normed, *weights)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_latent_attention_is_attention_with_keys_from_narrow_vectors() -> None:
+    """Head by head, query by query, with complex numbers for the rotation."""
+    spec = variant("latent")
+    block = build_stage(spec, [1], torch.float64, CPU, seed=3).layers["1"]
+    assert isinstance(block, mla.LatentDenseBlock)
+    n, rank, plain, rotated, value = spec.seq_len, 32, 16, 8, 16
+    x = torch.randn(1, n, spec.hidden_size, dtype=torch.float64)
+
+    def turned(v: Tensor) -> Tensor:
+        """Columns i and i + half as real and imaginary part, turned by position x 10000^(-2 i / width)."""
+        half = rotated // 2
+        angle = torch.outer(torch.arange(n).double(), 10_000.0 ** (-torch.arange(half).double() / half))
+        z = torch.complex(v[:, :half], v[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((z.real, z.imag), -1)
+
+    with torch.no_grad():
+        y = block.norm1(x)[0]
+        latent = y @ block.kv_a.weight.T
+        queries = block.q_a_norm(y @ block.q_a.weight.T) @ block.q_b.weight.T
+        keys = block.kv_a_norm(latent[:, :rank]) @ block.kv_b.weight.T
+        heads = []
+        for head in range(spec.num_attention_heads):
+            q = queries[:, head * (plain + rotated) : (head + 1) * (plain + rotated)]
+            kv = keys[:, head * (plain + value) : (head + 1) * (plain + value)]
+            scores = q[:, :plain] @ kv[:, :plain].T + turned(q[:, plain:]) @ turned(latent[:, rank:]).T
+            scores = scores / (plain + rotated) ** 0.5
+            later = torch.ones(n, n).triu(1).bool()
+            heads.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ kv[:, plain:])
+        wanted = torch.cat(heads, -1) @ block.proj.weight.T
+        found = block._self_attention(x)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)  # rotary tables are made in fp32

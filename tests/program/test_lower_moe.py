@@ -1,0 +1,179 @@
+"""What expert parallelism exchanges, reduces and holds, by hand: one dense block, two with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.program.folding import fold
+from simplan.program.lower import Lowering, lower
+from simplan.program.program import MemoryCategory, Message, Program, Stream
+from simplan.program.table import plan_table
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.training import TrainingSpec
+from tests.test_random_plans import keeps_the_laws
+
+TORCH = catalogue.software("torch")
+H, WIDTH, EXPERTS, TOKENS = 64, 48, 8, 16
+MODEL = ModelSpec(
+    family="moe",
+    num_hidden_layers=3,
+    hidden_size=H,
+    num_attention_heads=4,
+    num_experts=EXPERTS,
+    top_k=2,
+    moe_intermediate_size=WIDTH,
+    num_dense_layers=1,
+    capacity_factor=1.5,
+    vocab_size=256,
+    seq_len=TOKENS,
+)
+EXPERT = 3 * H * WIDTH  # weights of one
+PLACES = EXPERTS * 6  # of a sequence: each expert has 1.5 times its even share of 16 x 2 / 8
+
+
+def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = False, **fields: Any) -> Program:
+    training = TrainingSpec(global_batch_size=m * plan.dp * plan.microbatch_size, precision="fp32")
+    model = MODEL.model_copy(update=fields)
+    last = len(model.layers)
+    boundaries = tuple(round(stage * last / plan.num_stages) for stage in range(plan.num_stages + 1))
+    folding = fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0) if folded else None
+    how = Lowering(level, folding)
+    return lower(model, training, plan, TORCH, StageAssignment(boundaries), plan_table(plan, m), how)
+
+
+def messages(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Message]]:
+    """By action, in order of issue."""
+    ops = [found.ops[index] for index in found.by_rank[rank] if found.ops[index].stream is stream]
+    return [(str(op.action), op.message) for op in ops if op.message]
+
+
+def test_every_block_with_experts_exchanges_twice_each_way() -> None:
+    found = messages(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
+    assert [action for action, _ in found] == [a for a in ("0F0", "0B0", "0F1", "0B1") for _ in range(4)]
+    assert {message for _, message in found} == {Message("all_to_all", 4 * 3 * PLACES * H, (2, 3))}
+
+
+@pytest.mark.parametrize(("recompute", "exchanges"), [("full", 8), ("selective", 4)])
+def test_what_runs_again_exchanges_again(recompute: Any, exchanges: int) -> None:
+    """In backward: two blocks, each there and back, and with full recomputation there and back before that."""
+    found = messages(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
+    assert [action for action, _ in found].count("0B0") == exchanges
+
+
+@pytest.mark.parametrize(
+    ("plan", "group", "experts"),
+    [
+        (ParallelPlan(dp_replicate=4, ep=2), (1, 3), 4),
+        (ParallelPlan(dp_replicate=4, ep=4), None, 2),
+        (ParallelPlan(dp_shard=4, ep=4), None, 2),
+        (ParallelPlan(dp_replicate=2, dp_shard=2, ep=2), (1, 3), 4),
+        (ParallelPlan(dp_replicate=2, dp_shard=2, ep=4), None, 2),
+        (ParallelPlan(dp_replicate=4), None, 0),
+    ],
+)
+def test_experts_are_averaged_over_the_ranks_that_have_them(
+    plan: ParallelPlan, group: tuple[int, ...] | None, experts: int
+) -> None:
+    found = messages(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
+    matrix = Message("all_reduce", 4 * experts * H * WIDTH, group or ())
+    assert found == [("0REDUCE_GRAD", matrix)] * (6 if group else 0)
+
+
+def test_ddp_reduces_all_but_the_experts() -> None:
+    whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
+    found = messages(program(ParallelPlan(dp_replicate=4, ep=2)), Stream.DATA)
+    assert sum(message.num_bytes for _, message in found) == 4 * whole
+    assert {message.ranks for _, message in found} == {(0, 1, 2, 3)}
+
+
+def test_fsdp_gathers_and_reduces_all_but_the_experts() -> None:
+    """The router has 8 rows, and all others divide by 4, too: nothing is padded."""
+    whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
+    found = messages(program(ParallelPlan(dp_shard=4, ep=4)), Stream.SHARD)
+    for kind, passes in (("all_gather", 2), ("reduce_scatter", 1)):
+        moved = sum(message.num_bytes for _, message in found if message.kind == kind)
+        kept = MODEL.layers[-1].num_parameters if kind == "all_gather" else 0  # the head stays from forward to backward
+        assert moved == 4 * (passes * whole - kept)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sharded"),
+    [(ParallelPlan(dp_replicate=4, ep=4), 1), (ParallelPlan(dp_shard=4, ep=4), 4), (ParallelPlan(dp_shard=4), 4)],
+)
+def test_states_are_those_of_own_experts_and_own_shards(plan: ParallelPlan, sharded: int) -> None:
+    experts = 2 * EXPERTS * EXPERT
+    rest = MODEL.num_parameters - experts
+    held = rest // sharded + experts // 4 if plan.ep > 1 else MODEL.num_parameters // 4
+    resting = program(plan).resting_bytes[0]
+    assert resting[MemoryCategory.PARAMETERS] == resting[MemoryCategory.GRADIENTS] == 4 * held
+    assert resting[MemoryCategory.OPTIMIZER] == 8 * held
+
+
+def test_ddp_rebuilds_buckets_without_experts() -> None:
+    whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
+    assert program(ParallelPlan(dp_replicate=4, ep=2)).rebuild_bytes[0] == 4 * whole
+
+
+def test_more_places_need_more_memory() -> None:
+    """A place takes a row of h, four of an expert's width, in fp32, in each of two blocks; and an index."""
+
+    def kept(factor: float) -> int:
+        found = program(ParallelPlan(dp_replicate=2, ep=2), capacity_factor=factor)
+        forward = [op for op in found.ops if op.rank == 0 and str(op.action) == "0F0"]
+        effects = [effect for op in forward for effect in op.memory]
+        return sum(effect.after_bytes for effect in effects if effect.category is MemoryCategory.ACTIVATIONS)
+
+    assert kept(3.0) - kept(1.5) == 2 * PLACES * (4 * (H + 4 * WIDTH) + 8)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp_replicate": 4, "ep": 2},
+        {"dp_replicate": 4, "ep": 4},
+        {"dp_shard": 4},
+        {"dp_shard": 4, "ep": 4},
+        {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "reshard_after_forward": False},
+        {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1, "ep": 2},
+        {"pp": 2, "dp_replicate": 2, "ep": 2},
+        {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "dp_replicate": 2, "ep": 4, "zero_stage": 2},
+        {"cp": 2, "cp_comm": "a2a", "dp_shard": 2},
+    ],
+)
+def test_every_plan_keeps_the_laws(plan: dict[str, Any], recompute: str) -> None:
+    made = ParallelPlan.model_validate({**plan, "recompute": recompute, "microbatch_size": 2})
+    training = TrainingSpec(global_batch_size=6 * made.dp)
+    keeps_the_laws(MODEL.model_copy(update={"num_hidden_layers": 4}), "dgx-h100", made.num_devices, training, made)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_replicate=8, ep=2),
+        ParallelPlan(dp_replicate=8, ep=8),
+        ParallelPlan(dp_replicate=2, dp_shard=4, ep=4),
+        ParallelPlan(dp_replicate=2, dp_shard=2, pp=2, ep=2),
+    ],
+)
+def test_folded_ranks_do_what_they_stand_for(plan: ParallelPlan, level: int) -> None:
+    """On nodes of 4 devices: exchanges inside of one node or over both, the same for all ranks that fold."""
+    whole, folded = program(plan, m=2, level=level), program(plan, m=2, level=level, folded=True)
+    assert len(folded.ranks) == plan.pp
+    for rank, leader in enumerate(folded.stands_for):
+        for stream in (Stream.EXPERT, Stream.EXPERT_DATA):
+            mine, its = messages(folded, stream, leader), messages(whole, stream, rank)
+            assert [(a, m._replace(ranks=())) for a, m in mine] == [(a, m._replace(ranks=())) for a, m in its]
+            assert {len(m.ranks) for _, m in mine} == {len(m.ranks) for _, m in its}
+
+
+def test_groups_that_cross_nodes_unlike_do_not_fold() -> None:
+    """Experts over 3 of 6 ranks on nodes of 4: one group lies in a node, the other one does not."""
+    plan = ParallelPlan(dp_replicate=6, ep=3)
+    assert len(fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0).ranks) > 1

@@ -1,0 +1,289 @@
+"""Mixture of experts and latent attention: published sizes, closed forms, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.spec import catalogue
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.models.experts import places_of
+from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.spec.rules import check_plan
+from simplan.spec.shard import Shard
+from simplan.spec.training import TrainingSpec
+
+ROWS = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_text())
+SIZES: dict[str, Any] = {
+    "family": "moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "top_k": 2,
+    "moe_intermediate_size": 96,
+    "vocab_size": 128,
+    "seq_len": 32,
+}
+LATENT = {
+    **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
+    "family": "deepseek",
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+
+
+def model_of(**fields: Any) -> ModelSpec:
+    return ModelSpec(**{**SIZES, **fields})
+
+
+def published(row: dict[str, Any]) -> ModelSpec:
+    config = {key: value for key, value in row["config"].items() if key != "router_score_bias"}
+    if config.pop("o_bias", False):
+        config["attention_bias"] = config.pop("qkv_bias")
+    return ModelSpec(family=row["family"], seq_len=4096, **config)
+
+
+def gemms(layer: LayerSpec) -> dict[str, Gemm]:
+    return {kernel.name: kernel for kernel in layer.kernels if isinstance(kernel, Gemm)}
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row["family"] in ("moe", "deepseek")], ids=lambda row: row["name"]
+)
+def test_count_equals_the_published_one(row: dict[str, Any]) -> None:
+    """DeepSeek-V3's has 256 corrections of scores for each router, too, which get no gradient: no parameters."""
+    corrections = 0
+    if row["config"].get("router_score_bias"):
+        corrections = row["config"]["num_experts"] * (row["config"]["num_hidden_layers"] - 3)
+    assert published(row).num_parameters + corrections == row["num_parameters"]
+
+
+ACTIVE = {  # billions of parameters that a token uses, as the reports and model cards have them
+    "mixtral-8x7b": 12.9,
+    "mixtral-8x22b": 39,
+    "qwen1.5-moe-a2.7b": 2.7,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+    "olmoe-1b-7b": 1.3,
+    "deepseek-moe-16b": 2.8,
+    "gpt-oss-20b": 3.6,
+    "gpt-oss-120b": 5.1,
+    "deepseek-v2-lite": 2.4,
+    "deepseek-v2": 21,
+    "deepseek-v3": 37,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_flops_are_those_of_the_active_experts(name: str) -> None:
+    """Two FLOPs a token for each active weight; embeddings are counted or not, as their authors like it."""
+    model = catalogue.model(name)
+    cores = [kernel for layer in model.layers for kernel in layer.kernels if isinstance(kernel, Attention)]
+    products = sum(layer.flops() for layer in model.layers) - sum(core.flops for core in cores)
+    active = products / 2 / model.seq_len
+    table = model.vocab_size * model.hidden_size
+    counts = [(active + more * table) / 1e9 for more in (-1, 0, 1)]
+    assert any(math.isclose(count, ACTIVE[name], rel_tol=0.03) for count in counts), counts
+
+
+@pytest.mark.parametrize(("factor", "places"), [(1.0, 8), (1.25, 10), (1.01, 9), (0.1, 1), (0.01, 1), (4.0, 32)])
+def test_places_are_a_multiple_of_the_even_share(factor: float, places: int) -> None:
+    """32 tokens with 2 experts each ask for 64 places, 8 of each of the 8 experts."""
+    assert places_of(32, 2, 8, factor) == places
+
+
+def test_a_tenth_is_not_rounded_up_by_a_bit() -> None:
+    """1.1 x 100 is 110.00000000000001 in binary."""
+    assert places_of(100, 1, 1, 1.1) == 110
+
+
+def test_capacity_is_computed_and_active_experts_are_counted() -> None:
+    even, wide = model_of().layers[1], model_of(capacity_factor=2.5).layers[1]
+    assert even.flops() == wide.flops()
+    for name in ("experts_gate", "experts_up", "experts_down"):
+        one, other = gemms(even)[name], gemms(wide)[name]
+        assert one.computed_flops == one.flops == other.flops == 2 * 32 * 2 * 96 * 64
+        assert other.computed_flops == 2.5 * one.flops
+    dropping = model_of(capacity_factor=0.5, drop_tokens=True).layers[1]
+    assert gemms(dropping)["experts_up"].flops == gemms(even)["experts_up"].flops // 2
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_expert_parallel_ranks_have_some_experts_and_work_on_as_many_rows(ep: int) -> None:
+    whole, part = model_of().layers[1], model_of().layers_of(Shard(ep=ep))[1]
+    for one, other in zip(whole.parameters, part.parameters, strict=True):
+        assert other.expert == one.name.startswith("experts_")
+        assert one.num_elements == other.num_elements * (ep if other.expert else 1)
+    assert whole.flops() == part.flops()
+    exchanged = [kernel for kernel in part.kernels if isinstance(kernel, Exchange)]
+    everywhere = CollectiveKind.ALL_TO_ALL
+    # all of the 8 x 8 places, of 64 numbers each, go there and back
+    assert [(e.axis, e.forward, e.backward, e.elements) for e in exchanged] == [
+        ("ep", everywhere, everywhere, 64 * 64)
+    ] * 2
+    names = [kernel.name for kernel in part.kernels]
+    assert names.index("expert inputs") < names.index("experts_gate") < names.index("expert outputs")
+    assert whole.key != part.key
+
+
+def test_only_blocks_with_experts_differ_between_ranks() -> None:
+    whole, part = model_of(num_dense_layers=1), model_of(num_dense_layers=1).layers_of(Shard(ep=2))
+    same = [one.key == other.key for one, other in zip(whole.layers, part, strict=True)]
+    assert same == [True, True, False, False, False, True]
+    assert "gate" in gemms(whole.layers[1])
+    assert "experts_gate" in gemms(whole.layers[2])
+
+
+@pytest.mark.parametrize("fields", [{"shared_expert_intermediate_size": 32}, {"capacity_factor": 1.5}, {"top_k": 3}])
+def test_every_switch_is_in_the_key(fields: dict[str, Any]) -> None:
+    assert model_of(**fields).layers[1].key != model_of().layers[1].key
+
+
+def test_attention_of_narrow_values() -> None:
+    """Scores have the width of keys, what they weigh that of values; the kernel pads values to the width of keys."""
+    block = ModelSpec(**LATENT).layers[1]
+    (core,) = (kernel for kernel in block.kernels if isinstance(kernel, Attention))
+    assert core.flops == 32 * 32 * 8 * (16 + 10)
+    assert core.computed_flops == 32 * 32 * 8 * (16 + 16)
+    assert sum(p.num_elements for p in block.parameters if p.name.startswith(("q.", "kv_", "proj"))) == (
+        64 * 8 * 16 + 64 * 20 + 16 + 16 * 8 * 22 + 64 * 80
+    )
+
+
+def test_groups_of_expert_parallel_ranks_are_neighbours() -> None:
+    """Twelve ranks in two stages: data-parallel ranks are 3 replicas of 2 shards, experts go over two of them."""
+    mapping = RankMapping(pp=2, dp_replicate=3, dp_shard=2, ep=2)
+    assert mapping.ep_group(0) == (0, 1)
+    assert mapping.ep_group(9) == (8, 9)
+    assert mapping.expert_group(0) == (0, 2, 4)
+    assert mapping.expert_group(9) == (7, 9, 11)
+    beside_tensor_ranks = RankMapping(dp_replicate=4, tp=2, ep=2)
+    assert beside_tensor_ranks.ep_group(3) == (1, 3)
+    assert beside_tensor_ranks.expert_group(3) == (3, 7)
+
+
+def check(model: ModelSpec, **plan: Any) -> None:
+    made = ParallelPlan.model_validate(plan)
+    cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
+    check_plan(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch"))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp_replicate": 4, "ep": 4},
+        {"dp_replicate": 4, "ep": 2},
+        {"dp_shard": 4, "ep": 4},
+        {"dp_shard": 2, "dp_replicate": 2, "ep": 4},
+        {"dp_shard": 4, "zero_stage": 1, "ep": 4},
+        {"pp": 2, "dp_shard": 2, "ep": 2},
+        {"cp": 2},
+        {"dp_shard": 4},
+    ],
+)
+def test_valid_plans_pass(plan: dict[str, Any]) -> None:
+    check(model_of(), **plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "plan", "sentence"),
+    [
+        (
+            {},
+            {"dp_replicate": 3, "ep": 3},
+            "plan.ep = 3: must divide model.num_experts = 8: every rank has as many experts as any other; use 2 or 4",
+        ),
+        (
+            {},
+            {"dp_replicate": 2, "ep": 4},
+            "plan.ep = 4: must divide dp_replicate x dp_shard = 2: experts are spread over data-parallel ranks; use 2",
+        ),
+        (
+            {"capacity_factor": 0.9},
+            {},
+            "model.capacity_factor = 0.9: is less than the 1 that even balanced experts need; use 1 or more, or "
+            "model.drop_tokens = true",
+        ),
+        (
+            {"capacity_factor": 1.25, "expert_imbalance": 1.6},
+            {},
+            "model.capacity_factor = 1.25: is less than the 1.6 that the fullest expert needs with expert_imbalance = "
+            "1.6; use 1.6 or more, or model.drop_tokens = true",
+        ),
+        ({"top_k": 9}, {}, "model.top_k = 9: must be at most num_experts = 8; use 8"),
+        ({"num_dense_layers": 5}, {}, "model.num_dense_layers = 5: must be at most num_hidden_layers = 4; use 4"),
+        (
+            {"shared_expert_gate": True},
+            {},
+            "model.shared_expert_gate = true: weighs a shared expert, and shared_expert_intermediate_size = 0; "
+            "remove it, or give shared_expert_intermediate_size",
+        ),
+        ({"head_dim": 7}, {}, "model.head_dim = 7: must be even: rotary positions turn pairs; use 6 or 8"),
+    ],
+)
+def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check(model_of(**fields), **plan)
+    assert [problem.sentence() for problem in caught.value.problems] == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "sentence"),
+    [
+        (
+            "moe",
+            {"dp_shard": 4, "ep": 2},
+            "plan.ep = 2: sharding one expert over several of the dp_shard = 4 ranks is not modelled yet; use a "
+            "multiple of 4, or a smaller dp_shard",
+        ),
+        ("moe", {"tp": 2}, "plan.tp = 2: tensor parallelism of experts is not modelled yet; use 1"),
+        (
+            "moe",
+            {"cp": 2, "dp_shard": 2, "ep": 2},
+            "plan.cp = 2: context parallelism with ep > 1 is not modelled yet; use 1",
+        ),
+        (
+            "deepseek",
+            {"cp": 2},
+            "plan.cp = 2: context parallelism with multi-head latent attention is not modelled yet; use 1",
+        ),
+        (
+            "moe",
+            {"dp_replicate": 2, "ep": 2, "grad_sync": "microbatch"},
+            "plan.grad_sync = microbatch: gradient reduction after every microbatch with ep > 1 is not modelled yet; "
+            "use step",
+        ),
+        (
+            "moe",
+            {"pp": 2, "schedule": "zb-h1"},
+            "plan.schedule = zb-h1: a backward in two parts through experts is not modelled yet; use 1f1b or "
+            "interleaved_1f1b",
+        ),
+    ],
+)
+def test_not_modelled(family: str, plan: dict[str, Any], sentence: str) -> None:
+    model = model_of() if family == "moe" else ModelSpec(**LATENT)
+    with pytest.raises(NotModelledError) as caught:
+        check(model, **plan)
+    assert sentence in [problem.sentence() for problem in caught.value.problems]
+
+
+def test_models_without_experts_are_not_spread() -> None:
+    dense = catalogue.model("llama3-8b")
+    with pytest.raises(SpecError, match=r"plan\.ep = 2: spreads experts over ranks, and models of family llama have"):
+        check(dense, dp_replicate=2, ep=2)
+
+
+def test_layers_before_and_after_are_llamas() -> None:
+    kinds = [layer.kind for layer in model_of().layers]
+    assert kinds == [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * 4, LayerKind.HEAD]
