@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from simplan.spec.base import Count, Spec
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.spec.shard import Shard
 
 __all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "StageAssignment"]
@@ -40,7 +40,7 @@ class ParallelPlan(Spec):
     ep: Count = 1
     pp: Count = 1
     virtual_stages: Count = 1
-    schedule: Annotated[str, Field(min_length=1, max_length=1000)] = "none"
+    schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
     microbatch_size: Count = 1
     recompute: Recompute = "none"
     stage_layers: tuple[Count, ...] | None = None

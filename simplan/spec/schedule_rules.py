@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simplan.errors import Problem, did_you_mean
+from simplan.errors import Problem
 from simplan.spec.model import ModelSpec
 from simplan.spec.numbers import either
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.schedules import SCHEDULE_FACTS, installed_schedules, is_own_schedule, is_table_file
+from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS, is_own_schedule
 from simplan.spec.software import SoftwareSpec
 
 __all__ = ["schedule_rules", "stage_rules"]
-
-_ELSEWHERE = ("none", "zb-2p-optsync")  # no schedule; one that is refused as not modelled
-
 
 def schedule_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Schedules that there are not, or that do not go with the rest of the plan."""
@@ -40,28 +37,13 @@ def schedule_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Probl
             rule="must be 1 when pp = 1: there is no pipeline",
             fix="remove it, or use pp = 2 or more",
         )
-    if name in _ELSEWHERE or plan.pp == 1:
+    if name == "none" or name in REFUSED_SCHEDULES or plan.pp == 1:
         return
-    if is_own_schedule(name):
-        yield from _own_rules(name)
+    if is_own_schedule(name):  # what it takes shows in its table
         return
     yield from _virtual_stages_rules(plan)
     if SCHEDULE_FACTS[name].splits_backward:
         yield from _split_rules(plan, software)
-
-
-def _own_rules(name: str) -> Iterator[Problem]:
-    if is_table_file(name):
-        return
-    known = [*SCHEDULE_FACTS, *installed_schedules()]
-    if name not in known:
-        rule = "is no schedule that simplan or an installed package has"
-        yield Problem(
-            field="plan.schedule",
-            value=name,
-            rule=rule,
-            fix=did_you_mean(name, known) or f"use {either(known)}, or a table of your own in a .csv file",
-        )
 
 
 def _virtual_stages_rules(plan: ParallelPlan) -> Iterator[Problem]:

@@ -8,11 +8,15 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Literal
 
+from simplan.errors import did_you_mean
+
 __all__ = [
+    "REFUSED_SCHEDULES",
     "SCHEDULE_FACTS",
     "SCHEDULE_GROUP",
     "Placement",
     "ScheduleFacts",
+    "check_schedule_name",
     "installed_schedules",
     "is_own_schedule",
     "is_table_file",
@@ -61,6 +65,25 @@ SCHEDULE_FACTS: Mapping[str, ScheduleFacts] = MappingProxyType(
     }
 )
 """By name; ``none`` is no schedule."""
+
+
+REFUSED_SCHEDULES = ("zb-2p-optsync",)
+"""Known, but not modelled yet."""
+
+
+def check_schedule_name(name: str) -> str:
+    """The name of a schedule, if there is one of that name; a file need not be there yet.
+
+    Raises:
+        ValueError: There is none; names the nearest.
+    """
+    if name == "none" or name in SCHEDULE_FACTS or name in REFUSED_SCHEDULES or is_table_file(name):
+        return name
+    known = [*SCHEDULE_FACTS, *installed_schedules()]
+    if name in known:
+        return name
+    nearest = did_you_mean(name, known) or f"use one of {', '.join(known)}, or a CSV file with a table of actions"
+    raise ValueError(f"is not a known schedule; {nearest}")
 
 
 def is_own_schedule(name: str) -> bool:

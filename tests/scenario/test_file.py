@@ -179,7 +179,7 @@ def test_a_scenario_made_in_code_is_checked() -> None:
         "software": catalogue.software("torch"),
     }
     assert Scenario(**parts, plan=ParallelPlan(pp=2)).num_microbatches == 8  # type: ignore[arg-type]
-    with pytest.raises(NotModelledError, match=r"plan.ep = 2: expert parallelism is not modelled yet"):
-        Scenario(**parts, plan=ParallelPlan(dp_replicate=2, ep=2))  # type: ignore[arg-type]
+    with pytest.raises(NotModelledError, match=r"plan.prefetch_depth = 2: another depth of prefetching"):
+        Scenario(**parts, plan=ParallelPlan(dp_replicate=2, prefetch_depth=2))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="the plan needs 4 devices and the cluster has 2"):
         Scenario(**parts, plan=ParallelPlan(pp=4))  # type: ignore[arg-type]
