@@ -78,7 +78,14 @@ class ContextAttention:
 
 
 def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
-    """Gives every rank its part of ``x`` along one dimension, and lines up what comes along another; so do gradients."""
+    """Gives every rank its part of ``x`` along one dimension and lines up what comes along another; gradients go back.
+
+    Args:
+        x: What the ranks exchange.
+        peers: The ranks.
+        split_dim: Each rank gets a part along this dimension.
+        gather_dim: Parts are lined up along this one.
+    """
     exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim)  # type: ignore[no-untyped-call]
     return exchanged
 

@@ -20,6 +20,7 @@ from executor.loss import cross_entropy
 from executor.mla import deepseek_block
 from executor.moe import moe_block
 from executor.parallel import Parallel
+from executor.resnet import ResNetHead, ResNetStem, resnet_block
 from executor.t5 import T5Embedding, T5Head, t5_block
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
@@ -33,6 +34,7 @@ MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] =
     "mpt": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: MptBlock, LayerKind.HEAD: Head},
     "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: BertBlock, LayerKind.HEAD: MaskedHead},
     "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: ClassHead},
+    "resnet": {LayerKind.EMBEDDING: ResNetStem, LayerKind.BLOCK: resnet_block, LayerKind.HEAD: ResNetHead},
     "t5": {LayerKind.EMBEDDING: T5Embedding, LayerKind.BLOCK: t5_block, LayerKind.HEAD: T5Head},
     "moe": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: moe_block, LayerKind.HEAD: Head},
     "deepseek": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: deepseek_block, LayerKind.HEAD: Head},

@@ -106,9 +106,10 @@ class Roofline:
     def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
         width, propagates = self.state.activation, phase in _ACTIVATION_GRADIENTS
         match kernel:
-            case Gemm(m=m, n=n, k=k):
+            case Gemm(m=m, n=n):
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
-                byte_s = (b * m * (n + k) + kernel.weight_elements) * width / self.bytes_per_s
+                elements = b * (m * n + kernel.input_elements) + kernel.weight_elements
+                byte_s = elements * width / self.bytes_per_s
                 return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if phase is Phase.BACKWARD else 1)
             case Attention(eager=True):  # two products, four in backward, and the scores between them
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s

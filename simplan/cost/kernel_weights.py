@@ -43,8 +43,9 @@ def _times(layer: LayerSpec, kernel: Kernel, phase: Phase) -> int:
 
 def _weight(kernel: Kernel) -> int:
     match kernel:
-        case Gemm(m=m, n=n, k=k):
-            return kernel.computed_flops + _FLOPS_PER_ELEMENT * (m * (n + k) + kernel.weight_elements)
+        case Gemm(m=m, n=n):
+            elements = m * n + kernel.input_elements + kernel.weight_elements
+            return kernel.computed_flops + _FLOPS_PER_ELEMENT * elements
         case Attention(num_heads=heads, num_key_value_heads=kv_heads, seq_len=queries):
             widths = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
             elements = widths * (heads * queries + kv_heads * (kernel.num_keys or queries))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.program.attention_footprint import eager_attention_bytes
+from simplan.program.convolution_footprint import convolution_moments, has_convolutions
 from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
 from simplan.program.moment import Moment
 from simplan.program.norm_footprint import norm_workspace
@@ -70,11 +71,14 @@ def layer_footprint(
     copies = sum(copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm))
     first = next(index for index, kernel in enumerate(layer.kernels) if not isinstance(kernel, Exchange))
     whole_again = first in recomputation.kernels  # the layer runs again from its start, and copies weights again
-    kept = b * _bytes((t for t in recomputation.saved if not t.logits), state) + (0 if whole_again else copies)
+    kept = b * _bytes((t for t in recomputation.saved if not (t.logits or t.of_microbatch)), state)
+    kept += _bytes((t for t in recomputation.saved if t.of_microbatch), state) + (0 if whole_again else copies)
     logits = b * _bytes((t for t in recomputation.saved if t.logits), state)
     dropped = [t for t in layer.saved if t not in recomputation.saved and not _is_input(t, state)]
     rebuilt = b * _bytes(dropped, state) + copies
     match layer.kind:
+        case _ if has_convolutions(layer):
+            forward, backward = convolution_moments(layer, b, state)
         case LayerKind.HEAD:
             forward, backward = _head_moments(layer, b, state)
         case LayerKind.EMBEDDING:
@@ -106,7 +110,7 @@ def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
 
 def _is_input(tensor: Saved, state: StateBytes) -> bool:
     """Whether it is the layer's input itself, not a narrower copy of it."""
-    return not tensor.made_by and (tensor.residual or state.activation == state.residual)
+    return not tensor.made_by and (tensor.residual or tensor.as_given or state.activation == state.residual)
 
 
 _Moments = tuple[Moment, ...]
@@ -214,8 +218,9 @@ def _head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments
     if state.weight_copy:
         products.append(Moment(hidden * narrow, -gone, weight * state.gradient))
     whole = b * _input_elements(layer)
-    if hidden < whole:  # gradients of all tokens after and before the norm, of which the matrix uses a few
-        products.append(Moment(2 * whole * state.residual, -gone))
+    if hidden < whole:  # gradients of all tokens after and before the norm, if any, of which the matrix uses a few
+        has_norm = any(parameter.name.startswith("norm.") for parameter in layer.parameters)
+        products.append(Moment((1 + has_norm) * whole * state.residual, -gone))
     return (Moment(logits=logits * narrow - gone), Moment(logits=logits * narrow + copy)), (loss_gradients, *products)
 
 

@@ -9,7 +9,8 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.hooks import DdpHooks, Hooks
-from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
+from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
+from simplan.program.reduction import complete_gradients
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
 from simplan.program.states import OptimizerStates
@@ -130,7 +131,8 @@ class _RankLowering:
                 case _K.RESHARD:
                     self.hooks.reshard(action)
                 case _K.REDUCE_GRAD:
-                    self._reduce(action)
+                    self.hooks.reduce(action)
+                    complete_gradients(action, self.stages, self.states, self.writer)
                 case _K.OPTIM:
                     self._optimizer(action)
         return self.writer.ops
@@ -267,41 +269,6 @@ class _RankLowering:
             else:
                 self.sends.append(index)
                 self.sent_bytes += held
-
-    def _reduce(self, action: Action) -> None:
-        stages, stage = self.stages, action.stage
-        self.hooks.reduce(action)
-        partial = self.states.partial_elements(stage)
-        if partial:
-            group = stages.mapping.tp_group(self.rank)
-            message = Message(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
-            waits = [self.writer.last_compute, *self.writer.blocking]
-            self.writer.block_on(
-                self.writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits)
-            )
-        self._reduce_experts(action)
-        work = self.states.work(stage, Phase.SCALE) if stages.num_microbatches > 1 else ()
-        self.writer.compute(action, str(action), work)
-
-    def _reduce_experts(self, action: Action) -> None:
-        """Gradients of experts are divided by all data-parallel ranks, and summed over those with the same experts.
-
-        Tokens of the other expert-parallel ranks are already in them.
-        """
-        stages, stage, writer = self.stages, action.stage, self.writer
-        elements = self.states.expert_gradients(stage)
-        if not elements:
-            return
-        own = zip(stages.layers[stage], stages.experts[stage], strict=True)
-        b = stages.plan.microbatch_size
-        work = tuple(LayerWork(layer, Phase.SCALE, b, number) for layer, number in own if number)
-        divided = writer.compute(action, "divide experts", work)
-        group = stages.mapping.expert_group(self.rank)
-        if len(group) == 1:
-            return
-        for number in elements:
-            message = Message(CollectiveKind.ALL_REDUCE, number * stages.state.gradient, group)
-            writer.block_on(writer.collective(action, Stream.EXPERT_DATA, "all_reduce experts", message, (divided,)))
 
     def _optimizer(self, action: Action) -> None:
         stages, writer = self.stages, self.writer

@@ -125,8 +125,9 @@ class Stages:
         return sorted(stage for stage, rank in self.placement.items() if rank == pp_rank)
 
     def constant_bytes(self, stage: int) -> int:
-        """Tables that the layers of a stage share."""
-        tables = {table for layer in self.layers[stage] for table in layer.constants}
+        """Tables that the layers of a stage share, and those that each has."""
+        shared = {table for layer in self.layers[stage] for table in layer.constants}
+        tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
 
     def layer_name(self, stage: int, position: int) -> str:

@@ -88,6 +88,8 @@ class Gemm:
         m, n, k: Sizes.
         num_groups: Weights, side by side, each for as many of the rows (experts).
         model_rows: The rows that model FLOPs count; 0 for all of them. Experts compute places that no token takes, too.
+        image_elements: Of a convolution, the elements of its input: m counts the pixels of its output, and k all inputs
+            of one of them, so that every input is used several times; 0 for m k.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Gemm:
     k: int
     num_groups: int = 1
     model_rows: int = 0
+    image_elements: int = 0
 
     @property
     def flops(self) -> int:
@@ -106,6 +109,11 @@ class Gemm:
     def computed_flops(self) -> int:
         """2 m n k."""
         return 2 * self.m * self.n * self.k
+
+    @property
+    def input_elements(self) -> int:
+        """Elements it reads, weights aside."""
+        return self.image_elements or self.m * self.k
 
     @property
     def weight_elements(self) -> int:
@@ -237,6 +245,8 @@ class Saved:
         residual: Part of the residual stream, which autocast keeps in fp32.
         narrowed: A copy of something in fp32 that is kept as well, for matrix products: none where these are in fp32.
         handed_on: It is what the layer gives, kept for layers after it.
+        as_given: The input of a layer after one that gives it in the width of activations: no copy.
+        of_microbatch: One for all sequences of a microbatch.
     """
 
     name: str
@@ -247,6 +257,8 @@ class Saved:
     residual: bool = False
     narrowed: bool = False
     handed_on: bool = False
+    as_given: bool = False
+    of_microbatch: bool = False
 
     def num_bytes(self, activation_bytes: int, residual_bytes: int) -> int:
         """Of one sequence, by the widths of activations and of the residual stream."""
@@ -270,6 +282,7 @@ class LayerSpec:
         passed_outputs: Which of them are inputs that it only hands on.
         product_outputs: Which of them are for matrix products alone, in their precision, not of the residual stream.
         constants: Tables that are made once and that all layers of this key on a rank share.
+        buffers: Tables of its own that are neither weights nor kept for backward.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
     """
@@ -284,6 +297,7 @@ class LayerSpec:
     passed_outputs: tuple[int, ...] = ()
     product_outputs: tuple[int, ...] = ()
     constants: tuple[Saved, ...] = ()
+    buffers: tuple[Saved, ...] = ()
     tied: tuple[str, ...] = ()
     gradient_order: tuple[int, ...] = field(default=())
 

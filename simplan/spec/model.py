@@ -32,7 +32,7 @@ class ModelSpec(Spec):
             positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries. ``mpt``: as gpt, with ALiBi for positions
             and no biases. ``bert``: a post-norm encoder trained on masked tokens. ``vit``: classes of images.
             ``moe``: as llama, with experts in place of the MLP. ``deepseek``: the same with latent attention.
-            ``t5``: an encoder and a decoder.
+            ``t5``: an encoder and a decoder. ``resnet``: classes of images by convolutions.
         num_hidden_layers: Blocks; of T5's encoder.
         num_decoder_layers: Blocks of T5's decoder, as many as of its encoder unless given.
         seq_len: Tokens of one sequence; for images, their patches and the class token, which is the default. Of T5, in
@@ -55,6 +55,9 @@ class ModelSpec(Spec):
         patch_size: The same of the patches that it is cut into.
         num_channels: Colours of an image.
         num_classes: Classes that an image can have.
+        depths: Blocks of each stage of a ResNet.
+        layer_type: Two convolutions in a block, or three, of which the first narrows and the last widens.
+        embedding_size: Channels of a ResNet's first stage, within its blocks; twice as many in each that follows.
         num_experts: Experts of a block, of which a token uses ``top_k``.
         top_k: Hugging Face's num_experts_per_tok.
         moe_intermediate_size: As ``intermediate_size``, of one expert.
@@ -76,7 +79,7 @@ class ModelSpec(Spec):
     """
 
     name: str = "inline"
-    family: Literal["gpt", "llama", "mpt", "bert", "vit", "moe", "deepseek", "t5"]
+    family: Literal["gpt", "llama", "mpt", "bert", "vit", "moe", "deepseek", "t5", "resnet"]
     # the limits are written inside Annotated: after an equals sign they would lose against those of the type
     num_hidden_layers: Annotated[int, Field(le=2_000)]
     hidden_size: Annotated[int, Field(le=10**6)]
@@ -103,6 +106,9 @@ class ModelSpec(Spec):
     patch_size: Annotated[int, Field(le=10**5)]
     num_channels: Annotated[int, Field(le=10**5)]
     num_classes: Annotated[int, Field(le=10**8)]
+    depths: Annotated[tuple[Count, ...], Field(max_length=8)]
+    layer_type: Literal["basic", "bottleneck"] = "bottleneck"
+    embedding_size: Annotated[int, Field(le=10**5)]
     num_experts: Annotated[int, Field(le=10**5)]
     top_k: Annotated[int, Field(le=10**4)]
     moe_intermediate_size: Annotated[int, Field(le=10**7)]
@@ -135,6 +141,8 @@ class ModelSpec(Spec):
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if isinstance(data.get("depths"), list):  # a file has lists, and strict mode wants the tuple itself
+            data = data | {"depths": tuple(data["depths"])}
         name = data.get("family")
         family = FAMILIES.get(name) if isinstance(name, str) else None
         if family is None:  # an error of its own, beside which nothing else is missing
@@ -196,14 +204,14 @@ class ModelSpec(Spec):
 
     @property
     def num_blocks(self) -> int:
-        """Of encoder and decoder together."""
-        return self.num_hidden_layers + self.num_decoder_layers
+        """Of encoder and decoder, or of all stages of a ResNet."""
+        return self.num_hidden_layers + self.num_decoder_layers + sum(self.depths)
 
     def block_indices(self) -> tuple[int, ...]:
         """Indices of the blocks in ``layers``."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.kind is LayerKind.BLOCK)
 
 
-def _nothing(name: str) -> int | bool:
+def _nothing(name: str) -> int | bool | tuple[()]:
     """What a field says of a model of a family that does not have it."""
-    return False if name == "tied_embeddings" else 0
+    return () if name == "depths" else False if name == "tied_embeddings" else 0

@@ -59,15 +59,16 @@ def _stream(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Str
     groups = {
         Stream.TENSOR: mapping.tp_group(rank),
         Stream.CONTEXT: mapping.cp_group(rank),
-        **({Stream.EXPERT: mapping.ep_group(rank)} if message.kind == "all_to_all" else {}),
         Stream.SHARD: mapping.shard_group(rank),
         Stream.REPLICATE: mapping.replicate_group(rank),
         Stream.DATA: mapping.dp_group(rank),
     }
     if action.kind is ActionKind.OPTIM and message.kind == "all_reduce":
         return Stream.TIED
-    reduces_experts = mapping.ep > 1 and action.kind is ActionKind.REDUCE_GRAD and message.kind == "all_reduce"
-    if reduces_experts and members == mapping.expert_group(rank):
+    if mapping.ep > 1 and message.kind == "all_to_all":
+        return Stream.EXPERT
+    completes = action.kind is ActionKind.REDUCE_GRAD and message.kind == "all_reduce"
+    if mapping.ep > 1 and completes and members == mapping.expert_group(rank):
         return Stream.EXPERT_DATA
     if message.kind == "all_reduce" and members == groups[Stream.DATA] and members != groups[Stream.REPLICATE]:
         return Stream.DATA

@@ -22,6 +22,7 @@ from executor.parallel import Parallel
 from simplan.program.footprint import layer_footprint
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
+from simplan.spec.models.experts import places_of
 from simplan.spec.plan import Recompute
 from simplan.spec.recompute import recomputation
 from simplan.spec.shard import Shard
@@ -157,7 +158,9 @@ def test_flops_are_those_that_torch_counts(name: str, monkeypatch: pytest.Monkey
     """Of balanced experts, whose places are all taken; torch counts all scores and the padding of values."""
     for module in (tensor_parallel, mla, moe):
         monkeypatch.setattr(module, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
-    spec = variant(name, hidden_size=1024, moe_intermediate_size=768, seq_len=512, capacity_factor=1.0)
+    large = {"hidden_size": 1024, "moe_intermediate_size": 384, "seq_len": 512, "capacity_factor": 1.0}
+    latent = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    spec = variant(name, **large, **(latent if name == "latent" else {}))
     meta = torch.device("meta")
     stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0).to(meta)
     inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
@@ -203,7 +206,7 @@ def test_every_token_gets_the_weighed_sum_of_its_experts(name: str) -> None:
     normed = block.norm2(x)
     with torch.no_grad():
         found, wanted = block._mlp(x), torch.zeros_like(x)
-        places = moe.places_of(spec.seq_len, spec.top_k, spec.num_experts, spec.capacity_factor)
+        places = places_of(spec.seq_len, spec.top_k, spec.num_experts, spec.capacity_factor)
         for sequence in range(BATCH):
             taken = [0] * spec.num_experts
             for token in range(spec.seq_len):

@@ -8,9 +8,11 @@ import pytest
 
 from simplan.program.folding import fold
 from simplan.program.lower import Lowering, lower
-from simplan.program.program import MemoryCategory, Message, Program, Stream
+from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
 from simplan.program.table import plan_table
+from simplan.program.timeline import SpanKind
 from simplan.spec import catalogue
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.training import TrainingSpec
@@ -54,7 +56,7 @@ def messages(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, M
 def test_every_block_with_experts_exchanges_twice_each_way() -> None:
     found = messages(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
     assert [action for action, _ in found] == [a for a in ("0F0", "0B0", "0F1", "0B1") for _ in range(4)]
-    assert {message for _, message in found} == {Message("all_to_all", 4 * 3 * PLACES * H, (2, 3))}
+    assert {message for _, message in found} == {Message(CollectiveKind.ALL_TO_ALL, 4 * 3 * PLACES * H, (2, 3))}
 
 
 @pytest.mark.parametrize(("recompute", "exchanges"), [("full", 8), ("selective", 4)])
@@ -62,6 +64,28 @@ def test_what_runs_again_exchanges_again(recompute: Any, exchanges: int) -> None
     """In backward: two blocks, each there and back, and with full recomputation there and back before that."""
     found = messages(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
     assert [action for action, _ in found].count("0B0") == exchanges
+
+
+def test_what_experts_gave_is_there_again_before_it_is_weighed_backwards() -> None:
+    """The last block's backward does the sum of the residual stream, runs forward again, and only then goes on."""
+    found = program(ParallelPlan(dp_replicate=2, ep=2, recompute="full"))
+    passes = [op for op in found.ops if op.rank == 0 and str(op.action) == "0B0" and op.name.startswith("block 2")]
+    works = [(op.kind, work) for op in passes for work in op.work if isinstance(work, LayerWork)]
+    (first, work), (second, _) = works[:2]
+    assert (first, second) == (SpanKind.COMPUTE, SpanKind.RECOMPUTE)
+    assert [work.layer.kernels[index].name for index in work.kernels or ()] == ["residual2"]
+
+
+def test_zero_1_deals_out_all_but_the_experts() -> None:
+    """What the ranks of a shard group update: every shared weight once, all experts, each by the rank that has it."""
+    found = program(ParallelPlan(dp_shard=2, zero_stage=1, ep=2))
+    works = [w for op in found.ops for w in op.work if isinstance(w, LayerWork) and w.phase is Phase.OPTIMIZER]
+    assert sum(work.num_parameters for work in works) == MODEL.num_parameters
+    own = 2 * EXPERTS * EXPERT // 2
+    for rank in (0, 1):
+        resting = found.resting_bytes[rank]
+        assert resting[MemoryCategory.OPTIMIZER] >= 8 * own
+        assert resting[MemoryCategory.PARAMETERS] == 4 * (MODEL.num_parameters - own)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +103,7 @@ def test_experts_are_averaged_over_the_ranks_that_have_them(
     plan: ParallelPlan, group: tuple[int, ...] | None, experts: int
 ) -> None:
     found = messages(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
-    matrix = Message("all_reduce", 4 * experts * H * WIDTH, group or ())
+    matrix = Message(CollectiveKind.ALL_REDUCE, 4 * experts * H * WIDTH, group or ())
     assert found == [("0REDUCE_GRAD", matrix)] * (6 if group else 0)
 
 
@@ -173,7 +197,8 @@ def test_folded_ranks_do_what_they_stand_for(plan: ParallelPlan, level: int) -> 
             assert {len(m.ranks) for _, m in mine} == {len(m.ranks) for _, m in its}
 
 
-def test_groups_that_cross_nodes_unlike_do_not_fold() -> None:
-    """Experts over 3 of 6 ranks on nodes of 4: one group lies in a node, the other one does not."""
-    plan = ParallelPlan(dp_replicate=6, ep=3)
-    assert len(fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0).ranks) > 1
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 2), (0, 1, 0, 2)])
+def test_groups_that_cross_nodes_unlike_do_not_fold(nodes: tuple[int, ...]) -> None:
+    """Of the groups that exchange, or else of those that average, one lies in a node and the other one does not."""
+    plan = ParallelPlan(dp_replicate=4, ep=2)
+    assert len(fold(RankMapping.of(plan), lambda rank: nodes[rank], lambda rank: 0).ranks) == 2

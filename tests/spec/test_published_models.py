@@ -14,7 +14,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_text())
-FAMILIES_NOT_YET = {"gemma": 6, "gpt_neox": 9, "bloom": 5, "phi": 1, "t5": 10, "resnet": 5, "moe": 9, "deepseek": 3}
+FAMILIES_NOT_YET = {"gemma": 6, "gpt_neox": 9, "bloom": 5, "phi": 1, "t5": 10, "resnet": 5}
 """Rows of families that cannot be built yet."""
 
 BERT_PARTS = ("pooler", "mlm_head", "nsp_head")
@@ -24,13 +24,22 @@ BERT_PARTS = ("pooler", "mlm_head", "nsp_head")
 def model_of(row: dict[str, Any]) -> ModelSpec:
     """The model of a row; its sequence length has no parameters but where positions are rows of a table."""
     fields = {key: value for key, value in row["config"].items() if key not in BERT_PARTS}
+    fields.pop("router_score_bias", None)  # see ``counted``
+    if fields.pop("o_bias", False):
+        fields["attention_bias"] = fields.pop("qkv_bias")
     if row["family"] != "vit":
         fields["seq_len"] = fields.get("max_position_embeddings", 2048)
     return ModelSpec(name=row["name"], family=row["family"], **fields)
 
 
 def counted(row: dict[str, Any], model: ModelSpec) -> int:
-    """What was counted of a model: of BERT perhaps the pooler (h^2 + h) and the head of next sentences (2 h + 2)."""
+    """What was counted of a model.
+
+    Of BERT perhaps the pooler (h^2 + h) and the head of next sentences (2 h + 2); of DeepSeek-V3 also corrections of
+    the scores of all experts, one set a block, which get no gradient and so are no parameters of ours.
+    """
+    if row["config"].get("router_score_bias"):
+        return model.num_parameters + model.num_experts * (model.num_hidden_layers - model.num_dense_layers)
     if row["family"] != "bert":
         return model.num_parameters
     h, config = model.hidden_size, row["config"]

@@ -15,6 +15,7 @@ from simplan.spec.models.gpt import GPT
 from simplan.spec.models.llama import LLAMA
 from simplan.spec.models.moe import MOE
 from simplan.spec.models.mpt import MPT
+from simplan.spec.models.resnet import RESNET
 from simplan.spec.models.t5 import T5
 from simplan.spec.models.vit import VIT
 
@@ -24,5 +25,6 @@ FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "mpt": MPT, "bert"
     "moe": MOE,
     "deepseek": DEEPSEEK,
     "t5": T5,
+    "resnet": RESNET,
 }
 """By name, as in ``ModelSpec.family``."""

@@ -3,7 +3,8 @@
 Tokens are routed in groups, of which each is one sequence (Lepikhin et al. 2021, GShard, section 3.1): of every group
 an expert takes so many tokens as it has places, and computes all places whether tokens fill them or not. So all sizes
 are fixed beforehand, and what is dropped does not depend on how a batch is split. Expert-parallel ranks have some of
-the experts each; an all-to-all brings the tokens of all of these ranks to them, another one brings the results back.
+the experts each; an all-to-all brings the tokens of all of these ranks to them, another one brings the results back. A
+token that uses several experts of one rank is sent there as many times.
 
 The weights of the chosen experts are the softmax of their scores (Jiang et al. 2024, Mixtral). Routers that normalize
 in another way cost the same but for the scores of all experts, which some of them keep.

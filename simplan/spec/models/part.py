@@ -23,7 +23,7 @@ class Part:
     """A piece of a layer; forward runs the pieces in order, backward in reverse.
 
     Attributes:
-        parameters, kernels, saved, constants: As of ``LayerSpec``.
+        parameters, kernels, saved, constants, buffers: As of ``LayerSpec``.
         gradients: Names of its parameters in the order in which backward completes their gradients.
     """
 
@@ -31,6 +31,7 @@ class Part:
     kernels: tuple[Kernel, ...] = ()
     saved: tuple[Saved, ...] = ()
     constants: tuple[Saved, ...] = ()
+    buffers: tuple[Saved, ...] = ()
     gradients: tuple[str, ...] = ()
 
 
@@ -66,6 +67,7 @@ def layer_of(
         passed_outputs=passed_outputs,
         product_outputs=product_outputs,
         constants=tuple(table for part in whole for table in part.constants),
+        buffers=tuple(table for part in whole for table in part.buffers),
         tied=tied,
         gradient_order=tuple(place[name] for name in completed),
     )

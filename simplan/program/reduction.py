@@ -1,0 +1,52 @@
+"""REDUCE_GRAD beside data parallelism: gradients of which ranks have parts, those of experts, and the division."""
+
+from __future__ import annotations
+
+from simplan.program.action import Action
+from simplan.program.program import LayerWork, Message, Phase, Stream
+from simplan.program.stage import Stages
+from simplan.program.states import OptimizerStates
+from simplan.program.writer import RankWriter
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["complete_gradients"]
+
+
+def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
+    """Completes the gradients of a stage and divides them by the number of microbatches.
+
+    Args:
+        action: The REDUCE_GRAD.
+        stages: Facts about the stages.
+        states: Of the rank.
+        writer: Takes the operations.
+    """
+    partial = states.partial_elements(action.stage)
+    if partial:
+        group = stages.mapping.tp_group(writer.rank)
+        message = Message(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
+        waits = [writer.last_compute, *writer.blocking]
+        writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits))
+    _average_experts(action, stages, states, writer)
+    work = states.work(action.stage, Phase.SCALE) if stages.num_microbatches > 1 else ()
+    writer.compute(action, str(action), work)
+
+
+def _average_experts(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
+    """Gradients of experts are divided by all data-parallel ranks, and summed over those with the same experts.
+
+    Tokens of the other expert-parallel ranks are already in them.
+    """
+    elements = states.expert_gradients(action.stage)
+    if not elements:
+        return
+    own = zip(stages.layers[action.stage], stages.experts[action.stage], strict=True)
+    b = stages.plan.microbatch_size
+    work = tuple(LayerWork(layer, Phase.SCALE, b, number) for layer, number in own if number)
+    divided = writer.compute(action, "divide experts", work)
+    group = stages.mapping.expert_group(writer.rank)
+    if len(group) == 1:
+        return
+    for number in elements:
+        message = Message(CollectiveKind.ALL_REDUCE, number * stages.state.gradient, group)
+        writer.block_on(writer.collective(action, Stream.EXPERT_DATA, "all_reduce experts", message, (divided,)))
