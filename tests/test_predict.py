@@ -61,7 +61,7 @@ def test_mfu_is_model_flops_over_peak() -> None:
 def test_bubble_is_near_the_closed_form_of_equal_stages(schedule: str, p: int, m: int) -> None:
     """Stages are equal up to embedding and head, whose share is small here; communication is nearly free."""
     model = GPT2.model_copy(update={"num_hidden_layers": 48 * p, "vocab_size": 64, "max_position_embeddings": 1024})
-    found = ask(ParallelPlan(pp=p, schedule=schedule), batch=m, model=model)  # type: ignore[arg-type]
+    found = ask(ParallelPlan(pp=p, schedule=schedule), batch=m, model=model)
     closed = (p - 1) / p if schedule == "naive" else (p - 1) / (m + p - 1)
     assert found.bubble_fraction == pytest.approx(closed, abs=0.02)
 
@@ -119,7 +119,7 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
         pp=p,
         dp_replicate=dp,
         microbatch_size=b,
-        schedule=schedule if p > 1 else "none",  # type: ignore[arg-type]
+        schedule=schedule if p > 1 else "none",
     )
     found = ask(plan, batch=b * m * dp, model=model)
     program = build_program(found, folded=False)

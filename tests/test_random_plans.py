@@ -141,7 +141,7 @@ def rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    family = draw(st.sampled_from(["gpt", "llama"]))
+    family = draw(st.sampled_from(["gpt", "llama", "moe"]))
     heads = draw(rarely(8, 3, 4, 12))
     return ModelSpec(
         family=family,
@@ -154,6 +154,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         seq_len=draw(rarely(32, 7, 48, 64)),
         max_position_embeddings=64,
         tied_embeddings=draw(rarely(False, True)),
+        **({"num_experts": 8, "top_k": 2, "moe_intermediate_size": 32} if family == "moe" else {}),
     )
 
 
@@ -195,7 +196,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         "grad_sync": st.sampled_from(["step", "microbatch"]),
         "bucket_bytes": st.sampled_from([1, 1000, 40_000]),
         "stage_layers": st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple),
-        "ep": st.just(2),
+        "ep": st.sampled_from([1, 2, 4]),
         "grad_dtype": st.just("bf16"),
         "prefetch_depth": st.just(2),
     }

@@ -137,6 +137,8 @@ def plan_words(plan: ParallelPlan) -> str:
         kept = "" if plan.reshard_after_forward or plan.zero_stage < 3 else ", not resharded after forward"
         over = f" over {plan.dp_shard * plan.cp} ranks" if plan.cp > 1 else ""
         parts.append(f"dp_shard {plan.dp_shard} (ZeRO-{plan.zero_stage}{over}{kept})")
+    if plan.ep > 1:
+        parts.append(f"ep {plan.ep}")
     if plan.tp > 1:
         parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
     if plan.cp > 1:

@@ -8,8 +8,6 @@ import pytest
 
 from executor.checks import check_job
 from simplan.errors import NotModelledError, SpecError
-from simplan.program.action import Action, ActionKind, format_table
-from simplan.program.complete import complete_table
 from simplan.spec.training import TrainingSpec
 
 
@@ -36,7 +34,6 @@ def test_stages_may_be_anywhere(make_job: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"ep": 2}, "plan.ep = 2: the executor has no experts to spread; use 1"),
         ({"cp": 2}, "plan.cp_comm = ring: the executor has no ring attention; use all_gather or a2a"),
         (
             {"virtual_stages": 2, "schedule": "interleaved_1f1b"},
@@ -58,31 +55,6 @@ def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) 
     with pytest.raises(NotModelledError) as caught:
         check_job(job)
     assert said in str(caught.value)
-
-
-def test_weights_of_two_stages_on_one_rank_are_not_tied(make_job: Any, make_model: Any) -> None:
-    """Stages 0 and 3 on the first rank, 1 and 2 on the second."""
-    rows: tuple[tuple[Action, ...], ...] = ((), ())
-    for stage in (0, 1, 2, 3):
-        row = 0 if stage in (0, 3) else 1
-        rows = tuple(r + (Action(stage, ActionKind.FORWARD, 0),) * (i == row) for i, r in enumerate(rows))
-    for stage in (3, 2, 1, 0):
-        row = 0 if stage in (0, 3) else 1
-        rows = tuple(r + (Action(stage, ActionKind.BACKWARD, 0),) * (i == row) for i, r in enumerate(rows))
-    table = format_table(complete_table(rows))
-    for tied in (False, True):
-        job = make_job(
-            "interleaved_1f1b",
-            pp=2,
-            model=make_model(tied_embeddings=tied),
-            plan={"virtual_stages": 2},
-            table=tuple(tuple(row) for row in table),
-        )
-        if tied:
-            with pytest.raises(NotModelledError, match="does not tie weights of two stages on the same rank"):
-                check_job(job)
-        else:
-            check_job(job)
 
 
 def test_a_plan_that_cannot_split_the_model_is_refused(make_job: Any) -> None:
