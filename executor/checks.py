@@ -10,6 +10,7 @@ import torch
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
+from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
 from simplan.spec.model_rules import model_rules
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
@@ -46,6 +47,7 @@ def runs_on_cuda(job: Job) -> bool:
 def _not_modelled(job: Job) -> Iterator[Problem]:
     plan, training = job.plan, job.training
     yield from unmodelled_splits(job.model, plan)
+    yield from unmodelled_convolutions(job.model, training, plan)
     yield from unmodelled_expert_parallelism(job.model, plan)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):

@@ -46,8 +46,8 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
     """What a model takes, and the targets of its head.
 
     Tokens as ``make_batch`` has them. Of masked language models as many tokens of every sequence are masked, and all
-    other targets are ``IGNORED``. Of an encoder and a decoder the tokens of both, one after the other: the decoder's are
-    the targets, one place later. Images (num_samples, channels, height, width) in fp32 and their classes
+    other targets are ``IGNORED``. Of an encoder and a decoder the tokens of both, one after the other; the decoder's
+    are the targets, one place later. Images (num_samples, channels, height, width) in fp32 and their classes
     (num_samples, 1) int64.
 
     Args:

@@ -93,7 +93,7 @@ class T5Block(nn.Module):
         return eager_attention(q, k, v, None if table is None else self._bias(table))
 
     def _bias(self, table: Tensor) -> Tensor:
-        """What is added to the scores of every pair of tokens, (heads, queries, keys), from a table (buckets, heads)."""
+        """What is added to the scores, (heads, queries, keys), from a table of relative positions (buckets, heads)."""
         shared, causal = self._attentions.shared, self.causal
         name = "earlier" if causal else "all"
         if name not in shared:

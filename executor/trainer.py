@@ -118,7 +118,9 @@ class Trainer:
         if inputs.is_floating_point():
             inputs = inputs.to(weight_dtype(self._job))
         local = self._parallel.local_tokens
-        return local(inputs).to(self._device), local(targets).to(self._device)
+        # without the first stage inputs are of no use, and images are large
+        inputs = local(inputs) if 0 in self.stages else inputs.new_empty(0)
+        return inputs.to(self._device), local(targets).to(self._device)
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""

@@ -152,7 +152,8 @@ class _RankLowering:
             MemoryCategory.GRADIENTS: held * state.gradient,
             MemoryCategory.OPTIMIZER: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
-            MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine),
+            MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
+            + (stages.batch_bytes if 0 in mine else 0),
         }
 
     def bucket_bytes(self) -> int:

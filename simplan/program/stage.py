@@ -63,6 +63,7 @@ class Stages:
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
         boundary_bytes: By stage, all of them together.
+        batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
@@ -99,6 +100,7 @@ class Stages:
         ]
         self.crossings = [self._leaving(layers) for layers in self.layers]
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
+        self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
         head = model_layers[-1]
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
         self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
@@ -206,6 +208,11 @@ class Stages:
 
 def _expert_elements(layer: LayerSpec) -> int:
     return sum(parameter.num_elements for parameter in layer.parameters if parameter.expert)
+
+
+def _image_elements(model: ModelSpec) -> int:
+    """Of one sample; 0 for models of tokens."""
+    return model.num_channels * model.image_size**2
 
 
 def _receiving(footprint: LayerFootprint) -> LayerFootprint:

@@ -154,7 +154,7 @@ class Attention:
 
     @property
     def num_scores(self) -> int:
-        """q k a."""
+        """Products of a query and a key, q k a."""
         return self.seq_len * self._keys * self.num_heads
 
     @property

@@ -100,7 +100,7 @@ class ModelSpec(Spec):
     num_decoder_layers: Annotated[int, Field(le=2_000)]
     decoder_seq_len: Annotated[int, Field(le=10**8)]
     gated_mlp: bool = False
-    relative_attention_buckets: Annotated[int, Field(le=10**6, multiple_of=4)]
+    relative_attention_buckets: Annotated[int, Field(le=10**6)]
     type_vocab_size: Annotated[int, Field(le=10**6)]
     image_size: Annotated[int, Field(le=10**5)]
     patch_size: Annotated[int, Field(le=10**5)]

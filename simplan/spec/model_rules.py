@@ -46,6 +46,21 @@ def model_rules(model: ModelSpec) -> Iterator[Problem]:
             rule="says which blocks have a window, and there is no sliding_window",
             fix="give sliding_window, or remove it",
         )
+    buckets = model.relative_attention_buckets
+    if buckets % 4:
+        yield Problem(
+            field="model.relative_attention_buckets",
+            value=str(buckets),
+            rule="must be a multiple of 4: each direction has half of them, of which half are for one distance each",
+            fix=f"use {either([near for near in (buckets // 4 * 4, buckets // 4 * 4 + 4) if near])}",
+        )
+    if model.family == "resnet" and not model.depths:
+        yield Problem(
+            field="model.depths",
+            value="[]",
+            rule="must name the blocks of one stage or more",
+            fix="use [3, 4, 6, 3] for ResNet-50",
+        )
     yield from _image_rules(model)
     if model.num_experts:
         yield from expert_rules(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
@@ -45,6 +46,7 @@ def check_plan(
     unmodelled = [
         *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan),
+        *unmodelled_convolutions(model, training, plan),
         *_unmodelled_training(training, software),
     ]
     violated = [

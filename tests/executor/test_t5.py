@@ -171,7 +171,7 @@ def cases() -> list[Any]:
             is_block = model().layers[index].kind is LayerKind.BLOCK
             for mode in ("none", "selective", "full") if is_block else ("none",):
                 for precision in STATES:
-                    slow = [pytest.mark.slow] * (gated and precision == "cast")
+                    slow = [pytest.mark.slow] * ((gated and mode != "none") or (precision == "cast" and mode != "full"))
                     found.append(pytest.param(gated, index, mode, precision, marks=slow))
     return found
 
@@ -232,7 +232,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b of selective": ("1f1b", {"pp": 2, "recompute": "selective"}),
     "ddp of full": ("none", {"dp_replicate": 2, "recompute": "full"}),
 }
-QUICK = {("1f1b", False), ("fsdp", True)}
+QUICK = {("1f1b", False)}
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_unknown_names_are_refused_with_the_nearest(kind: str, name: str, senten
 
 @pytest.mark.parametrize(
     ("kind", "name", "family"),
-    [("model", "t5-11b", "the T5 family"), ("model", "resnet-50", "the ResNet family"), ("software", "nemo", "NeMo")],
+    [("model", "gemma-7b", "the Gemma family"), ("model", "bloom", "the BLOOM family"), ("software", "nemo", "NeMo")],
 )
 def test_names_that_are_not_modelled_yet_are_refused_by_name(kind: str, name: str, family: str) -> None:
     with pytest.raises(NotModelledError, match=f"{kind} = {name}: {family} is not modelled yet; "):

@@ -14,7 +14,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_text())
-FAMILIES_NOT_YET = {"gemma": 6, "gpt_neox": 9, "bloom": 5, "phi": 1, "t5": 10, "resnet": 5}
+FAMILIES_NOT_YET = {"gemma": 6, "gpt_neox": 9, "bloom": 5, "phi": 1}
 """Rows of families that cannot be built yet."""
 
 BERT_PARTS = ("pooler", "mlm_head", "nsp_head")
@@ -27,7 +27,7 @@ def model_of(row: dict[str, Any]) -> ModelSpec:
     fields.pop("router_score_bias", None)  # see ``counted``
     if fields.pop("o_bias", False):
         fields["attention_bias"] = fields.pop("qkv_bias")
-    if row["family"] != "vit":
+    if row["family"] not in ("vit", "resnet"):
         fields["seq_len"] = fields.get("max_position_embeddings", 2048)
     return ModelSpec(name=row["name"], family=row["family"], **fields)
 

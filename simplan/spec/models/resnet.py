@@ -3,8 +3,8 @@
 A stem, residual blocks of convolutions and batch norms, a classifier. Everything between layers is as wide as
 activations: under autocast convolutions give 16 bits, and norms and sums keep to them.
 
-A batch norm normalizes by the mean and variance of a microbatch on its rank. So more microbatches, or more data-parallel
-ranks, are another computation, and one process computes the same only microbatch by microbatch.
+A batch norm normalizes by the mean and variance of a microbatch on its rank. So more microbatches, or more ranks of
+data parallelism, are another computation: one process computes the same only microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 
 def _stem(model: ModelSpec) -> LayerSpec:
-    channels, image, size = model.embedding_size, model.image_size, -(-model.image_size // 2)
+    channels, image, size = model.embedding_size, model.image_size, _halved(model.image_size)
     pooled = _pooled_size(model)
     made, given = channels * size**2, channels * pooled**2
     pool = Part(
@@ -90,7 +90,7 @@ def _stem(model: ModelSpec) -> LayerSpec:
         f"resnet-stem:c{model.num_channels},w{channels},image{image}",
         LayerKind.EMBEDDING,
         [
-            Part(saved=(Saved("input", model.num_channels * image**2),)),
+            Part(saved=(Saved("input", model.num_channels * image**2, narrowed=True),)),
             _convolution("conv1", model.num_channels, channels, _STEM_WIDTH, image, size),
             _batch_norm("bn1", channels, size),
             _relu("relu1", channels * size**2),
@@ -102,7 +102,7 @@ def _stem(model: ModelSpec) -> LayerSpec:
 
 
 def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
-    """Convolutions with norms and ReLUs between them; the sum of the last norm and the input is an input of the next."""
+    """Convolutions with norms and ReLUs between them; a ReLU of the sum of the last norm and the input."""
     c, w, out, size, small = form.channels, form.width, form.outputs, form.size, form.output_size
     if model.layer_type == "basic":
         steps = [(c, w, 3, size, small), (w, out, 3, small, small)]
@@ -147,8 +147,13 @@ def _head(model: ModelSpec, last: BlockForm, shard: Shard) -> LayerSpec:
 
 
 def _pooled_size(model: ModelSpec) -> int:
-    """Pixels along each side after the stem's convolution and pooling, each of which halves the image."""
-    return -(-(-(-model.image_size // 2)) // 2)
+    """Pixels along each side after the stem's convolution and pooling."""
+    return _halved(_halved(model.image_size))
+
+
+def _halved(size: int) -> int:
+    """What is left of a side when every second pixel is taken, the first one always."""
+    return -(-size // 2)
 
 
 def _convolution(name: str, inputs: int, outputs: int, width: int, before: int, after: int) -> Part:

@@ -1,8 +1,8 @@
 """T5's architecture: a stack of encoder blocks, a stack of decoder blocks (Raffel et al. 2020).
 
 RMSNorm before attention and MLP, no biases, dropout neither. One embedding for the tokens of both stacks. The first
-version (``gated_mlp = false``) has an MLP with ReLU and uses the embedding as head as well; version 1.1 has an MLP gated
-by GELU and a head of its own.
+version (``gated_mlp = false``) has an MLP with ReLU and uses the embedding as head as well; version 1.1 has an MLP
+gated by GELU and a head of its own.
 
 Layers hand on three tensors: what the encoder has made, what the decoder has, and the two tables of relative positions.
 So embedding and tables are in the first layer only, wherever a pipeline is cut: the decoder's tokens are embedded

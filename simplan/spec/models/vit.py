@@ -81,7 +81,7 @@ def _patches(model: ModelSpec, share: Share) -> Part:
             Pointwise("cat", n * h, n * h),
             Pointwise("add", 2 * n * h, n * h),
         ),
-        saved=(Saved("input", channels * model.image_size**2),),
+        saved=(Saved("input", channels * model.image_size**2, narrowed=True),),
         gradients=("pos_embedding", "class_token", "conv_proj.weight", "conv_proj.bias"),
     )
 
