@@ -13,6 +13,7 @@ from simplan.spec.software import SoftwareSpec
 
 __all__ = ["schedule_rules", "stage_rules"]
 
+
 def schedule_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Schedules that there are not, or that do not go with the rest of the plan."""
     name = plan.schedule

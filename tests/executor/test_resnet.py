@@ -203,7 +203,7 @@ def test_ranks_in_bf16_issue_what_is_predicted(plan: dict[str, Any], tmp_path: P
 # plan, microbatches, pipeline rank
 MEMORY: dict[str, tuple[dict[str, Any], int, int]] = {
     "one device": ({"microbatch_size": 16}, 1, 0),
-    "accumulation": ({"microbatch_size": 16}, 3, 0),
+    "accumulation": ({"microbatch_size": 4}, 12, 0),
     "ddp": ({"dp_replicate": 2, "microbatch_size": 16}, 2, 0),
     "zero3": ({"dp_shard": 4, "microbatch_size": 16}, 2, 0),
     "gpipe, last of two": ({"pp": 2, "schedule": "gpipe", "microbatch_size": 8}, 4, 1),
@@ -237,7 +237,8 @@ def test_peak_of_a_rank_is_torchs(name: str, layer_type: str, precision: Precisi
         dtype=precision,
     )
     rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=TOTAL)
+    tolerance = TOTAL if plan.shards_parameters else 0.01
+    assert predicted(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from simplan.errors import NotModelledError, SpecError
 from simplan.problems import parse_model
 from simplan.program.lower import Lowering, lower
-from simplan.program.partition import balanced_assignment
-from simplan.program.program import Message, Program
+from simplan.program.partition import assign_stage_layers
+from simplan.program.program import Program
 from simplan.program.table import plan_table
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerKind
@@ -77,27 +77,35 @@ def test_kinds_of_layers() -> None:
     assert not set(keys) & {layer.key for layer in gated[1:]}
 
 
-def program_of(pp: int, precision: Precision) -> Program:
-    spec, plan = model(tied_embeddings=False), ParallelPlan(pp=pp, microbatch_size=2)
-    assignment = balanced_assignment([1.0] * len(spec.layers), pp)
+def program_of(precision: Precision) -> Program:
+    """Four stages: embedding and a block of the encoder, one more, the last one and two of the decoder, the rest."""
+    spec, plan = model(tied_embeddings=False), ParallelPlan(pp=4, microbatch_size=2)
+    assignment = assign_stage_layers((1, 1, 3, 3))
     training = TrainingSpec(global_batch_size=8, precision=precision)
     return lower(spec, training, plan, catalogue.software("torch"), assignment, plan_table(plan, 4), Lowering())
 
 
+def messages(program: Program, action: str) -> list[tuple[int, int]]:
+    """Bytes of each, and how many of them are held until it is done."""
+    ops = [op for op in program.ops if str(op.action) == action and op.message is not None]
+    return [(op.message.num_bytes, sum(e.after_bytes for e in op.memory)) for op in ops if op.message is not None]
+
+
 @pytest.mark.parametrize(("precision", "narrow"), [("fp32", 4), ("bf16", 2)])
 def test_every_boundary_carries_three_tensors(precision: Precision, narrow: int) -> None:
-    """States of the encoder and the decoder, and the tables; the encoder's output is in 16 bits under autocast."""
-    program = program_of(4, precision)
-    encoder, decoder = 2 * 48 * 96, 2 * 20 * 96
-    for stage in range(3):
-        sent = [m.num_bytes for op in program.ops if str(op.action) == f"{stage}SEND_F0" for m in op.work
-                if isinstance(m, Message)]  # fmt: skip
-        within_encoder = stage == 0
-        width = 4 if within_encoder else narrow
-        assert sent == [width * encoder, 4 * decoder, 4 * 2 * TABLES]
-        back = [m.num_bytes for op in program.ops if str(op.action) == f"{stage + 1}SEND_B0" for m in op.work
-                if isinstance(m, Message)]  # fmt: skip
-        assert back == sent
+    """States of the encoder and the decoder, and the tables; the encoder's output is in 16 bits under autocast.
+
+    What only passes through a stage is in its receive buffer and held nowhere else. All of them have gradients.
+    """
+    program = program_of(precision)
+    encoder, decoder, tables = 2 * 48 * 96, 4 * 2 * 20 * 96, 4 * 2 * TABLES
+    assert messages(program, "0SEND_F0") == [(size, size) for size in (4 * encoder, decoder, tables)]
+    assert messages(program, "1SEND_F0") == [(4 * encoder, 4 * encoder), (decoder, 0), (tables, 0)]
+    output = narrow * encoder
+    assert messages(program, "2SEND_F0") == [(output, output), (decoder, decoder), (tables, 0)]
+    assert messages(program, "3SEND_B0") == [(size, size) for size in (output, decoder, tables)]
+    assert messages(program, "2SEND_B0") == [(size, size) for size in (4 * encoder, decoder, tables)]
+    assert [size for size, _ in messages(program, "1RECV_B0")] == [4 * encoder, decoder, tables]
 
 
 @pytest.mark.parametrize(
