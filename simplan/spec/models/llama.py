@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.models.attention import AttentionForm, Biases, self_attention
-from simplan.spec.models.ends import output_distribution, token_table
+from simplan.spec.models.ends import token_table
 from simplan.spec.models.family import TOKENS, TRANSFORMER, Family, transformer_defaults
-from simplan.spec.models.keys import block_key, embedding_key, head_key
+from simplan.spec.models.keys import block_key, embedding_key
 from simplan.spec.models.mlp import gated_mlp
 from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.prenorm import vocabulary_head
 from simplan.spec.share import Share, share_of
 
 if TYPE_CHECKING:
@@ -38,13 +39,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         output_shapes=share.hidden_shapes,
     )
     blocks = {window: _block(model, share, window) for window in set(model.windows)}
-    head = layer_of(
-        head_key(model, share),
-        LayerKind.HEAD,
-        [block_input(share), norm("norm", _NORM, share), output_distribution("norm output", share)],
-        output_shapes=share.logits_shapes,
-        tied=("lm_head.weight",) if model.tied_embeddings else (),
-    )
+    head = vocabulary_head(model, share, _NORM)
     return (embedding, *(blocks[window] for window in model.windows), head)
 
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.attention import AttentionForm, self_attention
+from simplan.spec.models.attention import AttentionForm
 from simplan.spec.models.ends import output_distribution
 from simplan.spec.models.family import TRANSFORMER, Family, transformer_defaults, with_wide_mlp
-from simplan.spec.models.keys import block_key
-from simplan.spec.models.mlp import gelu_mlp
-from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm
+from simplan.spec.models.prenorm import gelu_block
 from simplan.spec.share import Share, share_of
 
 if TYPE_CHECKING:
@@ -36,20 +35,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         [_patches(model, share)],
         output_shapes=share.hidden_shapes,
     )
-    block = layer_of(
-        block_key(model, share),
-        LayerKind.BLOCK,
-        [
-            block_input(share),
-            norm("norm1", _NORM, share),
-            self_attention("norm1 output", _ATTENTION, share),
-            residual("residual1", share, keeps_sum=True),
-            norm("norm2", _NORM, share),
-            gelu_mlp("norm2 output", share, bias=True),
-            residual("residual2", share, keeps_sum=False),
-        ],
-        output_shapes=share.hidden_shapes,
-    )
+    block = gelu_block(model, share, _NORM, _ATTENTION, bias=True)
     class_token = Part(saved=(Saved("class token", share.hidden, made_by="norm"),))
     head = layer_of(
         f"vit-head:h{model.hidden_size},classes{model.num_classes},s{model.seq_len}{share.suffix}",

@@ -1,0 +1,55 @@
+"""What pre-norm transformers of several families have alike: the block with a GELU MLP, the head over a vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.models.attention import AttentionForm, self_attention
+from simplan.spec.models.ends import output_distribution
+from simplan.spec.models.keys import block_key, head_key
+from simplan.spec.models.mlp import gelu_mlp
+from simplan.spec.models.part import NormKind, block_input, layer_of, norm, residual
+from simplan.spec.share import Share
+
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
+
+__all__ = ["gelu_block", "vocabulary_head"]
+
+
+def gelu_block(model: ModelSpec, share: Share, kind: NormKind, form: AttentionForm, *, bias: bool) -> LayerSpec:
+    """Norm, attention, norm, GELU MLP.
+
+    Args:
+        model: The model.
+        share: Sizes.
+        kind: Of both norms.
+        form: Of the attention.
+        bias: The MLP has biases.
+    """
+    return layer_of(
+        block_key(model, share),
+        LayerKind.BLOCK,
+        [
+            block_input(share),
+            norm("norm1", kind, share),
+            self_attention("norm1 output", form, share),
+            residual("residual1", share, keeps_sum=True),
+            norm("norm2", kind, share),
+            gelu_mlp("norm2 output", share, bias=bias),
+            residual("residual2", share, keeps_sum=False),
+        ],
+        output_shapes=share.hidden_shapes,
+    )
+
+
+def vocabulary_head(model: ModelSpec, share: Share, kind: NormKind) -> LayerSpec:
+    """Norm and the distribution over the vocabulary, perhaps by the embedding's weights."""
+    return layer_of(
+        head_key(model, share),
+        LayerKind.HEAD,
+        [block_input(share), norm("norm", kind, share), output_distribution("norm output", share)],
+        output_shapes=share.logits_shapes,
+        tied=("lm_head.weight",) if model.tied_embeddings else (),
+    )
