@@ -1,0 +1,1 @@
+"""Many plans: the best, and why not the others."""
