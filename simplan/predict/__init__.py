@@ -1,7 +1,7 @@
 """One plan -> a Prediction."""
 
 from simplan.predict.build import build_program, core_use, cost_model, folding_of
-from simplan.predict.evaluate import predict
+from simplan.predict.evaluate import predict, rank_memory
 from simplan.predict.job import job_of
 from simplan.predict.simulated import Simulated, simulate_again, simulate_program
 
@@ -13,6 +13,7 @@ __all__ = [
     "folding_of",
     "job_of",
     "predict",
+    "rank_memory",
     "simulate_again",
     "simulate_program",
 ]
