@@ -4,4 +4,15 @@ from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metr
 from simplan.scenario.file import Scenario, load_scenario
 from simplan.scenario.search import SearchScenario, load_search, plan_document
 
-__all__ = ["METRICS", "CheckResult", "Expectation", "Metric", "Scenario", "SearchScenario", "evaluate", "load_scenario", "load_search", "plan_document"]
+__all__ = [
+    "METRICS",
+    "CheckResult",
+    "Expectation",
+    "Metric",
+    "Scenario",
+    "SearchScenario",
+    "evaluate",
+    "load_scenario",
+    "load_search",
+    "plan_document",
+]

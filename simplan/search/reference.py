@@ -14,7 +14,9 @@ from simplan.program.table import plan_table
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
 from simplan.spec.layer import LayerSpec
+from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.recompute import recomputation
 from simplan.spec.rules import num_microbatches
 from simplan.spec.schedules import SCHEDULE_FACTS
 
@@ -39,10 +41,10 @@ class ReferenceEvaluator:
         return [self._device_bytes(candidate) for candidate in candidates]
 
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Forward and backward of all microbatches on the pipeline rank that has most of it.
+        """What a pipeline rank computes for all microbatches, and what it waits for before and after it.
 
         A rank computes one thing at a time, and cores that it shares or communication beside it only slow it down, so
-        no step is shorter. Recomputation, scaling and the optimizer are left out.
+        no step is shorter. Communication, scaling and the optimizer are left out.
         """
         return [self._least_time_s(candidate) for candidate in candidates]
 
@@ -66,21 +68,11 @@ class ReferenceEvaluator:
         return self._seconds[candidate]
 
     def _least_time_s(self, candidate: Candidate) -> float:
-        same = _same_compute(candidate)
+        same = candidate._replace(reshard_after_forward=True)  # computes the same
         if same not in self._least_s:
-            plan, model = same.plan(), self._question.model
-            cost = self._cost(plan)
-            assignment = assign_layers(model, plan, cost)
-            layers = model.layers_of(plan.shard)
-            seconds = {layer.key: _compute_s(cost, layer, plan) for layer in set(layers)}
-            of_rank = [0.0] * plan.pp
-            facts = SCHEDULE_FACTS.get(plan.schedule)
-            for stage in range(plan.num_stages):
-                turn, place = divmod(stage, plan.pp)
-                back = facts is not None and facts.placement == "v" and turn % 2
-                rank = plan.pp - 1 - place if back else place
-                of_rank[rank] += sum(seconds[layers[index].key] for index in assignment.layer_range(stage))
-            self._least_s[same] = num_microbatches(self._question.training, plan) * max(of_rank)
+            plan = same.plan()
+            num = num_microbatches(self._question.training, plan)
+            self._least_s[same] = _least_time_s(self._question.model, plan, self._cost(plan), num)
         return self._least_s[same]
 
     def _cost(self, plan: ParallelPlan) -> CostModel:
@@ -104,19 +96,50 @@ class ReferenceEvaluator:
         return lower(model, training, plan, software, assignment, table, how)
 
 
-def _same_compute(candidate: Candidate) -> Candidate:
-    """One candidate for all that compute the same forwards and backwards: most differ in what is sharded."""
-    return candidate._replace(recompute="none", reshard_after_forward=True)
+def _least_time_s(model: ModelSpec, plan: ParallelPlan, cost: CostModel, num_microbatches: int) -> float:
+    """Over pipeline ranks, the most of: forward of one microbatch before it, all its work, backward after it.
+
+    A rank begins with a forward of a microbatch that came through all stages before its first; and it ends, unless
+    backwards are split, with a backward that still has to go back through them.
+    """
+    layers = model.layers_of(plan.shard)
+    assignment = assign_layers(model, plan, cost)
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    splits = facts is not None and facts.splits_backward
+    seconds: dict[tuple[LayerSpec, tuple[int, ...]], tuple[float, float]] = {}
+    stages = []
+    for stage in range(plan.num_stages):
+        forward_s = backward_s = 0.0
+        for index in assignment.layer_range(stage):
+            key = layers[index], tuple(recomputation(layers[index], plan.recompute, index - 1).kernels)
+            if key not in seconds:
+                seconds[key] = _layer_s(cost, *key, plan, splits=splits)
+            forward_s += seconds[key][0]
+            backward_s += seconds[key][1]
+        stages.append((forward_s, backward_s))
+    work_s = [0.0] * plan.pp
+    for stage, parts_s in enumerate(stages):
+        turn, place = divmod(stage, plan.pp)
+        back = facts is not None and facts.placement == "v" and turn % 2
+        work_s[plan.pp - 1 - place if back else place] += num_microbatches * sum(parts_s)
+    most_s = before_s = 0.0
+    for rank, of_rank_s in enumerate(work_s):
+        most_s = max(most_s, before_s + of_rank_s)
+        before_s += stages[rank][0] + (0.0 if splits else stages[rank][1])
+    return most_s
 
 
-def _compute_s(cost: CostModel, layer: LayerSpec, plan: ParallelPlan) -> float:
-    """Forward and backward of a layer, whole or in two parts, whichever is shorter."""
+def _layer_s(
+    cost: CostModel, layer: LayerSpec, again: tuple[int, ...], plan: ParallelPlan, *, splits: bool
+) -> tuple[float, float]:
+    """Forward of a layer, and its backward with what is computed again; in two parts if that is shorter."""
 
-    def seconds(phase: Phase) -> float:
-        return cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters)).seconds
+    def seconds(phase: Phase, kernels: tuple[int, ...] | None = None) -> float:
+        return cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters, kernels)).seconds
 
     backward_s = seconds(Phase.BACKWARD)
-    facts = SCHEDULE_FACTS.get(plan.schedule)
-    if facts is not None and facts.splits_backward:
+    if splits:
         backward_s = min(backward_s, seconds(Phase.BACKWARD_INPUT) + seconds(Phase.BACKWARD_WEIGHT))
-    return seconds(Phase.FORWARD) + backward_s
+    if again:
+        backward_s += seconds(Phase.RECOMPUTE, again)
+    return seconds(Phase.FORWARD), backward_s
