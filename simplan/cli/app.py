@@ -241,7 +241,10 @@ def draw(
 @app.command()
 def show(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="devices, links, clusters, models, software, schedules or metrics.")
+        str,
+        typer.Argument(
+            metavar="KIND", help="devices, links, clusters, models, software, schedules, metrics or search-space."
+        ),
     ],
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="One entry, with the source of every value.")

@@ -1,4 +1,11 @@
-"""Many plans: the best, and why not the others."""
+"""Many plans: the best, and why not the others.
+
+``simplan.search(model, cluster, training, software)`` is ``simplan.search.search``: the package may be called.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from simplan.search.api import Progress, search
 from simplan.search.inverse import Largest, largest
@@ -23,3 +30,13 @@ __all__ = [
     "largest",
     "search",
 ]
+
+
+class _Callable(ModuleType):
+    """A package that is called like the function that gave it its name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SearchResult:
+        return search(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

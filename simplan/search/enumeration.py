@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from simplan.search.candidate import Candidate
+from simplan.search.floor import MemoryFloor
 from simplan.search.question import Question
 from simplan.search.rules import Rules
 from simplan.search.space import SearchSpace
@@ -50,6 +51,7 @@ class Enumeration:
     def __init__(self, space: SearchSpace, question: Question) -> None:
         self._space, self._question = space, question
         self.rules = Rules(question, tp_across_nodes=space.tp_across_nodes)
+        self.floor = MemoryFloor(question)
         self.meshes = list(self._meshes())
 
     @property

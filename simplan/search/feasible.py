@@ -9,12 +9,13 @@ from itertools import chain, islice
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluators import make_evaluator
+from simplan.search.floor import MemoryFloor
 from simplan.search.question import Question
 from simplan.search.space import SearchSpace
 
 __all__ = ["capacity_bytes", "first_fit"]
 
-_BATCH = 256
+_MOST_AT_ONCE = 1024
 
 
 def capacity_bytes(question: Question, space: SearchSpace) -> int | None:
@@ -36,12 +37,16 @@ def first_fit(question: Question, space: SearchSpace, witness: Candidate | None 
     evaluator = make_evaluator(question)
     known = [] if witness is None or enumeration.rules.first(witness) is not None else [witness]
     candidates = chain(known, _frugal_first(enumeration))
-    while batch := list(islice(candidates, _BATCH)):
-        if capacity is None:
-            return batch[0]
+    if capacity is None:
+        return next(candidates, None)
+    floor = MemoryFloor(question)
+    possible = (candidate for candidate in candidates if floor.bytes(candidate) <= capacity)
+    batch_size = 1  # the first candidates are the likeliest
+    while batch := list(islice(possible, batch_size)):
         for candidate, size in zip(batch, evaluator.device_bytes(batch), strict=True):
             if size <= capacity:
                 return candidate
+        batch_size = min(2 * batch_size, _MOST_AT_ONCE)
     return None
 
 

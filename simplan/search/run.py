@@ -7,6 +7,7 @@ remembered does not grow with the space: the best, the front, the nearest misses
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluator import Evaluator
+from simplan.search.floor import MemoryFloor
 from simplan.search.keep import Keep
 
 __all__ = ["MORE_MEMORY", "Limits", "Miss", "OnProgress", "Tally", "Waiting", "explore"]
@@ -27,6 +29,8 @@ _TIME_BATCH = 256
 MORE_MEMORY = 1.1
 _MOST_NEARLY = 256
 _FIRST_SLAB = 64
+_FIRST_BATCH = 16
+_LONG_S = 1.0
 _ROUNDING = 1 - 1e-9  # a bound is a sum in another order than the time it bounds
 
 OnProgress = Callable[["Tally", Keep], None]
@@ -113,10 +117,14 @@ class Tally:
         """Candidates that a little more memory would make fit."""
         self.nearly = heapq.nsmallest(_MOST_NEARLY, [*self.nearly, *nearly])
 
-    def too_large(self, misses: Iterable[Miss]) -> None:
-        """Candidates that do not fit."""
+    def is_far(self, lacking: float) -> bool:
+        """Whether enough misses are nearer than one that lacks at least so much."""
+        return len(self.misses) == self.num_misses and lacking > self.misses[-1].lacking
+
+    def too_large(self, misses: Iterable[Miss], far: int = 0) -> None:
+        """Candidates that do not fit, and how many more that do not by far."""
         found = list(misses)
-        self.rejected["memory"] += len(found)
+        self.rejected["memory"] += len(found) + far
         self.misses = heapq.nsmallest(self.num_misses, [*self.misses, *found])
 
     def too_late(self, number: int, misses: Iterable[Miss] = ()) -> None:
@@ -147,8 +155,8 @@ def explore(
     """
     told = on_progress or (lambda *_: None)
     waiting: list[Waiting] = []
-    for batch in _batches(enumeration.candidates(meshes, tally.rejected), _MEMORY_BATCH):
-        waiting += _fitting(batch, evaluator, limits, keep, tally)
+    for batch in _batches(enumeration.candidates(meshes, tally.rejected), _Pace(_MEMORY_BATCH)):
+        waiting += _fitting(batch, evaluator, enumeration.floor, limits, keep, tally)
         told(tally, keep)
         if len(waiting) >= _WINDOW:
             _time_all(waiting, enumeration, evaluator, limits, keep, tally, told)
@@ -158,21 +166,35 @@ def explore(
 
 
 def _fitting(
-    batch: Sequence[Candidate], evaluator: Evaluator, limits: Limits, keep: Keep, tally: Tally
+    batch: Sequence[Candidate],
+    evaluator: Evaluator,
+    floor: MemoryFloor,
+    limits: Limits,
+    keep: Keep,
+    tally: Tally,
 ) -> list[Waiting]:
     """Those that fit, with their bounds; memory first."""
     capacity = limits.device_bytes
+    possible = batch
+    if capacity is not None:
+        beyond = MORE_MEMORY * capacity
+        floors = [floor.bytes(candidate) for candidate in batch]
+        possible = [
+            candidate
+            for candidate, least in zip(batch, floors, strict=True)
+            if least <= beyond or not tally.is_far(least - capacity)
+        ]
     fits: list[tuple[Candidate, int]] = []
     nearly: list[tuple[Candidate, int]] = []
     misses: list[Miss] = []
-    for candidate, size in zip(batch, evaluator.device_bytes(batch), strict=True):
+    for candidate, size in zip(possible, evaluator.device_bytes(possible), strict=True):
         if capacity is None or size <= capacity:
             fits.append((candidate, size))
             continue
         misses.append(Miss(size - capacity, candidate, size))
         if size <= MORE_MEMORY * capacity:
             nearly.append((candidate, size))
-    tally.too_large(misses)
+    tally.too_large(misses, len(batch) - len(possible))
     tally.almost(_bounds(nearly, evaluator, keep))
     return _bounds(fits, evaluator, keep)
 
@@ -197,12 +219,13 @@ def _time_all(
 ) -> None:
     """The most promising first; slabs grow, so that the first ones make bounds for the others."""
     waiting.sort()
+    pace = _Pace(_TIME_BATCH)
     start, slab = 0, _FIRST_SLAB
     while start < len(waiting):
         part = sorted(waiting[start : start + slab], key=lambda one: _group(one.candidate, enumeration))
         start, slab = start + slab, min(2 * slab, _MEMORY_BATCH)
         for _, group in groupby(part, key=lambda one: _group(one.candidate, enumeration)):
-            for batch in _batches(group, _TIME_BATCH):
+            for batch in _batches(group, pace):
                 _time(batch, evaluator, limits, keep, tally)
                 told(tally, keep)
 
@@ -242,7 +265,28 @@ def _group(candidate: Candidate, enumeration: Enumeration) -> tuple[str, int, in
     return candidate.schedule, candidate.pp, enumeration.num_microbatches(candidate), candidate.virtual_stages
 
 
-def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+class _Pace:
+    """How many candidates to do at once: few while they take long, so that progress is seen and bounds come early.
+
+    Args:
+        most: At most so many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.size = _FIRST_BATCH
+
+    def took(self, seconds: float) -> None:
+        """How long the last ones took."""
+        if seconds > _LONG_S:
+            self.size = max(1, self.size // 2)
+        elif seconds < _LONG_S / 4:
+            self.size = min(2 * self.size, self._most)
+
+
+def _batches(items: Iterable[_Item], pace: _Pace) -> Iterator[list[_Item]]:
     iterator = iter(items)
-    while batch := list(islice(iterator, size)):
+    while batch := list(islice(iterator, pace.size)):
+        started_s = time.monotonic()
         yield batch
+        pace.took(time.monotonic() - started_s)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,13 @@ from simplan.predict import predict
 from simplan.search import Question, SearchResult, SearchSpace, search
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
+from simplan.search.floor import MemoryFloor
 from simplan.search.reference import ReferenceEvaluator
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.questions import FAMILIES, question
 
-SPACE = {"schedule": ("gpipe", "1f1b", "zb-h1"), "microbatch_size": (1, 2), "recompute": ("none", "full")}
+SPACE: dict[str, Any] = {"schedule": ("gpipe", "1f1b", "zb-h1"), "microbatch_size": (1, 2), "recompute": ("none", "full")}
 CAPACITY = 1091 * MIB
 Numbers = tuple[ParallelPlan, int, float]
 
@@ -166,6 +168,7 @@ def test_the_reference_is_what_predict_says_and_its_bound_is_below(drawn: tuple[
     one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
     evaluator = ReferenceEvaluator(asked)
     assert evaluator.device_bytes([candidate]) == [one.worst_memory.device_bytes]
+    assert 0 < MemoryFloor(asked).bytes(candidate) <= one.worst_memory.device_bytes
     assert evaluator.step_times_s([candidate]) == [one.step_time_s]
     [least_s] = evaluator.least_time_s([candidate])
     assert 0 < least_s <= one.step_time_s * (1 + 1e-9)
