@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,18 @@ from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.progress import Progress as Bar
 from simplan.cost.calibration import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
-from simplan.io import write_text
+from simplan.io import read_yaml, write_text
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
-from simplan.scenario import SearchScenario, load_search, plan_document
+from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.search import Progress, Question, SearchResult, SearchSpace, largest, search
+from simplan.search.enumeration import Enumeration
 from simplan.search.inverse import QUANTITIES
 from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.plan import ParallelPlan
 from simplan.units import format_time
 
-__all__ = ["SearchOptions", "search_command"]
+__all__ = ["SearchOptions", "scenarios_to_time", "search_command"]
 
 _INTERRUPTED = 130
 
@@ -150,6 +152,40 @@ def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions
         return [f"simplan search {scenario.file} --save-plan plan.yaml"]
     here = scenario.cluster.id == THIS_MACHINE
     return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
+
+
+def scenarios_to_time(file: Path) -> list[Scenario]:
+    """What a calibration for a scenario must time: its plan, or of a search one plan for each way to cut its layers.
+
+    Raises:
+        SpecError: The file is wrong.
+    """
+    data = read_yaml(file).data
+    if not isinstance(data, dict) or "search" not in data or "plan" in data:
+        return [load_scenario(file)]
+    asked = load_search(file)
+    question = Question(asked.model, asked.cluster, asked.training, asked.software)
+    question.check()
+    enumeration = Enumeration(asked.space, question)
+    one_of: dict[object, ParallelPlan] = {}
+    for candidate in enumeration.candidates(enumeration.meshes, Counter()):
+        c = candidate
+        cut = (c.tp, c.sequence_parallel, c.cp, c.cp_comm, c.ep, c.microbatch_size, c.shards_parameters)
+        ways = (c.dp_replicate > 1, c.dp_shard > 1, c.zero_stage, c.pp > 1)  # other collectives
+        if (cut, ways) not in one_of:
+            one_of[cut, ways] = candidate.plan()
+    return [
+        Scenario(
+            name=asked.name,
+            model=asked.model,
+            cluster=asked.cluster,
+            training=asked.training,
+            software=asked.software,
+            plan=plan,
+            file=asked.file,
+        )
+        for plan in one_of.values()
+    ]
 
 
 class _Watch:

@@ -68,7 +68,7 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
     """
     parts = [f"{result.name}: {search_verdict(result)}"]
     if result.best is not None:
-        parts[0] += "\n" + "\n".join(_best(result.best))
+        parts[0] += "\n" + "\n".join(_best(result.best, result.unit))
     if len(result.ranked) > 1:
         parts.append(_ranked_table(result))
     if len(result.objectives) == 2 and result.pareto:
@@ -85,7 +85,7 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def _best(best: RankedPlan) -> Iterator[str]:
+def _best(best: RankedPlan, unit: str) -> Iterator[str]:
     yield f"  plan         {search_plan_words(best.plan)}"
     why = best.explanation
     if why is not None:
@@ -95,7 +95,7 @@ def _best(best: RankedPlan) -> Iterator[str]:
             f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases)"
         )
     mfu = "" if why is None or why.mfu is None else f", MFU {format_percent(why.mfu)}"
-    yield f"  throughput   {best.tokens_per_s_per_device:,.0f} tokens/s per device{mfu}"
+    yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {unit}/s per device{mfu}"
     if best.cost_dollars is not None:
         yield f"  cost         {best.cost_dollars:,.0f} dollars for the token budget"
     rank = "the worst device" if why is None else f"rank {why.worst_rank}"
@@ -162,13 +162,13 @@ def _front_table(result: SearchResult) -> str:
 def _headers(result: SearchResult) -> list[str]:
     several = len({plan.num_devices for plan in (*result.ranked, *result.pareto)}) > 1
     cost = ["dollars"] if any(plan.cost_dollars is not None for plan in result.ranked) else []
-    return [*(["devices", "tokens/s per device"] if several else []), "step time", "device memory", *cost]
+    return [*(["devices", f"{result.unit}/s per device"] if several else []), "step time", "device memory", *cost]
 
 
 def _numbers(plan: RankedPlan, result: SearchResult) -> list[str]:
     cells = {
         "devices": f"{plan.num_devices:,}",
-        "tokens/s per device": f"{plan.tokens_per_s_per_device:,.0f}",
+        f"{result.unit}/s per device": f"{plan.tokens_per_s_per_device:,.0f}",
         "step time": format_time(plan.step_time_s),
         "device memory": format_bytes(plan.device_bytes),
         "dollars": "" if plan.cost_dollars is None else f"{plan.cost_dollars:,.0f}",

@@ -133,6 +133,7 @@ class _Search:
             nearest_misses=misses,
             changes=self._changes(misses) if asked_for_change else (),
             interrupted=interrupted,
+            unit="images" if asked.model.sample == "image" else "tokens",
             inputs={
                 "model": asked.model.model_dump(mode="json"),
                 "cluster": asked.cluster.model_dump(mode="json"),

@@ -27,9 +27,10 @@ class MemoryFloor:
             self._context_bytes = 0
         software, precision = question.software, question.training.precision
         optimizer = question.training.optimizer
-        kinds = (software.state_bytes, software.sharded_state_bytes)
-        states = [kind.get(precision) for kind in kinds]  # type: ignore[call-overload]
-        self._widths = [(s.parameter, s.optimizer_bytes(optimizer)) if s is not None else (0, 0) for s in states]
+        self._widths = []
+        for widths in (software.state_bytes, software.sharded_state_bytes):
+            state = next((state for name, state in widths.items() if name == precision), None)
+            self._widths.append((0, 0) if state is None else (state.parameter, state.optimizer_bytes(optimizer)))
 
     def bytes(self, candidate: Candidate) -> int:
         """At least so many."""

@@ -193,6 +193,8 @@ class SearchResult:
         nearest_misses: Plans that lack least: memory, or time where nothing is within the deadline.
         changes: When there is no plan: changes that make one, each tried.
         interrupted: The search was stopped: the best so far, and counts of what was looked at.
+        inputs: What was asked.
+        unit: What throughput counts: ``tokens`` or ``images``.
     """
 
     name: str
@@ -204,6 +206,7 @@ class SearchResult:
     changes: tuple[Change, ...] = ()
     interrupted: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "tokens"
 
     @property
     def best(self) -> RankedPlan | None:

@@ -22,7 +22,11 @@ from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.questions import FAMILIES, question
 
-SPACE: dict[str, Any] = {"schedule": ("gpipe", "1f1b", "zb-h1"), "microbatch_size": (1, 2), "recompute": ("none", "full")}
+SPACE: dict[str, Any] = {
+    "schedule": ("gpipe", "1f1b", "zb-h1"),
+    "microbatch_size": (1, 2),
+    "recompute": ("none", "full"),
+}
 CAPACITY = 1091 * MIB
 Numbers = tuple[ParallelPlan, int, float]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -62,7 +63,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
 def test_a_candidate_is_rejected_exactly_when_check_plan_refuses_it(
     candidate: Candidate, family: str, enough: bool, precision: str, batch: int
 ) -> None:
-    changes = {"qk_norm": "projection"} if family == "moe" and batch == 12 else {}
+    changes: dict[str, Any] = {"qk_norm": "projection"} if family == "moe" and batch == 12 else {}
     changes |= {"sliding_window": 8} if family == "llama" and batch == 12 else {}
     devices = candidate.num_devices if enough else 4
     asked = question(family, devices, batch=batch, precision=precision, **changes)
