@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.hooks import Hooks
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
 from simplan.program.stage import Stages
@@ -59,9 +59,16 @@ class FsdpHooks(Hooks):
         self._last_reduction: int | None = None
 
     def expands(self, action: Action) -> bool:
-        """Without a pipeline, units are gathered and reduced between layers."""
-        del action
-        return not self._in_pipeline
+        """Without a pipeline, units are gathered and reduced between layers.
+
+        In one, whole gradients pile up from layer to layer: in the first backward of a stage, and wherever some are
+        held in the precision of the weights, too.
+        """
+        if not self._in_pipeline:
+            return True
+        if action.kind is ActionKind.BACKWARD:
+            return any((action.stage, index) not in self._accumulated for index in range(len(self._units[action.stage])))
+        return action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
     def before_forward(self, action: Action, part: range) -> None:
         """Gathers the units that begin here."""
