@@ -61,14 +61,13 @@ class FsdpHooks(Hooks):
     def expands(self, action: Action) -> bool:
         """Without a pipeline, units are gathered and reduced between layers.
 
-        In one, whole gradients pile up from layer to layer: in the first backward of a stage, and wherever some are
-        held in the precision of the weights, too.
+        In one, whole gradients pile up from layer to layer in the first backward of a stage, and in every one where
+        they come in another precision than that in which they are added up.
         """
-        if not self._in_pipeline:
-            return True
-        if action.kind is ActionKind.BACKWARD:
-            return any((action.stage, index) not in self._accumulated for index in range(len(self._units[action.stage])))
-        return action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+        if not self._in_pipeline or self.stages.state.gathered != self.stages.state.accumulated:
+            return not self._in_pipeline or action.kind is not ActionKind.FORWARD
+        units = range(len(self._units[action.stage]))
+        return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
 
     def before_forward(self, action: Action, part: range) -> None:
         """Gathers the units that begin here."""

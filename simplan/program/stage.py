@@ -17,10 +17,10 @@ from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
-from simplan.spec.software import SoftwareSpec
+from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Crossing", "Deal", "LayerFacts", "Stages"]
+__all__ = ["Crossing", "Deal", "LayerFacts", "Stages", "layer_facts"]
 
 
 Deal = tuple[dict[tuple[int, int], int], ...]
@@ -170,16 +170,10 @@ class Stages:
         key = (layer.key, variant, ends)
         found = self._facts.get(key)
         if found is None:
-            b = self.plan.microbatch_size
+            shares = self.owned[stage][-1] != self.layers[stage][-1].num_parameters
+            left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, self.plan.recompute, number)
-            footprint = layer_footprint(layer, b, self.state, kept)
-            if ends[0]:  # the input is a receive buffer, which is counted there
-                footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-            if self.owned[stage][-1] != self.layers[stage][-1].num_parameters:
-                footprint = footprint._replace(left=self._left_gradient(layer))
-            split = cache(partial(split_footprint, layer, b, self.state, footprint, receives=ends[1]))
-            found = LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
-            self._facts[key] = found
+            found = self._facts[key] = layer_facts(layer, self.plan.microbatch_size, self.state, kept, ends, left)
         return found
 
     def _crosses(self, boundary: int) -> bool:
@@ -204,6 +198,26 @@ class Stages:
         footprint = self.facts(stage, len(self.layers[stage]) - 1).footprint
         alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
         return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
+
+
+def layer_facts(
+    layer: LayerSpec, b: int, state: StateBytes, kept: Recomputation, ends: tuple[bool, bool], left: int = 0
+) -> LayerFacts:
+    """Facts about a layer at some place in a stage.
+
+    Args:
+        layer: The layer.
+        b: Sequences of a microbatch.
+        state: Element widths.
+        kept: What of it is kept.
+        ends: Its input, and the gradient of its output, come from other ranks, into receive buffers.
+        left: See ``LayerFootprint``.
+    """
+    footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
+    if ends[0]:  # the input is a receive buffer, which is counted there
+        footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
+    split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
+    return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
 
 
 def _expert_elements(layer: LayerSpec) -> int:
