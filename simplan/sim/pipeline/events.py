@@ -1,0 +1,210 @@
+"""Completes compute actions as ``simplan.program.complete`` does, in one order that holds for all ranks.
+
+An event is a compute action with the message that follows it, or an UNSHARD, RESHARD, REDUCE_GRAD or OPTIM. Events
+stand in the order in which ``complete_table`` comes to them, so what an event waits for stands before it, and a walk
+over the events is a walk over every row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.orders import B, F, I, Order, W
+from simplan.sim.pipeline.sharding import row_sharding
+from simplan.sim.pipeline.slots import Slot
+
+__all__ = ["Events", "complete"]
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = int(Slot.FORWARD), int(Slot.BACKWARD), int(Slot.INPUT), int(Slot.WEIGHT)
+_AGAIN = int(Slot.WEIGHT_AGAIN) - int(Slot.WEIGHT)
+_AGAIN_LAST = int(Slot.WEIGHT_AGAIN_LAST) - int(Slot.WEIGHT)
+_REDUCE, _REDUCE_NARROW, _OPTIM = int(Slot.REDUCE_GRAD), int(Slot.REDUCE_GRAD_NARROW), int(Slot.OPTIM)
+
+
+class Events(NamedTuple):
+    """All events of a step.
+
+    Attributes:
+        slot: What it is, a ``Slot``.
+        stage: Of the pipeline.
+        microbatch: Of the step; 0 for what is done to a whole stage.
+        most_waiting: Most results of one stage that have been made and not been used by its neighbour yet.
+    """
+
+    slot: NDArray[np.uint8]
+    stage: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    most_waiting: int
+
+
+def complete(order: Order, unshard: int, num_microbatches: int) -> Events:
+    """Puts the actions of all ranks in order and completes them.
+
+    Args:
+        order: Compute actions of every rank.
+        unshard: NONE, ONCE or WINDOW.
+        num_microbatches: Of the step.
+    """
+    slot, stage, microbatch, most_waiting = _complete(*order, unshard, num_microbatches)
+    return Events(slot, stage, microbatch, int(most_waiting))
+
+
+@compiled
+def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-untyped-def]
+    p, length = kind.shape
+    num_stages = len(rank_of)
+
+    last_use = np.zeros(num_stages, np.int32)  # last action of a stage: the backward that completes its gradients
+    for r in range(p):
+        for i in range(length):
+            last_use[stage[r, i]] = i
+    most = 2 * num_stages if unshard < 2 else p * (2 * length + 8)
+    shard_first = np.empty((p, length + 2), np.int32)
+    shard_slot = np.empty((p, most // p if unshard else 0), np.uint8)
+    shard_stage = np.empty((p, most // p if unshard else 0), np.int32)
+    total = p * length + num_stages + p
+    for r in range(p):
+        row_sharding(stage[r], last_use, unshard, shard_first[r], shard_slot[r], shard_stage[r])
+        total += shard_first[r, length + 1]
+    out_slot = np.empty(total, np.uint8)
+    out_stage = np.empty(total, np.int32)
+    out_microbatch = np.zeros(total, np.int32)
+
+    # Ready actions wait in sets, one for each of the next units of time, as no action takes more than two. In a set
+    # they stand by depth, then by rank; at most two are equally deep: a forward and a backward.
+    place_f, place_b = np.empty(num_stages, np.int64), np.empty(num_stages, np.int64)
+    rank_at = np.empty(2 * num_stages, np.int32)
+    for s in range(num_stages):
+        place_f[s] = 2 * s + (rank_of[s] > rank_of[num_stages - 1 - s])
+        rank_at[place_f[s]] = rank_of[s]
+    for s in range(num_stages):
+        deep = num_stages - 1 - s
+        place_b[s] = 2 * deep + (rank_of[s] >= rank_of[deep])
+        rank_at[place_b[s]] = rank_of[s]
+    ready = np.zeros((3, (2 * num_stages + 63) // 64), np.uint64)
+
+    made = np.full((2, num_stages, m), -1, np.int32)  # when a forward or a gradient of a stage is there
+    num_waiting = np.zeros((2, num_stages), np.int32)
+    most_waiting = 1
+    free = np.zeros(p, np.int32)
+    position = np.zeros(p, np.int32)
+    waits_for = np.full(p, -1, np.int64)
+    grown = np.zeros((3, num_stages), np.uint8)  # had a backward; gradients of Ws that no I has added; an I that did
+    n = 0
+    for r in range(p):
+        for k in range(shard_first[r, 1]):
+            out_slot[n], out_stage[n] = shard_slot[r, k], shard_stage[r, k]
+            n += 1
+    for r in range(p):
+        _offer(r, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b)
+
+    left = p * length
+    now = 0
+    while left:
+        bucket = ready[now % 3]
+        for word in range(len(bucket)):
+            while bucket[word]:
+                lowest = bucket[word] & (~bucket[word] + np.uint64(1))
+                bucket[word] ^= lowest
+                r = rank_at[64 * word + _index(lowest)]
+                i = position[r]
+                k, s, j = kind[r, i], stage[r, i], microbatch[r, i]
+                position[r] += 1
+                left -= 1
+                is_last = last_use[s] == i
+                free[r] = now + (2 if k == B else 1)
+                out_slot[n], out_stage[n], out_microbatch[n] = _slot(k, s, is_last, grown), s, j
+                n += 1
+                if is_last:
+                    out_slot[n] = _REDUCE_NARROW if k == W and not grown[2, s] else _REDUCE
+                    out_stage[n] = s
+                    n += 1
+                for change in range(shard_first[r, i + 1], shard_first[r, i + 2]):
+                    out_slot[n], out_stage[n] = shard_slot[r, change], shard_stage[r, change]
+                    n += 1
+                if k != W:
+                    way = 0 if k == F else 1
+                    source, target = (s - 1, s + 1) if k == F else (s + 1, s - 1)
+                    made[way, s, j] = free[r]
+                    num_waiting[way, s] += 1
+                    most_waiting = max(most_waiting, num_waiting[way, s])
+                    if 0 <= source < num_stages:
+                        num_waiting[way, source] -= 1
+                    if 0 <= target < num_stages:
+                        waiter = rank_of[target]
+                        if waits_for[waiter] == (way * num_stages + s) * m + j:
+                            waits_for[waiter] = -1
+                            _offer(
+                                waiter, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b
+                            )
+                    else:
+                        num_waiting[way, s] = 0
+                if waits_for[r] < 0:
+                    _offer(r, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b)
+        now += 1
+    for r in range(p):
+        first = num_stages
+        for i in range(num_stages):
+            if rank_of[i] == r:
+                first = min(first, i)
+        out_slot[n], out_stage[n] = _OPTIM, first
+        n += 1
+    return out_slot[:n], out_stage[:n], out_microbatch[:n], most_waiting
+
+
+@compiled
+def _offer(r, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b):  # type: ignore[no-untyped-def]
+    """Puts the rank's next action in the set of the time when it can start, or remembers what it waits for."""
+    i = position[r]
+    if i == kind.shape[1]:
+        return
+    num_stages, m = made.shape[1:]
+    k, s, j = kind[r, i], stage[r, i], microbatch[r, i]
+    start = free[r]
+    source = s - 1 if k == F else s + 1
+    if k != W and 0 <= source < num_stages:
+        way = 0 if k == F else 1
+        if made[way, source, j] < 0:
+            waits_for[r] = (way * num_stages + source) * m + j
+            return
+        start = max(start, made[way, source, j])
+    place = place_f[s] if k == F else place_b[s]
+    ready[start % 3, place // 64] |= np.uint64(1) << np.uint64(place % 64)
+
+
+@compiled
+def _slot(k, s, is_last, grown):  # type: ignore[no-untyped-def]
+    """What an action is to its stage, and what that leaves behind: see ``Slot``."""
+    if k == F:
+        return _FORWARD
+    if k == I:
+        if not grown[1, s]:
+            return _INPUT
+        is_first = not grown[2, s]
+        grown[1, s], grown[2, s] = 0, 1
+        return _INPUT + (2 if is_first else 1)
+    is_first = not grown[0, s]
+    grown[0, s] = 1
+    if k == B:
+        return _BACKWARD + is_first + 2 * is_last
+    again = grown[1, s]
+    grown[1, s] = 1
+    if again:
+        return _WEIGHT + (_AGAIN_LAST if is_last else _AGAIN)
+    return _WEIGHT + is_first + 2 * is_last
+
+
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+_INDEX = np.zeros(64, np.int64)
+for _bit in range(64):
+    _INDEX[((int(_DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
+
+
+@compiled
+def _index(lowest):  # type: ignore[no-untyped-def]
+    """Index of the only bit that is set (Leiserson, Prokop and Randall 1998, de Bruijn sequences)."""
+    return _INDEX[(lowest * _DE_BRUIJN) >> np.uint64(58)]
