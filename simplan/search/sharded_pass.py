@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from simplan.sim.pipeline.jit import compiled
 
 __all__ = ["LayerArrays", "UnitArrays", "sharded_peak", "sharded_pass_s"]
 
@@ -50,7 +51,7 @@ class UnitArrays(NamedTuple):
     output: NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def sharded_pass_s(layers: LayerArrays, units: UnitArrays, reshards: bool, prefetch: int, reduces: bool) -> float:
     """Time of forward and backward of one microbatch.
 
@@ -106,7 +107,7 @@ def sharded_pass_s(layers: LayerArrays, units: UnitArrays, reshards: bool, prefe
     return max(now_s, reduced_s)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled
 def sharded_peak(
     layers: LayerArrays, units: UnitArrays, reshards: bool, prefetch: int, num_microbatches: int, replicated: bool
 ) -> int:
