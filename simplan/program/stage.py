@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ class Stages:
             else ()
             for layers in self.layers
         ]
-        self.crossings = [self._leaving(layers) for layers in self.layers]
+        self.crossings = [self.leaving(layers) for layers in self.layers]
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
         head = model_layers[-1]
@@ -107,7 +107,7 @@ class Stages:
         self.deals: dict[int, Deal] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
 
-    def _leaving(self, layers: list[LayerSpec]) -> tuple[Crossing, ...]:
+    def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""
         found = []
         for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
