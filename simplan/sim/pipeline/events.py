@@ -25,6 +25,9 @@ _AGAIN_LAST = int(Slot.WEIGHT_AGAIN_LAST) - int(Slot.WEIGHT)
 _REDUCE, _REDUCE_NARROW, _OPTIM = int(Slot.REDUCE_GRAD), int(Slot.REDUCE_GRAD_NARROW), int(Slot.OPTIM)
 
 
+_PADDING = 24  # as in ``orders``
+
+
 class Events(NamedTuple):
     """All events of a step.
 
@@ -54,8 +57,8 @@ def complete(order: Order, unshard: int, num_microbatches: int) -> Events:
 
 
 @compiled
-def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-untyped-def]
-    p, length = kind.shape
+def _complete(length, kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-untyped-def]
+    p = len(kind)
     num_stages = len(rank_of)
 
     last_use = np.zeros(num_stages, np.int32)  # last action of a stage: the backward that completes its gradients
@@ -68,7 +71,7 @@ def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-
     shard_stage = np.empty((p, most // p if unshard else 0), np.int32)
     total = p * length + num_stages + p
     for r in range(p):
-        row_sharding(stage[r], last_use, unshard, shard_first[r], shard_slot[r], shard_stage[r])
+        row_sharding(stage[r, :length], last_use, unshard, shard_first[r], shard_slot[r], shard_stage[r])
         total += shard_first[r, length + 1]
     out_slot = np.empty(total, np.uint8)
     out_stage = np.empty(total, np.int32)
@@ -87,7 +90,7 @@ def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-
         rank_at[place_b[s]] = rank_of[s]
     ready = np.zeros((3, (2 * num_stages + 63) // 64), np.uint64)
 
-    made = np.full((2, num_stages, m), -1, np.int32)  # when a forward or a gradient of a stage is there
+    made = np.full((2, num_stages, m + _PADDING), -1, np.int32)  # when a forward or a gradient of a stage is there
     num_waiting = np.zeros((2, num_stages), np.int32)
     most_waiting = 1
     free = np.zeros(p, np.int32)
@@ -99,9 +102,14 @@ def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-
         for k in range(shard_first[r, 1]):
             out_slot[n], out_stage[n] = shard_slot[r, k], shard_stage[r, k]
             n += 1
-    for r in range(p):
-        _offer(r, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b)
+    for r in range(p):  # every row begins with a forward
+        s = stage[r, 0]
+        if s == 0:
+            ready[0, place_f[0] // 64] |= np.uint64(1) << np.uint64(place_f[0] % 64)
+        else:
+            waits_for[r] = (s - 1) * m
 
+    next_ranks = np.empty(2, np.int32)
     left = p * length
     now = 0
     while left:
@@ -126,25 +134,37 @@ def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-
                 for change in range(shard_first[r, i + 1], shard_first[r, i + 2]):
                     out_slot[n], out_stage[n] = shard_slot[r, change], shard_stage[r, change]
                     n += 1
+                next_ranks[0] = r
+                num_next = 1
                 if k != W:
                     way = 0 if k == F else 1
                     source, target = (s - 1, s + 1) if k == F else (s + 1, s - 1)
                     made[way, s, j] = free[r]
-                    num_waiting[way, s] += 1
-                    most_waiting = max(most_waiting, num_waiting[way, s])
                     if 0 <= source < num_stages:
                         num_waiting[way, source] -= 1
                     if 0 <= target < num_stages:
-                        waiter = rank_of[target]
-                        if waits_for[waiter] == (way * num_stages + s) * m + j:
-                            waits_for[waiter] = -1
-                            _offer(
-                                waiter, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b
-                            )
-                    else:
-                        num_waiting[way, s] = 0
-                if waits_for[r] < 0:
-                    _offer(r, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b)
+                        num_waiting[way, s] += 1
+                        most_waiting = max(most_waiting, num_waiting[way, s])
+                        if waits_for[rank_of[target]] == (way * num_stages + s) * m + j:
+                            next_ranks[1] = rank_of[target]
+                            num_next = 2
+                for number in range(num_next):  # what comes next there: it can start at some time, or waits
+                    r = next_ranks[number]
+                    i = position[r]
+                    waits_for[r] = -1
+                    if i == length:
+                        continue
+                    k, s, j = kind[r, i], stage[r, i], microbatch[r, i]
+                    start = free[r]
+                    source = s - 1 if k == F else s + 1
+                    if k != W and 0 <= source < num_stages:
+                        way = 0 if k == F else 1
+                        if made[way, source, j] < 0:
+                            waits_for[r] = (way * num_stages + source) * m + j
+                            continue
+                        start = max(start, made[way, source, j])
+                    place = place_f[s] if k == F else place_b[s]
+                    ready[start % 3, place // 64] |= np.uint64(1) << np.uint64(place % 64)
         now += 1
     for r in range(p):
         first = num_stages
@@ -154,26 +174,6 @@ def _complete(kind, stage, microbatch, rank_of, unshard, m):  # type: ignore[no-
         out_slot[n], out_stage[n] = _OPTIM, first
         n += 1
     return out_slot[:n], out_stage[:n], out_microbatch[:n], most_waiting
-
-
-@compiled
-def _offer(r, kind, stage, microbatch, position, made, free, waits_for, ready, place_f, place_b):  # type: ignore[no-untyped-def]
-    """Puts the rank's next action in the set of the time when it can start, or remembers what it waits for."""
-    i = position[r]
-    if i == kind.shape[1]:
-        return
-    num_stages, m = made.shape[1:]
-    k, s, j = kind[r, i], stage[r, i], microbatch[r, i]
-    start = free[r]
-    source = s - 1 if k == F else s + 1
-    if k != W and 0 <= source < num_stages:
-        way = 0 if k == F else 1
-        if made[way, source, j] < 0:
-            waits_for[r] = (way * num_stages + source) * m + j
-            return
-        start = max(start, made[way, source, j])
-    place = place_f[s] if k == F else place_b[s]
-    ready[start % 3, place // 64] |= np.uint64(1) << np.uint64(place % 64)
 
 
 @compiled

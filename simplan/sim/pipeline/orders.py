@@ -19,16 +19,21 @@ __all__ = ["COMPILED_SCHEDULES", "B", "F", "I", "Order", "W", "compute_order"]
 F, B, I, W = 0, 1, 2, 3  # noqa: E741 - the field's letters
 
 
+_PADDING = 72  # rows whose length is a power of two share few lines of the cache
+
+
 class Order(NamedTuple):
-    """Compute actions, ``(ranks, actions)`` each, and where stages are.
+    """Compute actions, ``(ranks, at least length)`` each, and where stages are.
 
     Attributes:
+        length: Actions of every rank.
         kind: F, B, I or W.
         stage: Of the pipeline.
         microbatch: Of the step.
         rank_of: By stage, its rank.
     """
 
+    length: int
     kind: NDArray[np.uint8]
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
@@ -43,14 +48,13 @@ def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
         p, m, v: Pipeline ranks, microbatches, stages of a rank.
     """
     actions_per_microbatch, fill = COMPILED_SCHEDULES[schedule]
-    shape = (p, actions_per_microbatch * v * m)
-    order = Order(
-        np.empty(shape, np.uint8), np.empty(shape, np.int32), np.empty(shape, np.int32), np.empty(p * v, np.int32)
-    )
+    length = actions_per_microbatch * v * m
+    shape = (p, length + _PADDING)
+    kind, stage, microbatch = np.empty(shape, np.uint8), np.empty(shape, np.int32), np.empty(shape, np.int32)
+    fill(p, m, v, kind, stage, microbatch)
     stages = np.arange(p * v, dtype=np.int32)
-    order.rank_of[:] = np.minimum(stages, 2 * p - 1 - stages) if schedule == "zb-v" else stages % p
-    fill(p, m, v, order.kind, order.stage, order.microbatch)
-    return order
+    rank_of = np.minimum(stages, 2 * p - 1 - stages) if schedule == "zb-v" else stages % p
+    return Order(length, kind, stage, microbatch, rank_of)
 
 
 @compiled

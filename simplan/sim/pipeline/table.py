@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +14,11 @@ from simplan.program.complete import Unshard
 from simplan.sim.pipeline.events import complete
 from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
-from simplan.sim.pipeline.slots import Slot, kind_of
+from simplan.sim.pipeline.slots import kind_of
 
 __all__ = ["PipelineTable", "compiled_table"]
 
+_MAKES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _UNSHARD = {"none": NONE, "once": ONCE, "window": WINDOW}
 
 
@@ -27,9 +29,14 @@ class PipelineTable:
     Attributes:
         num_ranks, num_stages, num_microbatches: Of the pipeline.
         rank_of: By stage, its rank.
-        pair_of: By boundary between stage b and b + 1, the pair of ranks that talk over it, or -1 on one rank.
+        sends_over: ``(3, stages)``; for F (0) and for B or I (1), the pair of ranks over which the result of a stage
+            goes, -1 where it goes nowhere or stays on the rank; nothing for W (2).
+        gets_over: The same for what it needs.
         num_pairs: Pairs of ranks that exchange messages.
+        two_peers: Some rank sends (or receives) results of one kind to (or from) two ranks.
         slot, stage, microbatch: Of every event.
+        segments: ``(segments, 4)``: first event, events, how often they come, and by how much their microbatches are
+            higher from one time to the next.
         depth: A power of two, no smaller than the results that wait for a neighbouring stage at once.
     """
 
@@ -37,34 +44,51 @@ class PipelineTable:
     num_stages: int
     num_microbatches: int
     rank_of: NDArray[np.int32]
-    pair_of: NDArray[np.int32]
+    sends_over: NDArray[np.int32]
+    gets_over: NDArray[np.int32]
     num_pairs: int
+    two_peers: bool
     slot: NDArray[np.uint8]
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
+    segments: NDArray[np.int64]
     depth: int
 
     @property
     def num_bytes(self) -> int:
         """Memory it takes."""
-        arrays = (self.rank_of, self.pair_of, self.slot, self.stage, self.microbatch)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in (*self.places, self.slot, self.stage, self.microbatch, self.segments))
+
+    @property
+    def places(self) -> tuple[NDArray[np.int32], ...]:
+        """Where stages are, and over what they talk."""
+        return self.rank_of, self.sends_over, self.gets_over
+
+    def events(self, first: int, length: int) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
+        """Slot, stage and microbatch of some events."""
+        part = slice(first, first + length)
+        return self.slot[part], self.stage[part], self.microbatch[part]
 
     def actions(self) -> Table:
         """The same as ``simplan.program.table.plan_table`` gives."""
         rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        for number, s, j in zip(self.slot.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True):
+        for number, s, j in self._events():
             kind, row = kind_of(number), rows[self.rank_of[s]]
             row.append(Action(s, kind, j if kind.per_microbatch else None))
             forward = kind is ActionKind.FORWARD
-            if not forward and not Slot.BACKWARD <= number < Slot.WEIGHT:
-                continue
-            target = s + 1 if forward else s - 1
-            if 0 <= target < self.num_stages and self.pair_of[min(s, target)] >= 0:
+            if kind in _MAKES and self.sends_over[0 if forward else 1, s] >= 0:
+                target = s + 1 if forward else s - 1
                 row.append(Action(s, ActionKind.SEND_F if forward else ActionKind.SEND_B, j))
                 receive = ActionKind.RECV_F if forward else ActionKind.RECV_B
                 rows[self.rank_of[target]].append(Action(target, receive, j))
         return tuple(tuple(row) for row in rows)
+
+    def _events(self) -> Iterator[tuple[int, int, int]]:
+        for first, length, repeats, shift in self.segments.tolist():
+            columns = [column.tolist() for column in self.events(first, length)]
+            for number in range(repeats):
+                for slot, stage, microbatch in zip(*columns, strict=True):
+                    yield slot, stage, microbatch + number * shift
 
 
 _MOST_BYTES = 128 * 2**20
@@ -93,21 +117,31 @@ def compiled_table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> 
 def _table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> PipelineTable:
     order = compute_order(schedule, pp, m, v)
     events = complete(order, _UNSHARD[unshard], m)
-    rank_of = order.rank_of.tolist()
-    pairs: dict[frozenset[int], int] = {}
-    pair_of = [
-        -1 if one == other else pairs.setdefault(frozenset((one, other)), len(pairs))
-        for one, other in zip(rank_of, rank_of[1:], strict=False)
-    ]
+    sends_over, gets_over, num_pairs = _pairs(order.rank_of)
     return PipelineTable(
         num_ranks=pp,
         num_stages=pp * v,
         num_microbatches=m,
         rank_of=order.rank_of,
-        pair_of=np.array(pair_of, np.int32),
-        num_pairs=len(pairs),
+        sends_over=sends_over,
+        gets_over=gets_over,
+        num_pairs=num_pairs,
+        two_peers=schedule == "zb-v" and pp > 2,
         slot=events.slot,
         stage=events.stage,
         microbatch=events.microbatch,
+        segments=np.array([[0, len(events.slot), 1, 0]], np.int64),
         depth=1 << (events.most_waiting - 1).bit_length(),
     )
+
+
+def _pairs(rank_of: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+    """Over which pair of ranks every stage sends and gets, see ``PipelineTable``, and how many pairs there are."""
+    pairs: dict[frozenset[int], int] = {}
+    sends_over, gets_over = np.full((2, 3, len(rank_of)), -1, np.int32)
+    for boundary, ends in enumerate(zip(rank_of.tolist(), rank_of.tolist()[1:], strict=False)):
+        if ends[0] != ends[1]:
+            pair = pairs.setdefault(frozenset(ends), len(pairs))
+            sends_over[0, boundary] = gets_over[0, boundary + 1] = pair
+            sends_over[1, boundary + 1] = gets_over[1, boundary] = pair
+    return sends_over, gets_over, len(pairs)
