@@ -10,7 +10,7 @@ from simplan.cost.base import CostModel
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import LayerWork, Message, Phase
 from simplan.program.script import Scripts, Segment
-from simplan.program.stage import LayerFacts, Stages, layer_facts
+from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
 from simplan.program.units import padded_elements
 from simplan.search.candidate import Candidate
 from simplan.spec.layer import LayerKind, LayerSpec
@@ -134,6 +134,15 @@ class Layers:
             kept = recomputation(spec, self._stages.plan.recompute, layer - 1)
             found = self._facts[key] = layer_facts(spec, self.way.microbatch_size, self.state, kept, ends, left)
         return found
+
+    def leaving(self, start: int, stop: int) -> tuple[Crossing, ...]:
+        """Tensors that a stage with these layers hands on."""
+        return self._stages.leaving(self.specs[start:stop])
+
+    @cached_property
+    def tied_bytes(self) -> int:
+        """Gradient of a weight that the first and the last layer share."""
+        return self._stages.tied_bytes
 
     def _left(self, layer: int) -> int:
         """See ``Stages``: autograd holds the head's gradient of a shared weight until it has the embedding's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class Dealt(NamedTuple):
     broadcast_s: float
 
 
-def dealt_update(layers: Layers, parts: list[Part], num_shards: int, message_s: MessageTime) -> Dealt:
+def dealt_update(layers: Layers, parts: Sequence[Part], num_shards: int, message_s: MessageTime) -> Dealt:
     """Whole parameters, each updated by one rank of the shard group and then broadcast.
 
     Args:
