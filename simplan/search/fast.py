@@ -2,122 +2,118 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple
 
-from simplan.cost.analytic import AnalyticCost
-from simplan.cost.base import CostModel
-from simplan.cost.compute import roofline
-from simplan.program.partition import balanced_assignment
-from simplan.program.program import Phase
+from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
-from simplan.search.layers import Layers, Way
-from simplan.search.mesh import Mesh, is_even
-from simplan.search.replicas import Dealt, dealt_update, reduced_backward_s
-from simplan.search.sharded_pass import sharded_pass_s, sharded_peak
-from simplan.search.sharding import layer_arrays, sharded_stage
-from simplan.search.stage_numbers import Part, Walk, pass_bytes, pass_s, table_bytes
+from simplan.search.mesh import is_even
+from simplan.search.numbers import Numbers
+from simplan.sim.pipeline.table import PipelineTable, compiled_table
 from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["FastEvaluator"]
+__all__ = ["FastEvaluator", "covers_job"]
 
-_BLOCK_BYTES = 2 * 1024**2
+_BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
+_SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-v"})
+
+
+def covers_job(model: ModelSpec, cluster: ClusterSpec, software: SoftwareSpec, base: ParallelPlan) -> bool:
+    """Whether a ``FastEvaluator`` knows everything about a job: devices of their own, and nothing out of the ordinary.
+
+    Args:
+        model, cluster, software: The job.
+        base: What all plans have in common.
+    """
+    ordinary = ParallelPlan(bucket_bytes=base.bucket_bytes) if base.bucket_bytes else ParallelPlan()
+    fixed = ("grad_sync", "grad_dtype", "prefetch_depth", "stage_layers")
+    return (
+        cluster.cores_per_node is None
+        and cluster.device.kind != "cpu"
+        and not software.blocking_sends
+        and software.gradient_as_bucket_view
+        and software.preallocated_receives
+        and all(getattr(base, field) == getattr(ordinary, field) for field in fixed)
+    )
 
 
 class FastEvaluator:
-    def __init__(
-        self,
-        model: ModelSpec,
-        cluster: ClusterSpec,
-        training: TrainingSpec,
-        software: SoftwareSpec,
-        base: ParallelPlan | None = None,
-    ) -> None:
-        self._model, self._cluster, self._training, self._software = model, cluster, training, software
-        self._base = base or ParallelPlan()
-        self._costs: dict[bool, CostModel] = {}
-        self._layers: dict[Way, Layers] = {}
-        self._meshes: dict[tuple[int, ...], Mesh] = {}
+    """An ``Evaluator`` for devices that do not share cores, equal to ``predict`` up to rounding.
 
-    def layers(self, candidate: Candidate) -> Layers:
-        way = Way.of(candidate)
-        found = self._layers.get(way)
-        if found is None:
-            cost = self._cost(way)
-            found = self._layers[way] = Layers(self._model, self._training, self._software, way, cost)
+    Args:
+        numbers: Of the job.
+        context_bytes: Device memory beside what the training allocates.
+    """
+
+    def __init__(self, numbers: Numbers, context_bytes: int) -> None:
+        self._numbers = numbers
+        self._context_bytes = context_bytes
+
+    def covers(self, c: Candidate) -> bool:
+        """Whether it knows a plan: all ranks of a stage do the same, and the schedule is not found from times."""
+        if c.ep > 1 or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
+            return False
+        num_shards = c.dp_shard * c.cp
+        if not c.shards_parameters or num_shards == 1:
+            return True
+        partial = (p for spec in self._numbers.layers(c).specs for p in spec.parameters if p.partial_gradient)
+        return all(p.shape[0] % num_shards == 0 for p in partial)
+
+    def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """See ``Evaluator``."""
+        return [self._on_device(allocated) for allocated in self.allocated_bytes(candidates)]
+
+    def allocated_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """What the worst rank allocates."""
+        found = [0] * len(candidates)
+        for table, places in self._by_table(candidates):
+            some = [candidates[place] for place in places]
+            if table is None:
+                peaks = [single.peak_bytes(self._numbers, c) for c in some]
+            else:
+                peaks = pipelined.peak_bytes(table, self._numbers, some)
+            for place, peak in zip(places, peaks, strict=True):
+                found[place] = peak
         return found
 
-    def _cost(self, way: Way) -> CostModel:
-        found = self._costs.get(way.shards_parameters)
-        if found is None:
-            state = self._software.state(self._training, way.plan())
-            rates = roofline(self._cluster.device, self._training.precision, state, self._training.optimizer)
-            found = self._costs[way.shards_parameters] = AnalyticCost(self._cluster, rates)
+    def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See ``Evaluator``; without a pipeline it is the step time itself."""
+        numbers = self._numbers
+        return [
+            pipelined.least_time_s(numbers, c) if c.pp > 1 else single.step_time_s(numbers, c) for c in candidates
+        ]
+
+    def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See ``Evaluator``."""
+        found = [0.0] * len(candidates)
+        for table, places in self._by_table(candidates):
+            some = [candidates[place] for place in places]
+            if table is None:
+                times = [single.step_time_s(self._numbers, c) for c in some]
+            else:
+                times = pipelined.step_times_s(table, self._numbers, some)
+            for place, seconds in zip(places, times, strict=True):
+                found[place] = seconds
         return found
 
-    def mesh(self, c: Candidate) -> Mesh:
-        key = (c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp)
-        found = self._meshes.get(key)
-        if found is None:
-            found = self._meshes[key] = Mesh(c, self._cost(Way.of(c)))
-        return found
+    def _by_table(self, candidates: Sequence[Candidate]) -> list[tuple[PipelineTable | None, list[int]]]:
+        """Plans that share a table, as places in the list; ``None`` without a pipeline."""
+        grouped: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for place, c in enumerate(candidates):
+            key = (c.schedule, c.pp, self._numbers.num_microbatches(c), c.virtual_stages, _unshard(c))
+            grouped[key if c.pp > 1 else ()].append(place)
+        return [(compiled_table(*key) if key else None, places) for key, places in grouped.items()]  # type: ignore[arg-type]
 
-    def num_microbatches(self, c: Candidate) -> int:
-        return self._training.global_batch_size // (c.dp * c.microbatch_size)
+    def _on_device(self, allocated_bytes: int) -> int:
+        return -(-allocated_bytes // _BLOCK_BYTES) * _BLOCK_BYTES + self._context_bytes
 
-    def single(self, c: Candidate) -> tuple[float, int]:
-        layers, mesh, m = self.layers(c), self.mesh(c), self.num_microbatches(c)
-        n = len(layers.specs)
-        part = Part(0, n, tied=self._model.tied_embeddings)
-        software = self._software
-        num_shards = mesh.num_shards if c.shards_parameters else 1
-        held = sum(layers.held(i, num_shards, tied=part.tied) for i in part.layers)
-        trained = held
-        after_s = 0.0
-        if c.shards_optimizer_only:
-            dealt = dealt_update(layers, [part], mesh.num_shards, mesh.shard_s)
-            trained, update_s, after_s = dealt
-        else:
-            update_s = sum(layers.seconds(i, Phase.OPTIMIZER, layers.held(i, num_shards, tied=part.tied)) for i in part.layers)
-        complete_s = 0.0
-        partial = sum(layers.partial_elements) // num_shards
-        if partial and c.tp > 1:
-            complete_s += mesh.tensor_s(CollectiveKind.ALL_REDUCE, partial * layers.state.gradient)
-        if m > 1:
-            complete_s += sum(layers.seconds(i, Phase.SCALE, layers.held(i, num_shards, tied=part.tied)) for i in part.layers)
-        state = layers.state
-        base = (
-            held * (state.parameter + state.gradient)
-            + trained * state.optimizer_bytes(self._training.optimizer)
-            + table_bytes(layers, part)
-            + layers.batch_bytes * m
-        )
-        if c.shards_parameters:
-            replicated = c.dp_replicate > 1
-            stage = sharded_stage(layers, part, mesh, keep_last=software.keep_last_gathered, replicated=replicated)
-            arrays = layer_arrays(layers, part, stage.units)
-            reshards = c.zero_stage == 3 and c.reshard_after_forward
-            prefetch = software.backward_prefetch
-            each_s = sharded_pass_s(arrays, stage.arrays, reshards, prefetch, False) if m > 1 else 0.0
-            last_s = sharded_pass_s(arrays, stage.arrays, reshards, prefetch, True)
-            peak = base + sharded_peak(arrays, stage.arrays, reshards, prefetch, m, replicated)
-        else:
-            forward_s, backward_s = (pass_s(layers, part, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
-            each_s = last_s = forward_s + backward_s
-            rebuild = 0
-            if c.dp * c.cp > 1:
-                last_s = forward_s + reduced_backward_s(
-                    layers, part, Phase.BACKWARD, software, self._base.bucket_bytes, mesh.data_s
-                )
-                rebuild = held * state.gradient
-            walk = Walk()
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
-                walk.add(*pass_bytes(layers, part, phase))
-            peak = base + max(rebuild, walk.change.during)
-        return (m - 1) * each_s + last_s + complete_s + update_s + after_s, peak
+
+def _unshard(c: Candidate) -> str:
+    """As ``unshard_of`` a plan."""
+    if c.pp == 1 or not c.shards_parameters:
+        return "none"
+    return "window" if c.zero_stage == 3 and c.reshard_after_forward else "once"

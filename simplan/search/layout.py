@@ -34,14 +34,14 @@ class Layout(NamedTuple):
         parts: Those that differ.
         index: By stage, which of them it is.
         placement: By stage, its rank.
-        of_rank: By rank, which of ``parts`` it has.
+        rank_parts: By rank, its stages.
         crossings: By stage, what it sends on to another rank.
     """
 
     parts: tuple[Part, ...]
     index: NDArray[np.int64]
     placement: tuple[int, ...]
-    of_rank: tuple[tuple[int, ...], ...]
+    rank_parts: tuple[tuple[Part, ...], ...]
     crossings: tuple[Crossings, ...]
 
 
@@ -79,8 +79,8 @@ def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
         leaving = layers.leaving(start, stop) if hands_on else ()
         made = sum(crossing.num_bytes for crossing in leaving if not crossing.passes)
         crossings.append(Crossings(tuple(crossing.num_bytes for crossing in leaving), made))
-    of_rank = tuple(
-        tuple(index[stage] for stage in range(num_stages) if placement[stage] == rank)
+    rank_parts = tuple(
+        tuple(parts[index[stage]] for stage in range(num_stages) if placement[stage] == rank)
         for rank in range(max(placement) + 1)
     )
-    return Layout(tuple(parts), np.array(index), placement, of_rank, tuple(crossings))
+    return Layout(tuple(parts), np.array(index), placement, rank_parts, tuple(crossings))
