@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
+from simplan.search.column import Column
 from simplan.search.mesh import is_even
-from simplan.search.numbers import Numbers
+from simplan.search.layers import Way
+from simplan.search.numbers import Kept, Numbers, mesh_key
 from simplan.sim.pipeline.table import PipelineTable, compiled_table
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -52,6 +55,7 @@ class FastEvaluator:
     def __init__(self, numbers: Numbers, context_bytes: int) -> None:
         self._numbers = numbers
         self._context_bytes = context_bytes
+        self._columns = Kept(5_000)
 
     def covers(self, c: Candidate) -> bool:
         """Whether it knows a plan: all ranks of a stage do the same, and the schedule is not found from times."""
@@ -75,7 +79,7 @@ class FastEvaluator:
             if table is None:
                 peaks = [single.peak_bytes(self._numbers, c) for c in some]
             else:
-                peaks = pipelined.peak_bytes(table, self._numbers, some)
+                peaks = pipelined.peak_bytes(table, [self._column(c) for c in some])
             for place, peak in zip(places, peaks, strict=True):
                 found[place] = peak
         return found
@@ -84,7 +88,8 @@ class FastEvaluator:
         """See ``Evaluator``; without a pipeline it is the step time itself."""
         numbers = self._numbers
         return [
-            pipelined.least_time_s(numbers, c) if c.pp > 1 else single.step_time_s(numbers, c) for c in candidates
+            self._column(c).least_time_s(numbers.num_microbatches(c)) if c.pp > 1 else single.step_time_s(numbers, c)
+            for c in candidates
         ]
 
     def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
@@ -95,10 +100,16 @@ class FastEvaluator:
             if table is None:
                 times = [single.step_time_s(self._numbers, c) for c in some]
             else:
-                times = pipelined.step_times_s(table, self._numbers, some)
+                times = pipelined.step_times_s(table, [self._column(c) for c in some])
             for place, seconds in zip(places, times, strict=True):
                 found[place] = seconds
         return found
+
+    def _column(self, c: Candidate) -> Column:
+        facts = SCHEDULE_FACTS[c.schedule]
+        sharding = c.shards_parameters, c.shards_optimizer_only, self._numbers.num_microbatches(c) > 1
+        key = (Way.of(c), mesh_key(c), c.virtual_stages, facts.placement, facts.splits_backward, sharding)
+        return self._columns.get(key, lambda: Column(self._numbers, c))
 
     def _by_table(self, candidates: Sequence[Candidate]) -> list[tuple[PipelineTable | None, list[int]]]:
         """Plans that share a table, as places in the list; ``None`` without a pipeline."""

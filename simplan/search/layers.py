@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -48,6 +49,11 @@ class Way(NamedTuple):
             candidate.recompute,
             candidate.shards_parameters,
         )
+
+    @classmethod
+    def of_sharding(cls, shards_parameters: bool) -> Way:
+        """The way of a plan that does nothing else."""
+        return cls(1, False, 1, "ring", 1, "none", shards_parameters)
 
     def plan(self) -> ParallelPlan:
         """A plan of as few devices as go with it."""
@@ -98,6 +104,7 @@ class Layers:
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
+        self._held: dict[tuple[int, int, bool], int] = {}
 
     def _variant(self, layer: int) -> int:
         """With torchtitan's selective_layer every second block is recomputed."""
@@ -117,6 +124,10 @@ class Layers:
             script = self._scripts.layer(0, self.kinds[layer], phase)
             found = self._passes[key] = self._timed(script, more_s)
         return found
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Layers that differ, each with how often it comes."""
+        return list(Counter(self.kinds[start:stop]).items())
 
     def facts(self, layer: int, ends: tuple[bool, bool], *, tied: bool) -> LayerFacts:
         """What a layer keeps.
@@ -172,11 +183,15 @@ class Layers:
 
     def held(self, layer: int, num_shards: int, *, tied: bool) -> int:
         """The same of one shard, where every tensor is padded to equal ones."""
-        spec = self.specs[layer]
         if num_shards == 1:
             return self.owned(layer, tied=tied)
-        own = [p.shape for p in spec.parameters if not (tied and p.name in spec.tied)]
-        return sum(padded_elements(shape, num_shards) // num_shards for shape in own)
+        key = (self.kinds[layer], num_shards, tied)
+        found = self._held.get(key)
+        if found is None:
+            spec = self.specs[layer]
+            own = [p.shape for p in spec.parameters if not (tied and p.name in spec.tied)]
+            found = self._held[key] = sum(padded_elements(shape, num_shards) // num_shards for shape in own)
+        return found
 
     @cached_property
     def partial_elements(self) -> list[int]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.program.partition import balanced_assignment
 from simplan.search.layers import Layers
+from simplan.search.split import balanced_boundaries
 from simplan.search.stage_numbers import Part
 from simplan.spec.schedules import SCHEDULE_FACTS
 
@@ -34,14 +34,16 @@ class Layout(NamedTuple):
         parts: Those that differ.
         index: By stage, which of them it is.
         placement: By stage, its rank.
-        rank_parts: By rank, its stages.
+        ranks: Stages of a rank, for those ranks that differ.
+        rank_index: By rank, which of them it is.
         crossings: By stage, what it sends on to another rank.
     """
 
     parts: tuple[Part, ...]
     index: NDArray[np.int64]
     placement: tuple[int, ...]
-    rank_parts: tuple[tuple[Part, ...], ...]
+    ranks: tuple[tuple[Part, ...], ...]
+    rank_index: NDArray[np.int64]
     crossings: tuple[Crossings, ...]
 
 
@@ -55,20 +57,20 @@ def placement_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]
 
 
 def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
-    """The balanced split (``balanced_assignment``) and its stages.
+    """The balanced split  and its stages.
 
     Args:
         layers: The layers.
         placement: Of the stages.
     """
     num_stages = len(placement)
-    assignment = balanced_assignment(layers.block_times_s, num_stages)
+    boundaries = balanced_boundaries(layers.block_times_s, num_stages)
     seen: dict[tuple[object, ...], int] = {}
     parts: list[Part] = []
     index: list[int] = []
     crossings: list[Crossings] = []
     for stage in range(num_stages):
-        start, stop = assignment.boundaries[stage], assignment.boundaries[stage + 1]
+        start, stop = boundaries[stage], boundaries[stage + 1]
         receives = stage > 0 and placement[stage - 1] != placement[stage]
         hands_on = stage < num_stages - 1 and placement[stage + 1] != placement[stage]
         key = (tuple(layers.kinds[start:stop]), receives, hands_on)
@@ -79,8 +81,9 @@ def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
         leaving = layers.leaving(start, stop) if hands_on else ()
         made = sum(crossing.num_bytes for crossing in leaving if not crossing.passes)
         crossings.append(Crossings(tuple(crossing.num_bytes for crossing in leaving), made))
-    rank_parts = tuple(
-        tuple(parts[index[stage]] for stage in range(num_stages) if placement[stage] == rank)
-        for rank in range(max(placement) + 1)
-    )
-    return Layout(tuple(parts), np.array(index), placement, rank_parts, tuple(crossings))
+    of_rank: list[tuple[Part, ...]] = [()] * (max(placement) + 1)
+    for stage, rank in enumerate(placement):
+        of_rank[rank] += (parts[index[stage]],)
+    ranks = tuple(dict.fromkeys(of_rank))
+    rank_index = np.array([ranks.index(parts_of_rank) for parts_of_rank in of_rank])
+    return Layout(tuple(parts), np.array(index), placement, ranks, rank_index, tuple(crossings))

@@ -34,11 +34,12 @@ class Mesh:
 
     Args:
         candidate: Any with this mesh.
+        cluster: Where it is.
         cost: Prices messages; prices are kept.
     """
 
-    def __init__(self, candidate: Candidate, cost: CostModel) -> None:
-        self._cost = cost
+    def __init__(self, candidate: Candidate, cluster: ClusterSpec, cost: CostModel) -> None:
+        self._cost, self._cluster = cost, cluster
         self._mapping = RankMapping(
             candidate.pp, candidate.dp_replicate, candidate.dp_shard, candidate.cp, candidate.tp, candidate.ep
         )
@@ -68,7 +69,9 @@ class Mesh:
     def between_s(self, kind: CollectiveKind, num_bytes: int, source: int, target: int) -> float:
         """Seconds of a message, or of a collective of two, between two pipeline ranks."""
         width = self._mapping.ranks_per_stage
-        return self._priced(f"{source} {target}", kind, num_bytes, (source * width, target * width))
+        ends = source * width, target * width
+        same = self._cluster.node_of(ends[0]) == self._cluster.node_of(ends[1])
+        return self._priced("inside" if same else "across", kind, num_bytes, ends)
 
     def _seconds(self, group: str, kind: CollectiveKind, num_bytes: int) -> float:
         return self._priced(group, kind, num_bytes, self._groups[group])

@@ -44,12 +44,13 @@ def rank_numbers(layers: Layers, mesh: Mesh, parts: Sequence[Part], candidate: C
     """
     state = layers.state
     num_shards = mesh.num_shards if candidate.shards_parameters else 1
-    held = [(i, layers.held(i, num_shards, tied=part.tied)) for part in parts for i in part.layers]
-    elements = trained = sum(number for _, number in held)
+    runs = [(i, count, part.tied) for part in parts for i, count in layers.runs(part.start, part.stop)]
+    held = [(i, count, layers.held(i, num_shards, tied=tied)) for i, count, tied in runs]
+    elements = trained = sum(count * number for _, count, number in held)
     if candidate.shards_optimizer_only:
         trained, update_s, after_s = dealt_update(layers, parts, mesh.num_shards, mesh.shard_s)
     else:
-        update_s, after_s = sum(layers.seconds(i, Phase.OPTIMIZER, number) for i, number in held), 0.0
+        update_s, after_s = sum(n * layers.seconds(i, Phase.OPTIMIZER, number) for i, n, number in held), 0.0
     resting = elements * (state.parameter + state.gradient) + trained * state.optimizer_bytes(optimizer)
     resting += sum(table_bytes(layers, part) for part in parts)
     reduces = candidate.dp * candidate.cp > 1 and not candidate.shards_parameters
@@ -65,10 +66,11 @@ def completing_s(layers: Layers, mesh: Mesh, part: Part, candidate: Candidate, *
     """
     num_shards = mesh.num_shards if candidate.shards_parameters else 1
     seconds = 0.0
-    partial = sum(layers.partial_elements[i] for i in part.layers) // num_shards
+    runs = layers.runs(part.start, part.stop)
+    partial = sum(count * layers.partial_elements[i] for i, count in runs) // num_shards
     if partial and candidate.tp > 1:
         seconds += mesh.tensor_s(CollectiveKind.ALL_REDUCE, partial * layers.state.gradient)
     if divides:
-        held = ((i, layers.held(i, num_shards, tied=part.tied)) for i in part.layers)
-        seconds += sum(layers.seconds(i, Phase.SCALE, number) for i, number in held)
+        held = ((i, count, layers.held(i, num_shards, tied=part.tied)) for i, count in runs)
+        seconds += sum(count * layers.seconds(i, Phase.SCALE, number) for i, count, number in held)
     return seconds

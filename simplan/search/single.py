@@ -5,6 +5,8 @@ from __future__ import annotations
 from simplan.program.program import Phase
 from simplan.search.candidate import Candidate
 from simplan.search.numbers import Numbers
+from simplan.search.rank_numbers import completing_s
+from simplan.search.replicas import reduced_backward_s
 from simplan.search.sharded_pass import sharded_pass_s, sharded_peak
 from simplan.search.sharding import layer_arrays
 from simplan.search.stage_numbers import Part, Walk, pass_bytes, pass_s
@@ -14,11 +16,11 @@ __all__ = ["peak_bytes", "step_time_s"]
 
 def step_time_s(numbers: Numbers, c: Candidate) -> float:
     """The time of a step: nothing is under way between microbatches, and the last one reduces gradients."""
-    part, layers, m = _whole(numbers), numbers.layers(c), numbers.num_microbatches(c)
+    part, layers, m, software = _whole(numbers), numbers.layers(c), numbers.num_microbatches(c), numbers.software
     if c.shards_parameters:
         stage = numbers.sharded(c, part)
         assert stage is not None
-        arrays, software = layer_arrays(layers, part, stage.units), numbers.software
+        arrays = layer_arrays(layers, part, stage.units)
         last_s = sharded_pass_s(arrays, stage.arrays, _reshards(c), software.backward_prefetch, True)
         each_s = 0.0
         if m > 1:
@@ -27,9 +29,10 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
         forward_s = pass_s(layers, part, Phase.FORWARD)
         each_s = last_s = forward_s + pass_s(layers, part, Phase.BACKWARD)
         if c.dp * c.cp > 1:
-            last_s = forward_s + numbers.reduced_backward_s(c, part)
+            last_s = forward_s + reduced_backward_s(layers, part, Phase.BACKWARD, software, numbers.bucket_bytes, numbers.mesh(c).data_s)
     rank = numbers.rank(c, (part,))
-    return (m - 1) * each_s + last_s + numbers.completing_s(c, part) + rank.update_s + rank.after_s
+    completing = completing_s(layers, numbers.mesh(c), part, c, divides=m > 1)
+    return (m - 1) * each_s + last_s + completing + rank.update_s + rank.after_s
 
 
 def peak_bytes(numbers: Numbers, c: Candidate) -> int:

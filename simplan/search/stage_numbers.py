@@ -77,7 +77,7 @@ class Walk:
 
 def pass_s(layers: Layers, part: Part, phase: Phase) -> float:
     """Time of a pass through a stage."""
-    return sum(layers.passed(layer, phase).seconds for layer in part.layers)
+    return sum(count * layers.passed(i, phase).seconds for i, count in layers.runs(part.start, part.stop))
 
 
 def part_times(layers: Layers, part: Part, phase: Phase, more_s: Sequence[float]) -> tuple[float, list[float]]:
@@ -114,6 +114,8 @@ def pass_bytes(layers: Layers, part: Part, phase: Phase) -> Change:
 
 def table_bytes(layers: Layers, part: Part) -> int:
     """Tables that the layers of a stage share, and those that each has."""
-    own = [layers.specs[i] for i in part.layers]
-    tables = [*{table for layer in own for table in layer.constants}, *(t for layer in own for t in layer.buffers)]
-    return sum(table.num_bytes(layers.state.activation, layers.state.residual) for table in tables)
+    runs = [(layers.specs[i], count) for i, count in layers.runs(part.start, part.stop)]
+    shared = {table for layer, _ in runs for table in layer.constants}
+    tables = [*((table, 1) for table in shared), *((t, count) for layer, count in runs for t in layer.buffers)]
+    widths = layers.state.activation, layers.state.residual
+    return sum(count * table.num_bytes(*widths) for table, count in tables)
