@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
@@ -29,16 +28,14 @@ SHARDING: dict[str, dict[str, Any]] = {
 SOFTWARE = catalogue.software("torch")
 
 
-@dataclass(frozen=True, repr=False)
 class Case:
     """A plan, its Program with one operation for each pass through a stage, and its compiled table."""
 
-    plan: ParallelPlan
-    program: Program
-    table: PipelineTable
+    def __init__(self, plan: ParallelPlan, program: Program, table: PipelineTable) -> None:
+        self.plan, self.program, self.table = plan, program, table
 
     def __repr__(self) -> str:
-        return f"Case({self.plan!r}, m={self.table.num_microbatches})"
+        return f"Case({self.plan}, m={self.table.num_microbatches})"
 
 
 @st.composite
