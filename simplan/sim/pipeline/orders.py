@@ -31,6 +31,7 @@ class Order(NamedTuple):
         stage: Of the pipeline.
         microbatch: Of the step.
         rank_of: By stage, its rank.
+        period: Actions after which a row repeats itself in its middle, and by how much its microbatches are higher then.
     """
 
     length: int
@@ -38,6 +39,7 @@ class Order(NamedTuple):
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     rank_of: NDArray[np.int32]
+    period: tuple[int, int]
 
 
 def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
@@ -54,7 +56,17 @@ def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
     fill(p, m, v, kind, stage, microbatch)
     stages = np.arange(p * v, dtype=np.int32)
     rank_of = np.minimum(stages, 2 * p - 1 - stages) if schedule == "zb-v" else stages % p
-    return Order(length, kind, stage, microbatch, rank_of)
+    return Order(length, kind, stage, microbatch, rank_of, _period(schedule, p, m, v))
+
+
+def _period(schedule: str, p: int, m: int, v: int) -> tuple[int, int]:
+    if schedule == "gpipe":
+        return 1, 1
+    if schedule == "interleaved_1f1b":
+        num_rounds = max(1, m // p)
+        size = m // num_rounds + (2 * (m % num_rounds) > num_rounds)  # of most rounds
+        return 2 * v * size, size
+    return COMPILED_SCHEDULES[schedule][0] * v, 1
 
 
 @compiled
