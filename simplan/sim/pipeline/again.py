@@ -74,6 +74,9 @@ def times_more(rows, length, old_position, moved, higher):  # type: ignore[no-un
                 break
             if (last_use[s] == i) != (last_use[s] == later):
                 break
+            if shard_first.shape[1] == 0:
+                i += 1
+                continue
             first, other = shard_first[r, i + 1], shard_first[r, later + 1]
             num_changes = shard_first[r, i + 2] - first
             if shard_first[r, later + 2] - other != num_changes:

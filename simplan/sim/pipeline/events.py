@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from simplan.sim.pipeline.jit import compiled
 from simplan.sim.pipeline.again import is_again, skip, times_more, with_live
 from simplan.sim.pipeline.orders import B, F, I, Order, W
-from simplan.sim.pipeline.sharding import row_sharding
+from simplan.sim.pipeline.scratch import scratch
+from simplan.sim.pipeline.sharding import shard_rows
 from simplan.sim.pipeline.slots import Slot
 
 __all__ = ["Events", "complete"]
@@ -62,30 +63,32 @@ def complete(order: Order, unshard: int, num_microbatches: int) -> Events:
         unshard: NONE, ONCE or WINDOW.
         num_microbatches: Of the step.
     """
-    slot, stage, microbatch, segments, live, most_waiting = _complete(*order, unshard, num_microbatches)
+    p, num_stages = len(order.kind), len(order.rank_of)
+    last_use = np.empty(num_stages, np.int32)
+    _find_last_use(order.length, order.stage, last_use)
+    sharding = shard_rows(order, last_use, unshard)
+    most = p * (order.length + 1) + num_stages + (int(sharding.first[:, -1].sum()) if unshard else 0)
+    out = scratch("slots", (most,), np.uint8), scratch("stages", (most,), np.int32), scratch("mbs", (most,), np.int32)
+    made = scratch("made", (2, num_stages, num_microbatches + _PADDING), np.int32)
+    slot, stage, microbatch, segments, live, most_waiting = _complete(order, last_use, sharding, made, out)
     return Events(slot, stage, microbatch, segments, live, int(most_waiting))
 
 
 @compiled
-def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # type: ignore[no-untyped-def]
-    p = len(kind)
-    num_stages = len(rank_of)
-
-    last_use = np.zeros(num_stages, np.int32)  # last action of a stage: the backward that completes its gradients
-    for r in range(p):
+def _find_last_use(length, stage, last_use):  # type: ignore[no-untyped-def]
+    """By stage, the place of its last action, which is the backward that completes its gradients."""
+    for r in range(len(stage)):
         for i in range(length):
             last_use[stage[r, i]] = i
-    most = 2 * num_stages if unshard < 2 else p * (2 * length + 8)
-    shard_first = np.empty((p, length + 2), np.int32)
-    shard_slot = np.empty((p, most // p if unshard else 0), np.uint8)
-    shard_stage = np.empty((p, most // p if unshard else 0), np.int32)
-    total = p * length + num_stages + p
-    for r in range(p):
-        row_sharding(stage[r, :length], last_use, unshard, shard_first[r], shard_slot[r], shard_stage[r])
-        total += shard_first[r, length + 1]
-    out_slot = np.empty(total, np.uint8)
-    out_stage = np.empty(total, np.int32)
-    out_microbatch = np.zeros(total, np.int32)
+
+
+@compiled
+def _complete(order, last_use, sharding, made, out):  # type: ignore[no-untyped-def]
+    length, kind, stage, microbatch, rank_of, period = order
+    shard_first, shard_slot, shard_stage = sharding
+    out_slot, out_stage, out_microbatch = out
+    p, num_stages, stride = len(kind), len(rank_of), made.shape[2]
+    is_sharded = shard_first.shape[1] > 0
 
     # Ready actions wait in sets, one for each of the next units of time, as no action takes more than two. In a set
     # they stand by depth, then by rank; at most two are equally deep: a forward and a backward.
@@ -100,7 +103,7 @@ def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # 
         rank_at[place_b[s]] = rank_of[s]
     ready = np.zeros((3, (2 * num_stages + 63) // 64), np.uint64)
 
-    made = np.full((2, num_stages, m + _PADDING), -1, np.int32)  # when a forward or a gradient of a stage is there
+    # results that are there, by way and stage; microbatches come in order
     num_made = np.zeros((2, num_stages), np.int32)
     most_waiting = 1
     free = np.zeros(p, np.int32)
@@ -109,17 +112,17 @@ def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # 
     # had a backward; gradients of Ws that no I has added; an I that did; gathers that nobody has waited for
     grown = np.zeros((4, num_stages), np.uint8)
     n = 0
-    for r in range(p):
-        for k in range(shard_first[r, 1]):
-            out_slot[n], out_stage[n] = shard_slot[r, k], shard_stage[r, k]
-            grown[3, shard_stage[r, k]] = 1
+    for r in range(p if is_sharded else 0):
+        for change in range(shard_first[r, 1]):
+            out_slot[n], out_stage[n], out_microbatch[n] = shard_slot[r, change], shard_stage[r, change], 0
+            grown[3, shard_stage[r, change]] = 1
             n += 1
     for r in range(p):  # every row begins with a forward
         s = stage[r, 0]
         if s == 0:
             ready[0, place_f[0] // 64] |= np.uint64(1) << np.uint64(place_f[0] % 64)
         else:
-            waits_for[r] = (s - 1) * m
+            waits_for[r] = (s - 1) * stride
 
     next_ranks = np.empty(2, np.int32)
     left = p * length
@@ -171,12 +174,13 @@ def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # 
                 n += 1
                 if is_last:
                     out_slot[n] = _REDUCE_NARROW if k == W and not grown[2, s] else _REDUCE
-                    out_stage[n] = s
+                    out_stage[n], out_microbatch[n] = s, 0
                     n += 1
-                for change in range(shard_first[r, i + 1], shard_first[r, i + 2]):
-                    out_slot[n], out_stage[n] = shard_slot[r, change], shard_stage[r, change]
-                    grown[3, shard_stage[r, change]] = shard_slot[r, change] == _UNSHARD
-                    n += 1
+                if is_sharded:
+                    for change in range(shard_first[r, i + 1], shard_first[r, i + 2]):
+                        out_slot[n], out_stage[n], out_microbatch[n] = shard_slot[r, change], shard_stage[r, change], 0
+                        grown[3, shard_stage[r, change]] = shard_slot[r, change] == _UNSHARD
+                        n += 1
                 next_ranks[0] = r
                 num_next = 1
                 if k != W:
@@ -186,7 +190,7 @@ def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # 
                     num_made[way, s] += 1
                     if 0 <= target < num_stages:
                         most_waiting = max(most_waiting, num_made[way, s] - num_made[way, target])
-                        if waits_for[rank_of[target]] == (way * num_stages + s) * m + j:
+                        if waits_for[rank_of[target]] == (way * num_stages + s) * stride + j:
                             next_ranks[1] = rank_of[target]
                             num_next = 2
                 for number in range(num_next):  # what comes next there: it can start at some time, or waits
@@ -200,8 +204,8 @@ def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # 
                     source = s - 1 if k == F else s + 1
                     if k != W and 0 <= source < num_stages:
                         way = 0 if k == F else 1
-                        if made[way, source, j] < 0:
-                            waits_for[r] = (way * num_stages + source) * m + j
+                        if num_made[way, source] <= j:
+                            waits_for[r] = (way * num_stages + source) * stride + j
                             continue
                         start = max(start, made[way, source, j])
                     place = place_f[s] if k == F else place_b[s]
@@ -212,7 +216,7 @@ def _complete(length, kind, stage, microbatch, rank_of, period, unshard, m):  # 
         for i in range(num_stages):
             if rank_of[i] == r:
                 first = min(first, i)
-        out_slot[n], out_stage[n] = _OPTIM, first
+        out_slot[n], out_stage[n], out_microbatch[n] = _OPTIM, first, 0
         n += 1
     _set(segments[num_segments], segment_start, n - segment_start, 1, 0)
     events = out_slot[:n].copy(), out_stage[:n].copy(), out_microbatch[:n].copy()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.scratch import scratch
 
 __all__ = ["COMPILED_SCHEDULES", "B", "F", "I", "Order", "W", "compute_order"]
 
@@ -43,7 +44,7 @@ class Order(NamedTuple):
 
 
 def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
-    """Compute actions of a schedule.
+    """Compute actions of a schedule, valid until the same thread asks for those of another one.
 
     Args:
         schedule: One of ``COMPILED_SCHEDULES``.
@@ -52,7 +53,8 @@ def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
     actions_per_microbatch, fill = COMPILED_SCHEDULES[schedule]
     length = actions_per_microbatch * v * m
     shape = (p, length + _PADDING)
-    kind, stage, microbatch = np.empty(shape, np.uint8), np.empty(shape, np.int32), np.empty(shape, np.int32)
+    kind, stage = scratch("kind", shape, np.uint8), scratch("stage", shape, np.int32)
+    microbatch = scratch("microbatch", shape, np.int32)
     fill(p, m, v, kind, stage, microbatch)
     stages = np.arange(p * v, dtype=np.int32)
     rank_of = np.minimum(stages, 2 * p - 1 - stages) if schedule == "zb-v" else stages % p
