@@ -75,7 +75,7 @@ class PipelineTable:
     def actions(self) -> Table:
         """The same as ``simplan.program.table.plan_table`` gives."""
         rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        for number, s, j in self._events():
+        for number, s, j in self.walk():
             kind, row = kind_of(number), rows[self.rank_of[s]]
             row.append(Action(s, kind, j if kind.per_microbatch else None))
             forward = kind is ActionKind.FORWARD
@@ -86,7 +86,8 @@ class PipelineTable:
                 rows[self.rank_of[target]].append(Action(target, receive, j))
         return tuple(tuple(row) for row in rows)
 
-    def _events(self) -> Iterator[tuple[int, int, int]]:
+    def walk(self) -> Iterator[tuple[int, int, int]]:
+        """Slot, stage and microbatch of every event, those that repeat themselves as often as they come."""
         for first, length, repeats, shift in self.segments.tolist():
             columns = [column.tolist() for column in self.events(first, length)]
             for number in range(repeats):
