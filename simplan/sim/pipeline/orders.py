@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.scratch import scratch
 
 __all__ = ["COMPILED_SCHEDULES", "B", "F", "I", "Order", "W", "compute_order"]
 
@@ -31,6 +32,7 @@ class Order(NamedTuple):
         stage: Of the pipeline.
         microbatch: Of the step.
         rank_of: By stage, its rank.
+        period: Actions after which a row repeats itself in its middle, and by how much its microbatches are higher then.
     """
 
     length: int
@@ -38,10 +40,11 @@ class Order(NamedTuple):
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     rank_of: NDArray[np.int32]
+    period: tuple[int, int]
 
 
 def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
-    """Compute actions of a schedule.
+    """Compute actions of a schedule, valid until the same thread asks for those of another one.
 
     Args:
         schedule: One of ``COMPILED_SCHEDULES``.
@@ -50,11 +53,22 @@ def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
     actions_per_microbatch, fill = COMPILED_SCHEDULES[schedule]
     length = actions_per_microbatch * v * m
     shape = (p, length + _PADDING)
-    kind, stage, microbatch = np.empty(shape, np.uint8), np.empty(shape, np.int32), np.empty(shape, np.int32)
+    kind, stage = scratch("kind", shape, np.uint8), scratch("stage", shape, np.int32)
+    microbatch = scratch("microbatch", shape, np.int32)
     fill(p, m, v, kind, stage, microbatch)
     stages = np.arange(p * v, dtype=np.int32)
     rank_of = np.minimum(stages, 2 * p - 1 - stages) if schedule == "zb-v" else stages % p
-    return Order(length, kind, stage, microbatch, rank_of)
+    return Order(length, kind, stage, microbatch, rank_of, _period(schedule, p, m, v))
+
+
+def _period(schedule: str, p: int, m: int, v: int) -> tuple[int, int]:
+    if schedule == "gpipe":
+        return 1, 1
+    if schedule == "interleaved_1f1b":
+        num_rounds = max(1, m // p)
+        size = m // num_rounds + (2 * (m % num_rounds) > num_rounds)  # of most rounds
+        return 2 * v * size, size
+    return COMPILED_SCHEDULES[schedule][0] * v, 1
 
 
 @compiled

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.orders import Order
+from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.slots import Slot
 
-__all__ = ["NONE", "ONCE", "WINDOW", "row_sharding"]
+__all__ = ["NONE", "ONCE", "WINDOW", "Sharding", "shard_rows"]
 
 NONE, ONCE, WINDOW = 0, 1, 2
 _WIDTH = 3  # stages that torch keeps gathered: one forward, one backward, one ahead
 _UNSHARD, _RESHARD, _REDUCED = int(Slot.UNSHARD), int(Slot.RESHARD), int(Slot.RESHARD_REDUCED)
 
 
-@compiled
-def row_sharding(row, last_use, unshard, first, slot, stage):  # type: ignore[no-untyped-def]
-    """Writes the RESHARDs and UNSHARDs of a row.
+class Sharding(NamedTuple):
+    """RESHARDs and UNSHARDs of every rank, ``(ranks, changes)``; arrays without columns where there are none.
+
+    Attributes:
+        first: ``(ranks, actions + 2)``: where those before each action of a row and those after its last one begin, and
+            where all end.
+        slot, stage: What is done to which stage.
+    """
+
+    first: NDArray[np.int32]
+    slot: NDArray[np.uint8]
+    stage: NDArray[np.int32]
+
+
+def shard_rows(order: Order, last_use: NDArray[np.int32], unshard: int) -> Sharding:
+    """What the rows do about sharding; valid until the same thread asks again.
 
     Args:
-        row: Stages of the row's actions.
-        last_use: By stage, the place in the row of its last action.
+        order: Compute actions of every rank.
+        last_use: By stage, the place in its row of its last action.
         unshard: NONE, ONCE or WINDOW.
-        first: Gets, by place in the row and for its end, where what comes before it begins, and where all ends.
-        slot, stage: Get what is done to which stage.
     """
-    if unshard == NONE:
-        first[:] = 0
-    elif unshard == ONCE:
-        _once(row, last_use, first, slot, stage)
-    else:
-        _window(row, last_use, first, slot, stage)
+    p = len(order.kind)
+    places = order.length + 2 if unshard else 0
+    most = (0, 2 * len(order.rank_of), 2 * order.length + 8)[unshard]
+    sharding = Sharding(
+        scratch("shard_first", (p, places), np.int32),
+        scratch("shard_slot", (p, most), np.uint8),
+        scratch("shard_stage", (p, most), np.int32),
+    )
+    if unshard:
+        _write(order.length, order.stage, last_use, unshard, *sharding)
+    return sharding
+
+
+@compiled
+def _write(length, stage, last_use, unshard, shard_first, shard_slot, shard_stage):  # type: ignore[no-untyped-def]
+    for r in range(len(stage)):
+        if unshard == ONCE:
+            _once(stage[r, :length], last_use, shard_first[r], shard_slot[r], shard_stage[r])
+        else:
+            _window(stage[r, :length], last_use, shard_first[r], shard_slot[r], shard_stage[r])
 
 
 @compiled

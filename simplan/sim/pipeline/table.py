@@ -37,6 +37,8 @@ class PipelineTable:
         slot, stage, microbatch: Of every event.
         segments: ``(segments, 4)``: first event, events, how often they come, and by how much their microbatches are
             higher from one time to the next.
+        live: ``(results, 3)``: where a segment that comes more than once begins, what has been sent and not been used:
+            segment, place among what waits (way times stages plus receiving stage), microbatch.
         depth: A power of two, no smaller than the results that wait for a neighbouring stage at once.
     """
 
@@ -52,6 +54,7 @@ class PipelineTable:
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     segments: NDArray[np.int64]
+    live: NDArray[np.int64]
     depth: int
 
     @property
@@ -72,7 +75,7 @@ class PipelineTable:
     def actions(self) -> Table:
         """The same as ``simplan.program.table.plan_table`` gives."""
         rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        for number, s, j in self._events():
+        for number, s, j in self.walk():
             kind, row = kind_of(number), rows[self.rank_of[s]]
             row.append(Action(s, kind, j if kind.per_microbatch else None))
             forward = kind is ActionKind.FORWARD
@@ -83,7 +86,8 @@ class PipelineTable:
                 rows[self.rank_of[target]].append(Action(target, receive, j))
         return tuple(tuple(row) for row in rows)
 
-    def _events(self) -> Iterator[tuple[int, int, int]]:
+    def walk(self) -> Iterator[tuple[int, int, int]]:
+        """Slot, stage and microbatch of every event, those that repeat themselves as often as they come."""
         for first, length, repeats, shift in self.segments.tolist():
             columns = [column.tolist() for column in self.events(first, length)]
             for number in range(repeats):
@@ -130,9 +134,18 @@ def _table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> Pipeline
         slot=events.slot,
         stage=events.stage,
         microbatch=events.microbatch,
-        segments=np.array([[0, len(events.slot), 1, 0]], np.int64),
+        segments=events.segments,
+        live=_arrived(events.live, gets_over),
         depth=1 << (events.most_waiting - 1).bit_length(),
     )
+
+
+def _arrived(live: NDArray[np.int64], gets_over: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Of what has been made and not been used, what another rank has sent."""
+    segment, way, maker, microbatch = live.T
+    receiver = maker + 1 - 2 * way
+    sent = gets_over[way, receiver] >= 0
+    return np.stack([segment, way * gets_over.shape[1] + receiver, microbatch], axis=1)[sent]
 
 
 def _pairs(rank_of: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:

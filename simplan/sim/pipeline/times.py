@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
-from simplan.sim.pipeline.slots import Slot
+from simplan.sim.pipeline.steady import repeat
 from simplan.sim.pipeline.table import PipelineTable
+from simplan.sim.pipeline.walk import DURATIONS, State
 
 __all__ = ["PipelineTimes", "pipeline_times"]
 
 _Array = NDArray[np.float64]
-
-_ROWS = ("forward", "backward", "backward_last", "input", "weight", "weight_last")
-_ROW = np.zeros(len(Slot), np.int64)  # by slot, its row of durations
-_WAY = np.full(len(Slot), 2, np.int64)  # and 0 for what makes activations, 1 for what makes their gradients
-for _slot in Slot:
-    _kind = _slot.name.split("_")[0].lower()
-    _last = "_last" if _slot.name.endswith(("LAST", "ONLY")) else ""
-    _ROW[_slot] = _ROWS.index(_kind + _last) if _kind in _ROWS else -1
-    _WAY[_slot] = {"forward": 0, "backward": 1, "input": 1}.get(_kind, 2)
-_UNSHARD, _REDUCE, _NARROW = int(Slot.UNSHARD), int(Slot.REDUCE_GRAD), int(Slot.REDUCE_GRAD_NARROW)
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
@@ -62,7 +50,7 @@ class PipelineTimes:
         """Arrays to fill in; whatever is left takes no time."""
         k = num_plans
         return cls(
-            compute_s=np.zeros((len(_ROWS), num_stages, k)),
+            compute_s=np.zeros((len(DURATIONS), num_stages, k)),
             send_s=np.zeros((2, num_stages, k)),
             gather_s=np.zeros((num_stages, num_units, k)),
             copy_s=np.zeros((num_stages, num_units, k)),
@@ -131,7 +119,7 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> _Array:
         times: How long it takes.
     """
     p, s, k = table.num_ranks, table.num_stages, len(times.tied_s)
-    state = _State(
+    state = State(
         clock_s=np.zeros((p, k)),
         pair_s=np.zeros((table.num_pairs, k)),
         stream_s=np.zeros((4, p, k) if table.two_peers else (4, 0, k)),
@@ -140,93 +128,13 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> _Array:
         gathered_s=np.zeros(times.gather_s.shape),
         is_gathering=np.zeros(s, np.bool_),
     )
-    for first, length, repeats, shift in table.segments.tolist():
-        for number in range(repeats):
-            _walk(table.events(first, length), number * shift, table.depth, table.places, state, times.of_events)
+    for number, (first, length, repeats, shift) in enumerate(table.segments.tolist()):
+        events, live = table.events(first, length), table.live[table.live[:, 0] == number, 1:]
+        repeat(events, repeats, shift, live, table.depth, table.places, state, times.of_events)
     return _finish(table, times, state)
 
 
-class _State(NamedTuple):
-    """How far everything is; the last axis is the plan.
-
-    Attributes:
-        clock_s: By rank, the end of its last computation.
-        pair_s: By pair of ranks, the end of the last message between them.
-        stream_s: By way and end (F sent, F received, B sent, B received) and rank, the end of its last message, where
-            that is not the last one of a pair.
-        arrival_s: Ends of messages that have not been used, ``depth`` for each way and receiving stage.
-        shard_s: By rank, the end of its last all-gather.
-        gathered_s: By stage and unit, the end of its last all-gather.
-        is_gathering: By stage, whether nobody has waited for these yet.
-    """
-
-    clock_s: _Array
-    pair_s: _Array
-    stream_s: _Array
-    arrival_s: _Array
-    shard_s: _Array
-    gathered_s: _Array
-    is_gathering: NDArray[np.bool_]
-
-
-@compiled
-def _walk(events, offset, depth, places, state, costs):  # type: ignore[no-untyped-def]
-    """Goes through events once, with microbatches that are higher by ``offset``."""
-    slots, stages, microbatches = events
-    rank_of, sends_over, gets_over = places
-    clock, pair, stream, arrival, shard, gathered, is_gathering = state
-    compute_s, send_s, gather_s, copy_s, reduce_copy_s, reduce_s = costs
-    num_stages, num_plans = compute_s.shape[1:]
-    has_streams = stream.shape[1] > 0
-    for e in range(len(slots)):
-        slot, s = slots[e], stages[e]
-        r = rank_of[s]
-        if slot < _UNSHARD:
-            way, row = _WAY[slot], _ROW[slot]
-            j = (microbatches[e] + offset) & (depth - 1)
-            gets = gets_over[way, s] >= 0
-            a = (way * num_stages + s) * depth + j
-            if is_gathering[s]:
-                is_gathering[s] = False
-                if gets:
-                    for k in range(num_plans):
-                        clock[r, k] = max(clock[r, k], arrival[a, k])
-                for u in range(gathered.shape[1]):
-                    for k in range(num_plans):
-                        clock[r, k] = max(clock[r, k], gathered[s, u, k]) + copy_s[s, u, k]
-            if gets:
-                for k in range(num_plans):
-                    clock[r, k] = max(clock[r, k], arrival[a, k]) + compute_s[row, s, k]
-            else:
-                for k in range(num_plans):
-                    clock[r, k] += compute_s[row, s, k]
-            over = sends_over[way, s]
-            if over < 0:
-                continue
-            target = s + 1 if way == 0 else s - 1
-            q = rank_of[target]
-            b = (way * num_stages + target) * depth + j
-            if has_streams:
-                for k in range(num_plans):
-                    pair[over, k] = max(pair[over, k], stream[2 * way, r, k], stream[2 * way + 1, q, k])
-            for k in range(num_plans):
-                arrival[b, k] = max(clock[r, k], clock[q, k], pair[over, k]) + send_s[way, s, k]
-                pair[over, k] = arrival[b, k]
-            if has_streams:
-                for k in range(num_plans):
-                    stream[2 * way, r, k] = stream[2 * way + 1, q, k] = pair[over, k]
-        elif slot == _UNSHARD:
-            is_gathering[s] = True
-            for u in range(gathered.shape[1]):
-                for k in range(num_plans):
-                    shard[r, k] = max(shard[r, k], clock[r, k]) + gather_s[s, u, k]
-                    gathered[s, u, k] = shard[r, k]
-        elif slot == _REDUCE or slot == _NARROW:
-            for k in range(num_plans):
-                clock[r, k] = max(clock[r, k] + reduce_copy_s[s, k], shard[r, k]) + reduce_s[s, k]
-
-
-def _finish(table: PipelineTable, times: PipelineTimes, state: _State) -> _Array:
+def _finish(table: PipelineTable, times: PipelineTimes, state: State) -> _Array:
     """OPTIM and what follows: it waits for the rank's messages, which in the end are all those of its pairs."""
     ready_s = state.clock_s
     for boundary in range(table.num_stages - 1):

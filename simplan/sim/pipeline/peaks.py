@@ -1,0 +1,142 @@
+"""The most memory that every rank of a pipeline needs, for many plans that share a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
+from simplan.sim.pipeline.table import PipelineTable
+
+__all__ = ["PipelineBytes", "pipeline_in_flight", "pipeline_peaks"]
+
+_Bytes = NDArray[np.int64]
+
+_WAY = np.full(NUM_SLOTS, 2, np.int64)
+_WAY[Slot.FORWARD] = 0
+_WAY[Slot.BACKWARD : Slot.WEIGHT] = 1
+_UNSHARD, _OPTIM, _SETTLE = int(Slot.UNSHARD), int(Slot.OPTIM), int(Slot.SETTLE)
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = int(Slot.FORWARD), int(Slot.BACKWARD), int(Slot.INPUT), int(Slot.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineBytes:
+    """What everything does to memory, bytes, the last axis of every array being the plan.
+
+    Attributes:
+        during: ``(slots, stages, plans)``: by ``Slot``, the most that is held more than before while it happens.
+            Something of several parts, one after the other, has the most of what the parts before have left and the
+            part needs.
+        after: ``(slots, stages, plans)``: What is held more than before once it is over; negative where it frees.
+        sent: ``(2, stages, plans)``: Results of F, and of B or I, that are held from their SEND to OPTIM.
+        base: ``(ranks, plans)``: What is held between steps.
+        extra: ``(ranks, plans)``: What is held once beside that (DDP's rebuilding of its buckets).
+    """
+
+    during: _Bytes
+    after: _Bytes
+    sent: _Bytes
+    base: _Bytes
+    extra: _Bytes
+
+    @classmethod
+    def zeros(cls, num_stages: int, num_ranks: int, num_plans: int) -> PipelineBytes:
+        """Arrays to fill in; whatever is left takes no memory."""
+        k = num_plans
+        return cls(
+            during=np.zeros((NUM_SLOTS, num_stages, k), np.int64),
+            after=np.zeros((NUM_SLOTS, num_stages, k), np.int64),
+            sent=np.zeros((2, num_stages, k), np.int64),
+            base=np.zeros((num_ranks, k), np.int64),
+            extra=np.zeros((num_ranks, k), np.int64),
+        )
+
+    @property
+    def sent_forward(self) -> _Bytes:
+        """``(stages - 1, plans)``: by boundary between stage b and b + 1, what is sent forward; a part of ``sent``."""
+        return self.sent[0, :-1]
+
+    @property
+    def sent_backward(self) -> _Bytes:
+        """What is sent back over the same boundary."""
+        return self.sent[1, 1:]
+
+
+def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> _Bytes:
+    """Most bytes that every rank holds at once, ``(ranks, plans)``, by the walk of ``simplan.sim.memory``.
+
+    Args:
+        table: What all ranks do.
+        held: What it does to memory.
+    """
+    now, most = held.base.copy(), held.base + held.extra
+    kept = np.zeros_like(now)
+    is_gathered = np.zeros(table.num_stages, np.bool_)
+    for first, length, repeats, _ in table.segments.tolist():
+        before, kept_before = now.copy(), kept.copy()
+        top = now.copy()
+        _walk(table.events(first, length), table.places, held.during, held.after, held.sent, now, kept, is_gathered, top)
+        # each time it comes, it leaves as much, and what it needs at most is that much higher the next time
+        left = now - before
+        np.maximum(most, top + (repeats - 1) * np.maximum(left, 0), out=most)
+        now += (repeats - 1) * left
+        kept += (repeats - 1) * (kept - kept_before)
+    assert (now == held.base).all(), "memory is not back to its base"
+    return most
+
+
+@compiled
+def _walk(events, places, during, after, sent, now, kept, is_gathering, top):  # type: ignore[no-untyped-def]
+    """Goes through events once; ``kept`` is what is held of messages."""
+    slots, stages, _ = events
+    rank_of, sends_over, _ = places
+    for e in range(len(slots)):
+        slot, s = slots[e], stages[e]
+        r = rank_of[s]
+        if slot == _OPTIM:
+            now[r] -= kept[r]
+            kept[r] = 0
+        elif slot == _UNSHARD:
+            is_gathering[s] = True
+        elif slot < _UNSHARD and is_gathering[s]:
+            is_gathering[s] = False
+            _happen(during[_SETTLE, s], after[_SETTLE, s], now[r], top[r])
+        _happen(during[slot, s], after[slot, s], now[r], top[r])
+        way = _WAY[slot]
+        if way < 2 and sends_over[way, s] >= 0:
+            _happen(sent[way, s], sent[way, s], now[r], top[r])
+            kept[r] += sent[way, s]
+
+
+@compiled
+def _happen(during, after, now, top):  # type: ignore[no-untyped-def]
+    for k in range(len(now)):
+        top[k] = max(top[k], now[k] + during[k])
+        now[k] += after[k]
+
+
+def pipeline_in_flight(table: PipelineTable) -> NDArray[np.int64]:
+    """Most microbatches between forward and the end of backward at once, ``(stages,)``."""
+    alive, most = np.zeros(table.num_stages, np.int64), np.zeros(table.num_stages, np.int64)
+    for first, length, repeats, _ in table.segments.tolist():
+        before, top = alive.copy(), alive.copy()
+        _count(table.events(first, length), alive, top)
+        left = alive - before
+        np.maximum(most, top + (repeats - 1) * np.maximum(left, 0), out=most)
+        alive += (repeats - 1) * left
+    return most
+
+
+@compiled
+def _count(events, alive, top):  # type: ignore[no-untyped-def]
+    slots, stages, _ = events
+    for e in range(len(slots)):
+        slot, s = slots[e], stages[e]
+        if slot == _FORWARD:
+            alive[s] += 1
+            top[s] = max(top[s], alive[s])
+        elif _BACKWARD <= slot < _INPUT or _WEIGHT <= slot < _UNSHARD:
+            alive[s] -= 1
