@@ -19,6 +19,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
+from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
 from simplan.sim.memory import memory_peak
 from simplan.spec.hardware import ClusterSpec
@@ -37,6 +38,7 @@ _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 9
 _BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
 
 
+@uncollected()
 def predict(
     name: str,
     model: ModelSpec,

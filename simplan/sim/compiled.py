@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simplan.errors import NotModelledError, Problem
-from simplan.program.program import Program
+from simplan.program.program import Program, Stream
 from simplan.sim.engine import CoreUse, Times
 
 __all__ = ["CompiledProgram", "Durations", "compile_program"]
@@ -125,9 +125,9 @@ def _edges(program: Program) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int6
     """What must have ended before what: neighbours on the streams, then what is waited for."""
     ended: list[int] = []
     waiting: list[int] = []
-    last: dict[tuple[int, int], int] = {}
+    last: dict[tuple[int, Stream], int] = {}
     for index, op in enumerate(program.ops):
-        place = op.rank, id(op.stream)  # members of an enumeration are unique, and their own hash is slow
+        place = op.rank, op.stream
         before = last.get(place)
         if before is not None:
             ended.append(before)

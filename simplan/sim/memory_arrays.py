@@ -68,12 +68,12 @@ def _worst(
 
 def _effects(program: Program) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(num_ops, num_categories) Bytes more while each operation runs, and once it is done."""
-    column = {id(category): number for number, category in enumerate(_CATEGORIES)}
+    column = {category: number for number, category in enumerate(_CATEGORIES)}
     width = len(_CATEGORIES)
     place, during, after = [], [], []
     for index, op in enumerate(program.ops):
         for effect in op.memory:
-            place.append(index * width + column[id(effect.category)])
+            place.append(index * width + column[effect.category])
             during.append(effect.during_bytes)
             after.append(effect.after_bytes)
     sums = []

@@ -180,7 +180,7 @@ class RankMapping:
     @property
     def ranks_per_stage(self) -> int:
         """Ranks that hold the same stages, or parts of them."""
-        return self.world_size // self.pp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     def rank(self, place: Place) -> int:
         """The rank at a place of the mesh."""

@@ -111,7 +111,9 @@ def test_many_vectors_are_as_many_runs() -> None:
 def test_ranks_that_share_cores_are_refused_by_name() -> None:
     found = program(one_f_one_b(PipelineShape(2, 2)))
     cores = CoreUse(2, [0] * len(found.ops), [1.0] * len(found.ops))
-    with pytest.raises(NotModelledError, match="ranks share 2 cores.*static Programs only; simulate it with the SimPy"):
+    with pytest.raises(
+        NotModelledError, match=r"ranks share 2 cores.*static Programs only; simulate it with the SimPy"
+    ):
         compile_program(found, cores)
     given_s = durations(found, 1.0, 2.0)
     assert engine_of(found, cores).times(given_s) == simulate(found, given_s, cores)
