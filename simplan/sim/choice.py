@@ -13,9 +13,9 @@ from simplan.sim.engine import CoreUse, Times, simulate
 
 __all__ = ["Engine", "engine_of"]
 
-_FEWEST_OPERATIONS = 40_000
-"""From so many on, three runs in SimPy (12 microseconds an operation) take longer than the import of numba, the loading
-of its machine code (0.4 seconds together) and the compilation of the Program (1 microsecond an operation)."""
+_FEWEST_OPERATIONS = 60_000
+"""From so many on, the three runs of a prediction in SimPy (8 microseconds an operation together) take longer than the
+import of numba with the loading of its machine code (0.4 seconds) and the arrays (under 1 microsecond an operation)."""
 
 
 class Engine(Protocol):
