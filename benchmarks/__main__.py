@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.accuracy import accuracy
 from benchmarks.closed_forms import closed_forms
 from benchmarks.cold_start import cold_start
+from benchmarks.compiled_speed import compiled_speed
 from benchmarks.engine_speed import engine_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.table import Row, to_markdown
@@ -19,6 +20,7 @@ from benchmarks.table import Row, to_markdown
 _ALL: dict[str, Callable[[], list[Row]]] = {
     "closed-forms": closed_forms,
     "engine-speed": engine_speed,
+    "compiled-speed": compiled_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,
     "accuracy": accuracy,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
 from simplan.cost.base import Provenance
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
-from simplan.predict.build import assign_layers, core_use, cost_model, expands_all, folding_of
+from simplan.predict.build import assign_layers, cost_model, expands_all, folding_of
 from simplan.predict.simulated import Simulated, simulate_program
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction, RankMemory, Term
@@ -18,7 +19,8 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
-from simplan.sim.engine import CoreUse, simulate, timeline
+from simplan.program.uncollected import uncollected
+from simplan.sim.engine import timeline
 from simplan.sim.memory import memory_peak
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
@@ -36,6 +38,7 @@ _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 9
 _BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
 
 
+@uncollected()
 def predict(
     name: str,
     model: ModelSpec,
@@ -86,7 +89,7 @@ def predict(
     simulated = simulate_program(fine, cost, cluster)
     spans = timeline(fine, simulated.times)
     step_time_s = simulated.times.step_time_s
-    half_width_s = _NINE_IN_TEN * _deviation_s(simulated, core_use(fine, cluster))
+    half_width_s = _NINE_IN_TEN * _deviation_s(simulated)
 
     context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
     if cluster.cores_per_node is not None and calibration is not None:
@@ -141,20 +144,20 @@ def _recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
     return again / total
 
 
-def _deviation_s(simulated: Simulated, cores: CoreUse | None) -> float:
+def _deviation_s(simulated: Simulated) -> float:
     """Standard deviation of the step time: how much it moves when costs of one source are one deviation higher.
 
     Prices of computation share their source and err together, so do those of messages; the two err independently.
     """
     program, pricing, step_time_s = simulated.program, simulated.pricing, simulated.times.step_time_s
-    variance = 0.0
-    for of_messages in {op.kind is SpanKind.COMMUNICATION for op in program.ops}:
-        moved = [
+    moved = [
+        [
             duration_s + (deviation_s if (op.kind is SpanKind.COMMUNICATION) is of_messages else 0.0)
             for op, duration_s, deviation_s in zip(program.ops, pricing.durations_s, pricing.deviations_s, strict=True)
         ]
-        variance += (simulate(program, moved, cores).step_time_s - step_time_s) ** 2
-    return float(variance**0.5)
+        for of_messages in {op.kind is SpanKind.COMMUNICATION for op in program.ops}
+    ]
+    return math.dist(simulated.engine.step_times_s(moved), [step_time_s] * len(moved))
 
 
 def _memory(program: Program, cluster: ClusterSpec, context_bytes: int) -> tuple[RankMemory, ...]:

@@ -9,6 +9,7 @@ REDUCE_GRAD.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.hooks import Hooks
@@ -42,7 +43,8 @@ class FsdpHooks(Hooks):
         self._num_shards = len(self._shard_group)
         self._casts = state.gathered != state.parameter
         self._units: dict[int, tuple[Unit, ...]] = {
-            stage: units if level == 2 else (_one(units),) for stage, units in enumerate(stages.units)
+            stage: stages.units[stage] if level == 2 else (_one(stages.units[stage]),)
+            for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
         }
         self._unit_of = {stage: unit_of_layer(units) for stage, units in self._units.items()}
         self._first = {s: {unit.layers[0]: i for i, unit in enumerate(units)} for s, units in self._units.items()}
@@ -336,6 +338,7 @@ def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
     return MemoryEffect(category, -num_bytes, -num_bytes)
 
 
+@lru_cache(maxsize=256)
 def _one(units: tuple[Unit, ...]) -> Unit:
     """A whole stage as one unit, for Level 1."""
     return Unit(

@@ -15,6 +15,7 @@ from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
+from simplan.program.uncollected import uncollected
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -57,6 +58,7 @@ class Lowering:
     host_waits: bool = False
 
 
+@uncollected()
 def lower(
     model: ModelSpec,
     training: TrainingSpec,
@@ -104,7 +106,8 @@ class _RankLowering:
     ) -> None:
         self.stages, self.rank, self.how = stages, rank, how
         self.scripts = scripts
-        self.pp_rank = stages.mapping.place(rank).pp
+        self.place = stages.mapping.place(rank)
+        self.pp_rank = self.place.pp
         self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
         self.hooks = _hooks(stages, self.writer, how)
         self.states = OptimizerStates(stages, rank)
@@ -253,8 +256,7 @@ class _RankLowering:
         sends = kind in (_K.SEND_F, _K.SEND_B)
         forward = kind in (_K.SEND_F, _K.RECV_F)
         other_stage = action.stage + (1 if forward == sends else -1)
-        place = stages.mapping.place(self.rank)
-        other = stages.mapping.rank(place._replace(pp=stages.placement[other_stage]))
+        other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
         waits_at_once = stages.software.blocking_sends
         ends = (self.rank, other) if sends else (other, self.rank)
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
@@ -273,7 +275,7 @@ class _RankLowering:
 
     def _optimizer(self, action: Action) -> None:
         stages, writer = self.stages, self.writer
-        place = stages.mapping.place(self.rank)
+        place = self.place
         writer.block_on(*self.sends)
         if stages.tied_ends and self.pp_rank in stages.tied_ends:
             ends = tuple(stages.mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)

@@ -65,6 +65,8 @@ class Stages:
         boundary_bytes: By stage, all of them together.
         batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
+        held: By stage and layer, parameters that every rank of the stage holds, once somebody asked.
+        sharded_work: By stage and phase, work on these, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
 
@@ -105,6 +107,8 @@ class Stages:
         self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
         self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
+        self.held: dict[tuple[int, int], int] = {}
+        self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:

@@ -48,6 +48,8 @@ class OptimizerStates:
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""
+        if not any(self._stages.experts[stage]):
+            return []
         return [
             parameter.num_elements
             for layer in self._stages.layers[stage]
@@ -79,11 +81,15 @@ class OptimizerStates:
         """A phase over all that the rank holds of a stage."""
         if self._num_shards == 1:
             return self._stages.work(stage, range(len(self._stages.layers[stage])), phase)
-        b = self._stages.plan.microbatch_size
-        layers = self._stages.layers[stage]
-        return tuple(
-            LayerWork(layers[position], phase, b, self._held(stage, position)) for position in self._positions(stage)
-        )
+        found = self._stages.sharded_work.get((stage, phase))
+        if found is None:
+            b = self._stages.plan.microbatch_size
+            layers = self._stages.layers[stage]
+            found = self._stages.sharded_work[stage, phase] = tuple(
+                LayerWork(layers[position], phase, b, self._held(stage, position))
+                for position in self._positions(stage)
+            )
+        return found
 
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
         """The optimizer's work on a stage."""
@@ -133,9 +139,16 @@ class OptimizerStates:
         return [i for i, p in enumerate(layer.parameters) if not (shared and p.name in layer.tied)]
 
     def _held(self, stage: int, position: int) -> int:
-        layer = self._stages.layers[stage][position]
+        """The same on all ranks of the stage, since shards are padded; so counted once."""
         if self._num_shards == 1:
             return self._stages.owned[stage][position]
+        found = self._stages.held.get((stage, position))
+        if found is None:
+            found = self._stages.held[stage, position] = self._shard(stage, position)
+        return found
+
+    def _shard(self, stage: int, position: int) -> int:
+        layer = self._stages.layers[stage][position]
         held = [layer.parameters[index] for index in self._own_indices(stage, position)]
         shapes = [parameter.shape for parameter in held if not parameter.expert]
         sharded = sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)

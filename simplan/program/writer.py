@@ -107,7 +107,7 @@ class RankWriter:
         )
         meeting = (forward, source_stage, action.microbatch, ends, number)
         message = Message(CollectiveKind.SEND, num_bytes, ends)
-        (peer,) = (end for end in ends if end != self.rank)
+        peer = ends[1] if ends[0] == self.rank else ends[0]
         waits = [*self.blocking, self.last_compute]
         if self._ordered:
             waits.append(self._last_message.get(peer))
