@@ -15,6 +15,7 @@ from simplan.search.rank_numbers import completing_s
 from simplan.search.replicas import reduced_backward_s
 from simplan.search.sharding import ShardedStage
 from simplan.search.stage_numbers import Part, pass_s
+from simplan.sim.pipeline.peaks import PipelineBytes
 from simplan.sim.pipeline.times import PipelineTimes
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.schedules import SCHEDULE_FACTS
@@ -66,6 +67,14 @@ class Column:
         times.tied_s[k] = self._tied_s
         times.update_s[:, k] = np.array([rank.update_s for rank in self._ranks])[rank_index]
         times.after_s[:, k] = np.array([rank.after_s for rank in self._ranks])[rank_index]
+
+    def write_bytes(self, held: PipelineBytes, k: int, num_microbatches: int) -> None:
+        """Fills in the plan's column."""
+        index = self.layout.index
+        held.during[:, :, k], held.after[:, :, k] = self._changes[:, 0, index], self._changes[:, 1, index]
+        held.sent[:, :, k] = self._sent_bytes
+        held.base[:, k] = self._resting_bytes(num_microbatches)
+        held.extra[:, k] = np.array([rank.rebuild_bytes for rank in self._ranks])[self.layout.rank_index]
 
     def least_time_s(self, num_microbatches: int) -> float:
         """A bound: no rank is through before its first input is there, all its work is done, and what it gave is used.
@@ -128,7 +137,7 @@ class Column:
         return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, *ends) if num_bytes and ends[0] != ends[1] else 0.0
 
     @cached_property
-    def changes(self) -> _Integers:
+    def _changes(self) -> _Integers:
         """Changes of memory by part, ``(slots, 2, parts)``."""
         found = [
             stage_changes(
@@ -144,7 +153,7 @@ class Column:
         return np.stack(found, axis=-1)
 
     @cached_property
-    def sent_bytes(self) -> _Integers:
+    def _sent_bytes(self) -> _Integers:
         """What a rank holds of what it has sent, ``(2, stages)``: activations of a stage, and gradients of its input."""
         crossings = self.layout.crossings
         found = np.zeros((2, len(crossings)), np.int64)
@@ -152,7 +161,7 @@ class Column:
         found[1, 1:] = [sum(crossing.sizes) for crossing in crossings[:-1]]
         return found
 
-    def resting_bytes(self, num_microbatches: int) -> _Integers:
+    def _resting_bytes(self, num_microbatches: int) -> _Integers:
         """By rank, between steps; receive buffers of all microbatches and a step of images are there, too."""
         layout = self.layout
         crossed = np.array([sum(crossing.sizes) for crossing in layout.crossings])
@@ -161,11 +170,6 @@ class Column:
         of_rank[layout.placement[0]] += self._layers.batch_bytes
         own = np.array([rank.resting_bytes for rank in self._ranks])[layout.rank_index]
         return own + num_microbatches * of_rank
-
-    @property
-    def rebuild_bytes(self) -> _Integers:
-        """By rank, what DDP holds once besides."""
-        return np.array([rank.rebuild_bytes for rank in self._ranks])[self.layout.rank_index]
 
     def _whole_in_weight(self, part: Part) -> bool:
         """The first stage has no gradient to hand on, so that torch does all of its backward in W."""

@@ -79,7 +79,7 @@ class FastEvaluator:
             if table is None:
                 peaks = [single.peak_bytes(self._numbers, c) for c in some]
             else:
-                peaks = pipelined.peak_bytes(table, [self._column(c) for c in some])
+                peaks = pipelined.peaks_bytes(table, [self._column(c) for c in some])
             for place, peak in zip(places, peaks, strict=True):
                 found[place] = peak
         return found
