@@ -5,20 +5,20 @@ The order of what FSDP's hooks do is that of ``simplan.program.fsdp``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.program.footprint import layers_effects
 from simplan.program.program import Phase
-from simplan.program.script import in_order
-from simplan.program.split_footprint import SplitFootprint, split_effects
 from simplan.search.layers import Layers
 from simplan.search.sharded_pass import UnitArrays
 from simplan.search.sharding import ShardedStage
-from simplan.search.stage_numbers import Change, Part, Walk, pass_bytes
+from simplan.search.stage_numbers import Change, Part, Walk, pass_bytes, pass_changes
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 
-__all__ = ["stage_changes"]
+__all__ = ["UnitBytes", "sharding_changes", "stage_changes"]
 
 _INPUTS = (Slot.INPUT, Slot.INPUT_WIDENS, Slot.INPUT_WIDENS_FIRST)
 _BACKWARDS = (Slot.BACKWARD, Slot.BACKWARD_FIRST, Slot.BACKWARD_LAST, Slot.BACKWARD_ONLY)
@@ -33,149 +33,127 @@ _WEIGHTS = (
 
 
 def stage_changes(
-    layers: Layers, part: Part, sharded: ShardedStage | None, *, split: bool, whole_in_weight: bool, replicated: bool
+    layers: Layers, part: Part, begins: dict[int, UnitBytes] | None, *, split: bool, whole_in_weight: bool
 ) -> NDArray[np.int64]:
-    """Changes of memory, ``(slots, 2)``: at the worst moment, and after.
+    """What a stage's computations do to memory, ``(slots, 2)``: at the worst moment, and after.
 
     Args:
         layers: The layers.
         part: The stage.
-        sharded: Its units under FSDP.
+        begins: By layer with which a unit of FSDP begins, the unit; None without FSDP.
         split: Its backward is in two parts.
         whole_in_weight: Of which the second does all (the first stage's, under torch).
-        replicated: Shards have replicas.
     """
     found = np.zeros((NUM_SLOTS, 2), np.int64)
     found[Slot.FORWARD] = pass_bytes(layers, part, Phase.FORWARD)
-    backwards = _WEIGHTS if split else _BACKWARDS
-    divided = split and not whole_in_weight
-    if divided:
-        found[list(_INPUTS)] = pass_bytes(layers, part, Phase.BACKWARD_INPUT)
-        found[list(_WEIGHTS)] = pass_bytes(layers, part, Phase.BACKWARD_WEIGHT)
-    else:
-        found[list(backwards)] = pass_bytes(layers, part, Phase.BACKWARD)
-    if sharded is None:
+    widens = layers.state.gathered != layers.state.accumulated
+
+    def write(slots: Sequence[Slot], phase: Phase, held: Held | None = None) -> None:
+        found[list(slots)] = _with_hooks(layers, part, phase, begins or {}, held)
+
+    if not split or whole_in_weight:
+        backwards = _WEIGHTS if split else _BACKWARDS
+        write(backwards, Phase.BACKWARD, Held(widens=widens))
+        write(backwards[1:4:2], Phase.BACKWARD, Held(new=True, widens=widens))
         return found
-    hooks = _Hooks(layers, part, sharded, replicated=replicated)
-    found[Slot.UNSHARD] = hooks.unshard()
-    found[Slot.SETTLE] = (int(sharded.arrays.gathered.max()), 0)
-    found[Slot.RESHARD] = -int(sharded.arrays.gathered.sum())
-    narrow = divided and hooks.widens
-    found[Slot.REDUCE_GRAD] = hooks.reduce(narrow=narrow, first=False)
-    found[Slot.REDUCE_GRAD_NARROW] = hooks.reduce(narrow=narrow, first=narrow)
-    if not divided:
-        found[list(backwards)] = hooks.backward(first=False)
-        found[list(backwards[1:4:2])] = hooks.backward(first=True)
-    elif hooks.widens:
-        found[Slot.INPUT_WIDENS] = hooks.input(first=False)
-        found[Slot.INPUT_WIDENS_FIRST] = hooks.input(first=True)
-        found[list(_WEIGHTS[:4])] = hooks.weight(sharded.arrays.whole)
+    write(_INPUTS, Phase.BACKWARD_INPUT)
+    write(_WEIGHTS, Phase.BACKWARD_WEIGHT)
+    if widens:
+        write([Slot.INPUT_WIDENS], Phase.BACKWARD_INPUT, Held(widens=True, frees=True))
+        write([Slot.INPUT_WIDENS_FIRST], Phase.BACKWARD_INPUT, Held(new=True, widens=True, frees=True))
+        write(_WEIGHTS[:4], Phase.BACKWARD_WEIGHT, Held(narrow=True))
     else:
-        found[[Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY]] = hooks.weight(sharded.arrays.accumulated)
+        write([Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY], Phase.BACKWARD_WEIGHT, Held(new=True))
     return found
 
 
-class _Hooks:
-    """FSDP's hooks in a pipeline.
+def sharding_changes(
+    sharded: ShardedStage, *, widens: bool, split: bool, whole_in_weight: bool, replicated: bool
+) -> NDArray[np.int64]:
+    """What FSDP does to memory at UNSHARD, RESHARD and REDUCE_GRAD, ``(slots, 2)``.
+
+    Args:
+        sharded: Units of the stage.
+        widens: Gradients come in another precision than that in which they are added up.
+        split, whole_in_weight: As of ``stage_changes``.
+        replicated: Shards have replicas.
+    """
+    found = np.zeros((NUM_SLOTS, 2), np.int64)
+    units = sharded.arrays
+    walk = Walk()
+    for gathered, cast in zip(units.gathered.tolist(), units.cast.tolist(), strict=True):
+        walk.add(gathered + cast, gathered)
+    found[Slot.UNSHARD] = walk.change
+    found[Slot.SETTLE] = (units.gathered.max(), 0)
+    found[Slot.RESHARD] = -units.gathered.sum()
+    narrow = widens and split and not whole_in_weight
+    found[Slot.REDUCE_GRAD] = _reduce(units, Held(widens=True, frees=True) if narrow else None, replicated)
+    first = Held(new=True, widens=True, frees=True) if narrow else None
+    found[Slot.REDUCE_GRAD_NARROW] = _reduce(units, first, replicated)
+    return found
+
+
+class UnitBytes(NamedTuple):
+    """Gradients of a unit.
 
     Attributes:
-        widens: Gradients come in another precision than that in which they are added up.
+        whole: As they come.
+        accumulated: As they are added up.
     """
 
-    def __init__(self, layers: Layers, part: Part, sharded: ShardedStage, *, replicated: bool) -> None:
-        self._layers, self._part, self._replicated = layers, part, replicated
-        self._units: UnitArrays = sharded.arrays
-        self._begins = {part.start + unit.layers[0]: index for index, unit in enumerate(sharded.units)}
-        self.widens = layers.state.gathered != layers.state.accumulated
+    whole: int
+    accumulated: int
 
-    def unshard(self) -> Change:
-        """All units are asked for."""
-        walk = Walk()
-        for gathered, cast in zip(self._units.gathered.tolist(), self._units.cast.tolist(), strict=True):
-            walk.add(gathered + cast, gathered)
-        return walk.change
 
-    def backward(self, *, first: bool) -> Change:
-        """Whole backward, after each unit of which its gradients are added up."""
-        walk = Walk()
-        for layer in in_order(self._part.layers, Phase.BACKWARD):
-            footprint = self._layers.facts(layer, self._part.ends(layer), tied=self._part.tied).footprint
-            walk.effects(layers_effects([footprint], forward=False))
-            if layer in self._begins:
-                self._hold(walk, self._begins[layer], first=first)
-        return walk.change
+class Held(NamedTuple):
+    """What becomes of a unit's gradients.
 
-    def input(self, *, first: bool) -> Change:
-        """Gradients of activations, beside which those of weights of the microbatch before are added up."""
-        walk = Walk()
-        for layer, change in self._passes(Phase.BACKWARD_INPUT):
+    Attributes:
+        new: Nothing was added up before.
+        widens: They come in another precision.
+        frees: They were held as they came, and are not any more.
+        narrow: They stay as they came.
+    """
+
+    new: bool = False
+    widens: bool = False
+    frees: bool = False
+    narrow: bool = False
+
+    def changes(self, unit: UnitBytes) -> list[Change]:
+        """Of memory."""
+        if self.narrow:
+            return [Change(unit.whole, unit.whole)]
+        new = unit.accumulated if self.new else 0
+        during = new + (unit.whole if self.widens else 0)
+        found = [Change(during, new)] if during else []
+        return [*found, Change(-unit.whole, -unit.whole)] if self.frees else found
+
+
+def _with_hooks(
+    layers: Layers, part: Part, phase: Phase, begins: dict[int, UnitBytes], held: Held | None
+) -> Change:
+    """A pass, and after each unit what becomes of its gradients."""
+    walk = Walk()
+    for run in pass_changes(layers, part, phase):
+        unit = begins.get(run.layer)
+        after = held.changes(unit) if held and unit else []
+        walk.repeat([run.change, *after], run.count)
+    return walk.change
+
+
+def _reduce(units: UnitArrays, held: Held | None, replicated: bool) -> Change:
+    """REDUCE_GRAD, before which gradients of the last microbatch may have to be added to the others."""
+    walk = Walk()
+    buffer = outputs = 0
+    columns = (units.scattered, units.output, units.gathered, units.accumulated, units.whole)
+    for scattered, output, gathered, accumulated, whole in zip(*(c.tolist() for c in columns), strict=True):
+        for change in held.changes(UnitBytes(whole, accumulated)) if held else ():
             walk.add(*change)
-            if layer in self._begins:
-                self._widen(walk, self._begins[layer], first=first)
-        return walk.change
-
-    def weight(self, held: NDArray[np.int64]) -> Change:
-        """Gradients of weights, which stay as they are (by unit, so many bytes)."""
-        walk = Walk()
-        for layer, change in self._passes(Phase.BACKWARD_WEIGHT):
-            walk.add(*change)
-            if layer in self._begins:
-                size = int(held[self._begins[layer]])
-                walk.add(size, size)
-        return walk.change
-
-    def reduce(self, *, narrow: bool, first: bool) -> Change:
-        """REDUCE_GRAD.
-
-        Args:
-            narrow: Gradients of the last microbatch have not been added up yet.
-            first: Nor have those of any before it.
-        """
-        units, walk = self._units, Walk()
-        buffer = outputs = 0
-        for index in range(len(units.gathered)):
-            if narrow:
-                self._widen(walk, index, first=first)
-            scattered, output = int(units.scattered[index]), int(units.output[index])
-            change = scattered - buffer - int(units.gathered[index])
-            walk.add(change, change - int(units.accumulated[index]))
-            buffer = scattered
-            held = output if self._replicated else 0
-            walk.add(output, held)
-            outputs += held
-        walk.add(-buffer - outputs, -buffer - outputs)
-        return walk.change
-
-    def _hold(self, walk: Walk, index: int, *, first: bool) -> None:
-        new = int(self._units.accumulated[index]) if first else 0
-        during = new + (int(self._units.whole[index]) if self.widens else 0)
-        if during:
-            walk.add(during, new)
-
-    def _widen(self, walk: Walk, index: int, *, first: bool) -> None:
-        self._hold(walk, index, first=first)
-        freed = -int(self._units.whole[index])
-        walk.add(freed, freed)
-
-    def _passes(self, phase: Phase) -> list[tuple[int, Change]]:
-        """Part by part of a backward in two parts, layer by layer; what layers keep to the end of the stage goes last.
-
-        As ``simplan.program.script`` writes them.
-        """
-        order = list(in_order(self._part.layers, phase))
-        splits = [self._layers.facts(i, self._part.ends(i), tied=self._part.tied).split() for i in order]
-        delayed = [_late(split, phase) for split in splits]
-        found = []
-        for layer, split, late in zip(order, splits, delayed, strict=True):
-            walk = Walk()
-            walk.effects(split_effects([split], phase))
-            during, after = walk.change
-            more = late if layer != order[-1] else late - sum(delayed)
-            found.append((layer, Change(during, after + more)))
-        return found
-
-
-def _late(split: SplitFootprint, phase: Phase) -> int:
-    if phase is Phase.BACKWARD_INPUT:
-        return split.dropped + split.dropped_logits
-    return split.between_activations - split.released + split.between_logits
+        changed = scattered - buffer - gathered
+        walk.add(changed, changed - accumulated)
+        buffer = scattered
+        walk.add(output, output if replicated else 0)
+        outputs += output if replicated else 0
+    walk.add(-buffer - outputs, -buffer - outputs)
+    return walk.change

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from simplan.program.program import Phase
 from simplan.search.candidate import Candidate
-from simplan.search.changes import stage_changes
 from simplan.search.numbers import Numbers
 from simplan.search.rank_numbers import completing_s
 from simplan.search.replicas import reduced_backward_s
@@ -103,7 +102,7 @@ class Column:
     def _part_times(self, part: Part, sharded: ShardedStage | None) -> tuple[tuple[float, ...], float, float]:
         layers, c, numbers = self._layers, self._c, self._numbers
         input_s = weight_s = backward_s = last_s = 0.0
-        if not self._splits or self._whole_in_weight(part):
+        if not self._splits or self._numbers.whole_in_weight(part):
             backward_s = last_s = weight_s = pass_s(layers, part, _B)
         else:
             input_s, weight_s = pass_s(layers, part, _I), pass_s(layers, part, _W)
@@ -139,17 +138,12 @@ class Column:
     @cached_property
     def _changes(self) -> _Integers:
         """Changes of memory by part, ``(slots, 2, parts)``."""
-        found = [
-            stage_changes(
-                self._layers,
-                part,
-                stage,
-                split=self._splits,
-                whole_in_weight=self._whole_in_weight(part),
-                replicated=self._c.dp_replicate > 1,
-            )
-            for part, stage in zip(self.layout.parts, self._sharded, strict=True)
-        ]
+        found = []
+        for part, stage in zip(self.layout.parts, self._sharded, strict=True):
+            change = self._numbers.stage_changes(self._c, part, split=self._splits)
+            if stage is not None:
+                change = change + self._numbers.sharding_changes(self._c, part, split=self._splits)
+            found.append(change)
         return np.stack(found, axis=-1)
 
     @cached_property
@@ -170,7 +164,3 @@ class Column:
         of_rank[layout.placement[0]] += self._layers.batch_bytes
         own = np.array([rank.resting_bytes for rank in self._ranks])[layout.rank_index]
         return own + num_microbatches * of_rank
-
-    def _whole_in_weight(self, part: Part) -> bool:
-        """The first stage has no gradient to hand on, so that torch does all of its backward in W."""
-        return part.start == 0 and not self._numbers.software.first_stage_splits

@@ -105,6 +105,7 @@ class Layers:
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._held: dict[tuple[int, int, bool], int] = {}
+        self._counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def _variant(self, layer: int) -> int:
         """With torchtitan's selective_layer every second block is recomputed."""
@@ -125,9 +126,12 @@ class Layers:
             found = self._passes[key] = self._timed(script, more_s)
         return found
 
-    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Layers that differ, each with how often it comes."""
-        return list(Counter(self.kinds[start:stop]).items())
+    def kinds_in(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Layers of a stage that differ, each with how many are like it."""
+        found = self._counted.get((start, stop))
+        if found is None:
+            found = self._counted[start, stop] = list(Counter(self.kinds[start:stop]).items())
+        return found
 
     def facts(self, layer: int, ends: tuple[bool, bool], *, tied: bool) -> LayerFacts:
         """What a layer keeps.

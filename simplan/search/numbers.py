@@ -6,10 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.compute import roofline
 from simplan.search.candidate import Candidate
+from simplan.search.changes import UnitBytes, sharding_changes, stage_changes
 from simplan.search.layers import Layers, Way
 from simplan.search.layout import Layout, layout_of, placement_of
 from simplan.search.mesh import Mesh
@@ -68,7 +72,7 @@ class Numbers:
     ) -> None:
         self.model, self.cluster, self.training, self.software = model, cluster, training, software
         self.bucket_bytes = bucket_bytes
-        self._few, self._layouts, self._stages = Kept(1_000), Kept(20_000), Kept(20_000)
+        self._few, self._layouts, self._stages = Kept(2_000), Kept(20_000), Kept(50_000)
 
     def num_microbatches(self, c: Candidate) -> int:
         """Microbatches of a step of one data-parallel rank."""
@@ -118,6 +122,40 @@ class Numbers:
         key = ("rank", parts, *split_key(c), *mesh_key(c), c.shards_parameters, c.shards_optimizer_only)
         optimizer = self.training.optimizer
         return self._stages.get(key, lambda: rank_numbers(self.layers(c), self.mesh(c), parts, c, optimizer))
+
+    def stage_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
+        """What a stage's computations do to memory, ``(slots, 2)``; no matter how many shards there are."""
+
+        def make() -> NDArray[np.int64]:
+            layers, stage = self.layers(c), self.sharded(c, part)
+            begins = None
+            if stage is not None:
+                whole, held = stage.arrays.whole.tolist(), stage.arrays.accumulated.tolist()
+                firsts = [part.start + unit.layers[0] for unit in stage.units]
+                begins = {i: UnitBytes(*sizes) for i, *sizes in zip(firsts, whole, held, strict=True)}
+            return stage_changes(layers, part, begins, split=split, whole_in_weight=self.whole_in_weight(part))
+
+        return self._stages.get(("changes", part, Way.of(c), split), make)
+
+    def sharding_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
+        """What gathering, resharding and reducing do."""
+
+        def make() -> NDArray[np.int64]:
+            stage, state = self.sharded(c, part), self.layers(c).state
+            assert stage is not None
+            return sharding_changes(
+                stage,
+                widens=state.gathered != state.accumulated,
+                split=split,
+                whole_in_weight=self.whole_in_weight(part),
+                replicated=c.dp_replicate > 1,
+            )
+
+        return self._stages.get(("sharding", part, *split_key(c), *mesh_key(c), split), make)
+
+    def whole_in_weight(self, part: Part) -> bool:
+        """The first stage has no gradient to hand on, so that torch does all of its backward in W."""
+        return part.start == 0 and not self.software.first_stage_splits
 
 
 def mesh_key(c: Candidate) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def rank_numbers(layers: Layers, mesh: Mesh, parts: Sequence[Part], candidate: C
     """
     state = layers.state
     num_shards = mesh.num_shards if candidate.shards_parameters else 1
-    runs = [(i, count, part.tied) for part in parts for i, count in layers.runs(part.start, part.stop)]
+    runs = [(i, count, part.tied) for part in parts for i, count in layers.kinds_in(part.start, part.stop)]
     held = [(i, count, layers.held(i, num_shards, tied=tied)) for i, count, tied in runs]
     elements = trained = sum(count * number for _, count, number in held)
     if candidate.shards_optimizer_only:
@@ -66,7 +66,7 @@ def completing_s(layers: Layers, mesh: Mesh, part: Part, candidate: Candidate, *
     """
     num_shards = mesh.num_shards if candidate.shards_parameters else 1
     seconds = 0.0
-    runs = layers.runs(part.start, part.stop)
+    runs = layers.kinds_in(part.start, part.stop)
     partial = sum(count * layers.partial_elements[i] for i, count in runs) // num_shards
     if partial and candidate.tp > 1:
         seconds += mesh.tensor_s(CollectiveKind.ALL_REDUCE, partial * layers.state.gradient)

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.program.footprint import layers_effects
+from simplan.program.footprint import LayerFootprint, layers_effects
 from simplan.program.program import Phase
 from simplan.program.units import Unit, fsdp_units, unit_of_layer
 from simplan.search.layers import Layers
 from simplan.search.mesh import Mesh
 from simplan.search.sharded_pass import LayerArrays, UnitArrays
-from simplan.search.stage_numbers import Change, Part, Walk
+from simplan.search.stage_numbers import Change, Part, total
 from simplan.spec.layer import CollectiveKind, LayerKind
 
 __all__ = ["ShardedStage", "layer_arrays", "sharded_stage"]
@@ -103,10 +103,8 @@ def layer_arrays(layers: Layers, part: Part, units: tuple[Unit, ...]) -> LayerAr
 _BOTH = (Phase.FORWARD, Phase.BACKWARD)
 
 
-def _change(footprint: object, phase: Phase) -> Change:
-    walk = Walk()
-    walk.effects(layers_effects([footprint], forward=phase is Phase.FORWARD))  # type: ignore[list-item]
-    return walk.change
+def _change(footprint: LayerFootprint, phase: Phase) -> Change:
+    return total(layers_effects([footprint], forward=phase is Phase.FORWARD))
 
 
 def _floats(values: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,4 +1,4 @@
-"""Times and bytes of a stage: those of its layers, one after the other."""
+"""Times and bytes of a stage: those of its layers, one after the other, layers that are alike taken together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 from simplan.program.footprint import layers_effects
 from simplan.program.program import MemoryEffect, Phase
 from simplan.program.script import in_order
-from simplan.program.split_footprint import split_effects
+from simplan.program.split_footprint import SplitFootprint, split_effects
 from simplan.search.layers import Layers
 
-__all__ = ["Change", "Part", "Walk", "part_times", "pass_bytes", "pass_s", "table_bytes"]
+__all__ = ["Change", "Part", "Run", "Walk", "part_times", "pass_bytes", "pass_changes", "pass_s", "table_bytes"]
 
 _NEVER = -(2**62)
 
@@ -49,35 +49,60 @@ class Change(NamedTuple):
     after: int
 
 
+class Run(NamedTuple):
+    """Layers of a stage, one after the other, that are alike.
+
+    Attributes:
+        layer: One of them.
+        count: How many.
+        change: What a pass through each does.
+    """
+
+    layer: int
+    count: int
+    change: Change
+
+
 class Walk:
     """Changes one after the other, as one."""
 
     def __init__(self) -> None:
-        self.during = _NEVER
-        self.held = 0
+        self._during = _NEVER
+        self._held = 0
 
     def add(self, during: int, after: int) -> None:
         """One more."""
-        self.during = max(self.during, self.held + during)
-        self.held += after
+        self._during = max(self._during, self._held + during)
+        self._held += after
 
-    def effects(self, effects: Iterable[MemoryEffect]) -> None:
-        """One more, by category."""
-        during = after = 0
-        for effect in effects:
-            during += effect.during_bytes
-            after += effect.after_bytes
+    def repeat(self, changes: Sequence[Change], count: int) -> None:
+        """The same changes so many times: as each time leaves as much, the first or the last time is the worst."""
+        one = Walk()
+        for change in changes:
+            one.add(*change)
+        during, after = one.change
+        self.add(during, 0)
+        self._held += (count - 1) * after
         self.add(during, after)
 
     @property
     def change(self) -> Change:
         """All of them; nothing at all changes nothing."""
-        return Change(0 if self.during == _NEVER else self.during, self.held)
+        return Change(0 if self._during == _NEVER else self._during, self._held)
+
+
+def total(effects: Iterable[MemoryEffect]) -> Change:
+    """Effects of all categories together."""
+    during = after = 0
+    for effect in effects:
+        during += effect.during_bytes
+        after += effect.after_bytes
+    return Change(during, after)
 
 
 def pass_s(layers: Layers, part: Part, phase: Phase) -> float:
     """Time of a pass through a stage."""
-    return sum(count * layers.passed(i, phase).seconds for i, count in layers.runs(part.start, part.stop))
+    return sum(count * layers.passed(i, phase).seconds for i, count in layers.kinds_in(part.start, part.stop))
 
 
 def part_times(layers: Layers, part: Part, phase: Phase, more_s: Sequence[float]) -> tuple[float, list[float]]:
@@ -101,21 +126,65 @@ def part_times(layers: Layers, part: Part, phase: Phase, more_s: Sequence[float]
     return now_s, ended_s
 
 
+def pass_changes(layers: Layers, part: Part, phase: Phase) -> list[Run]:
+    """What a pass does to memory, in the order in which it comes to the layers.
+
+    In a backward of two parts what layers keep to the end of the stage goes with the last layer, as
+    ``simplan.program.script`` has it.
+    """
+    runs = [(i, count) for i, count in _runs(layers, part)]
+    if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT):
+        runs.reverse()
+    facts = [layers.facts(i, part.ends(i), tied=part.tied) for i, _ in runs]
+    if phase in (Phase.FORWARD, Phase.BACKWARD):
+        forward = phase is Phase.FORWARD
+        changes = [total(layers_effects([fact.footprint], forward=forward)) for fact in facts]
+        return [Run(i, count, change) for (i, count), change in zip(runs, changes, strict=True)]
+    found, delayed = [], 0
+    for (i, count), fact in zip(runs, facts, strict=True):
+        split = fact.split()
+        during, after = total(split_effects([split], phase))
+        late = _late(split, phase)
+        found.append(Run(i, count, Change(during, after + late)))
+        delayed += count * late
+    last = found.pop()
+    if last.count > 1:
+        found.append(last._replace(count=last.count - 1))
+    found.append(Run(last.layer, 1, Change(last.change.during, last.change.after - delayed)))
+    return found
+
+
 def pass_bytes(layers: Layers, part: Part, phase: Phase) -> Change:
     """Memory of a pass through a stage without hooks between its layers."""
-    facts = [layers.facts(i, part.ends(i), tied=part.tied) for i in in_order(part.layers, phase)]
     walk = Walk()
-    if phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT):
-        walk.effects(split_effects([fact.split() for fact in facts], phase))
-    else:
-        walk.effects(layers_effects([fact.footprint for fact in facts], forward=phase is Phase.FORWARD))
+    for run in pass_changes(layers, part, phase):
+        walk.repeat([run.change], run.count)
     return walk.change
 
 
 def table_bytes(layers: Layers, part: Part) -> int:
     """Tables that the layers of a stage share, and those that each has."""
-    runs = [(layers.specs[i], count) for i, count in layers.runs(part.start, part.stop)]
-    shared = {table for layer, _ in runs for table in layer.constants}
-    tables = [*((table, 1) for table in shared), *((t, count) for layer, count in runs for t in layer.buffers)]
+    kinds = [(layers.specs[i], count) for i, count in layers.kinds_in(part.start, part.stop)]
+    shared = {table for layer, _ in kinds for table in layer.constants}
+    tables = [*((table, 1) for table in shared), *((t, count) for layer, count in kinds for t in layer.buffers)]
     widths = layers.state.activation, layers.state.residual
     return sum(count * table.num_bytes(*widths) for table, count in tables)
+
+
+def _runs(layers: Layers, part: Part) -> list[tuple[int, int]]:
+    """Layers that are alike and one after the other; those at the ends of the stage are alone."""
+    found: list[tuple[int, int]] = []
+    for i in part.layers:
+        at_end = any((*part.ends(i), *(part.ends(i - 1) if found else ())))
+        if found and not at_end and layers.kinds[found[-1][0]] == layers.kinds[i]:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((i, 1))
+    return found
+
+
+def _late(split: SplitFootprint, phase: Phase) -> int:
+    """Activations and logits of a layer that stay until its stage is done."""
+    if phase is Phase.BACKWARD_INPUT:
+        return split.dropped + split.dropped_logits
+    return split.between_activations - split.released + split.between_logits
