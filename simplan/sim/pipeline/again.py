@@ -70,7 +70,11 @@ def times_more(rows, length, old_position, moved, higher):  # type: ignore[no-un
         while i + moved < length:
             later = i + moved
             s = stage[r, i]
-            if kind[r, later] != kind[r, i] or stage[r, later] != s or microbatch[r, later] != microbatch[r, i] + higher:
+            if (
+                kind[r, later] != kind[r, i]
+                or stage[r, later] != s
+                or microbatch[r, later] != microbatch[r, i] + higher
+            ):
                 break
             if (last_use[s] == i) != (last_use[s] == later):
                 break

@@ -78,7 +78,9 @@ def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> _Bytes:
     for first, length, repeats, _ in table.segments.tolist():
         before, kept_before = now.copy(), kept.copy()
         top = now.copy()
-        _walk(table.events(first, length), table.places, held.during, held.after, held.sent, now, kept, is_gathered, top)
+        _walk(
+            table.events(first, length), table.places, held.during, held.after, held.sent, now, kept, is_gathered, top
+        )
         # each time it comes, it leaves as much, and what it needs at most is that much higher the next time
         left = now - before
         np.maximum(most, top + (repeats - 1) * np.maximum(left, 0), out=most)

@@ -15,6 +15,7 @@ __all__ = ["PipelineTimes", "pipeline_times"]
 
 _Array = NDArray[np.float64]
 
+
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
     """How long everything takes, seconds, the last axis of every array being the plan.
