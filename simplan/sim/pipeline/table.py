@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import Unshard
 from simplan.sim.pipeline.events import complete
+from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Places, Steps
 from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
 from simplan.sim.pipeline.slots import kind_of
@@ -45,16 +45,16 @@ class PipelineTable:
     num_ranks: int
     num_stages: int
     num_microbatches: int
-    rank_of: NDArray[np.int32]
-    sends_over: NDArray[np.int32]
-    gets_over: NDArray[np.int32]
+    rank_of: Ints
+    sends_over: Ints
+    gets_over: Ints
     num_pairs: int
     two_peers: bool
-    slot: NDArray[np.uint8]
-    stage: NDArray[np.int32]
-    microbatch: NDArray[np.int32]
-    segments: NDArray[np.int64]
-    live: NDArray[np.int64]
+    slot: Bytes
+    stage: Ints
+    microbatch: Ints
+    segments: Longs
+    live: Longs
     depth: int
 
     @property
@@ -63,11 +63,11 @@ class PipelineTable:
         return sum(array.nbytes for array in (*self.places, self.slot, self.stage, self.microbatch, self.segments))
 
     @property
-    def places(self) -> tuple[NDArray[np.int32], ...]:
+    def places(self) -> Places:
         """Where stages are, and over what they talk."""
         return self.rank_of, self.sends_over, self.gets_over
 
-    def events(self, first: int, length: int) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
+    def events(self, first: int, length: int) -> Steps:
         """Slot, stage and microbatch of some events."""
         part = slice(first, first + length)
         return self.slot[part], self.stage[part], self.microbatch[part]
@@ -140,15 +140,16 @@ def _table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> Pipeline
     )
 
 
-def _arrived(live: NDArray[np.int64], gets_over: NDArray[np.int32]) -> NDArray[np.int64]:
+def _arrived(live: Longs, gets_over: Ints) -> Longs:
     """Of what has been made and not been used, what another rank has sent."""
     segment, way, maker, microbatch = live.T
     receiver = maker + 1 - 2 * way
     sent = gets_over[way, receiver] >= 0
-    return np.stack([segment, way * gets_over.shape[1] + receiver, microbatch], axis=1)[sent]
+    waiting = np.stack([segment, way * gets_over.shape[1] + receiver, microbatch], axis=1)
+    return np.asarray(waiting[sent])
 
 
-def _pairs(rank_of: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+def _pairs(rank_of: Ints) -> tuple[Ints, Ints, int]:
     """Over which pair of ranks every stage sends and gets, see ``PipelineTable``, and how many pairs there are."""
     pairs: dict[frozenset[int], int] = {}
     sends_over, gets_over = np.full((2, 3, len(rank_of)), -1, np.int32)
