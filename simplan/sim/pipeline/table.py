@@ -16,7 +16,7 @@ from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
 from simplan.sim.pipeline.slots import kind_of
 
-__all__ = ["PipelineTable", "compiled_table"]
+__all__ = ["PipelineTable", "compiled_table", "forget_tables"]
 
 _MAKES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _UNSHARD = {"none": NONE, "once": ONCE, "window": WINDOW}
@@ -116,6 +116,11 @@ def compiled_table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> 
             held -= _known.popitem(last=False)[1].num_bytes
     _known.move_to_end(key)
     return table
+
+
+def forget_tables() -> None:
+    """Gives back the memory of tables that are kept."""
+    _known.clear()
 
 
 def _table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> PipelineTable:
