@@ -10,8 +10,8 @@ from simplan.search.candidate import Candidate
 from simplan.search.column import Column
 from simplan.search.mesh import is_even
 from simplan.search.layers import Way
-from simplan.search.numbers import Kept, Numbers, mesh_key
-from simplan.sim.pipeline.table import PipelineTable, compiled_table
+from simplan.search.numbers import Kept, Numbers, mesh_key, split_key
+from simplan.sim.pipeline.table import PipelineTable, Tables
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -55,17 +55,23 @@ class FastEvaluator:
     def __init__(self, numbers: Numbers, context_bytes: int) -> None:
         self._numbers = numbers
         self._context_bytes = context_bytes
-        self._columns = Kept(5_000)
+        self._columns, self._uneven = Kept(5_000), Kept(5_000)
+        self._tables = Tables()
 
     def covers(self, c: Candidate) -> bool:
         """Whether it knows a plan: all ranks of a stage do the same, and the schedule is not found from times."""
         if c.ep > 1 or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
             return False
-        num_shards = c.dp_shard * c.cp
-        if not c.shards_parameters or num_shards == 1:
-            return True
-        partial = (p for spec in self._numbers.layers(c).specs for p in spec.parameters if p.partial_gradient)
-        return all(p.shape[0] % num_shards == 0 for p in partial)
+        return not c.shards_parameters or not self._is_uneven(c)
+
+    def _is_uneven(self, c: Candidate) -> bool:
+        """Whether ranks have unequal parts of gradients that are summed over tensor-parallel ranks."""
+
+        def find() -> bool:
+            parameters = (p for spec in self._numbers.layers(c).specs for p in spec.parameters)
+            return any(p.partial_gradient and p.shape[0] % (c.dp_shard * c.cp) for p in parameters)
+
+        return self._uneven.get((*split_key(c), c.dp_shard), find)
 
     def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
         """See ``Evaluator``."""
@@ -117,7 +123,7 @@ class FastEvaluator:
         for place, c in enumerate(candidates):
             key = (c.schedule, c.pp, self._numbers.num_microbatches(c), c.virtual_stages, _unshard(c))
             grouped[key if c.pp > 1 else ()].append(place)
-        return [(compiled_table(*key) if key else None, places) for key, places in grouped.items()]  # type: ignore[arg-type]
+        return [(self._tables.get(*key) if key else None, places) for key, places in grouped.items()]  # type: ignore[arg-type]
 
     def _on_device(self, allocated_bytes: int) -> int:
         return -(-allocated_bytes // _BLOCK_BYTES) * _BLOCK_BYTES + self._context_bytes

@@ -8,14 +8,20 @@ longer a shifted copy of itself.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.jit import Bytes, Ints, Longs, compiled
 
 __all__ = ["is_again", "skip", "times_more", "with_live"]
 
+RunState = tuple[Ints, Ints, Longs, NDArray[np.uint64], Ints, Bytes]
+Rows = tuple[Bytes, Ints, Ints, Ints, Ints, Bytes, Ints]
+
 
 @compiled
-def is_again(state, old, now, old_now, made, moved, higher, rank_of):  # type: ignore[no-untyped-def]
+def is_again(
+    state: RunState, old: RunState, now: int, old_now: int, made: Ints, moved: int, higher: int, num_stages: int
+) -> bool:
     """Whether a state is an older one with ``moved`` more actions of every rank and ``higher`` microbatches.
 
     Args:
@@ -23,7 +29,7 @@ def is_again(state, old, now, old_now, made, moved, higher, rank_of):  # type: i
         now, old_now: Their units of time.
         made: When results came, by way, stage and microbatch.
         moved, higher: The shift.
-        rank_of: By stage, its rank.
+        num_stages: Of the pipeline.
     """
     position, free, waits_for, ready, num_made, grown = state
     old_position, old_free, old_waits_for, old_ready, old_num_made, old_grown = old
@@ -38,7 +44,6 @@ def is_again(state, old, now, old_now, made, moved, higher, rank_of):  # type: i
         for word in range(ready.shape[1]):
             if ready[(now + later) % 3, word] != old_ready[(old_now + later) % 3, word]:
                 return False
-    num_stages = len(rank_of)
     for s in range(num_stages):
         for number in range(len(grown)):
             if grown[number, s] != old_grown[number, s]:
@@ -61,7 +66,7 @@ def is_again(state, old, now, old_now, made, moved, higher, rank_of):  # type: i
 
 
 @compiled
-def times_more(rows, length, old_position, moved, higher):  # type: ignore[no-untyped-def]
+def times_more(rows: Rows, length: int, old_position: Ints, moved: int, higher: int) -> int:
     """How many times more all rows do what they did in their last ``moved`` actions, with the next action too."""
     kind, stage, microbatch, last_use, shard_first, shard_slot, shard_stage = rows
     fewest = length
@@ -70,7 +75,11 @@ def times_more(rows, length, old_position, moved, higher):  # type: ignore[no-un
         while i + moved < length:
             later = i + moved
             s = stage[r, i]
-            if kind[r, later] != kind[r, i] or stage[r, later] != s or microbatch[r, later] != microbatch[r, i] + higher:
+            if (
+                kind[r, later] != kind[r, i]
+                or stage[r, later] != s
+                or microbatch[r, later] != microbatch[r, i] + higher
+            ):
                 break
             if (last_use[s] == i) != (last_use[s] == later):
                 break
@@ -93,7 +102,7 @@ def times_more(rows, length, old_position, moved, higher):  # type: ignore[no-un
 
 
 @compiled
-def skip(state, made, times, taken, moved, higher, old_num_made):  # type: ignore[no-untyped-def]
+def skip(state: RunState, made: Ints, times: int, taken: int, moved: int, higher: int, old_num_made: Ints) -> None:
     """Changes the state to what it is after the last ``moved`` actions of every rank have come ``times`` times more."""
     position, free, waits_for, ready, num_made, _ = state
     position += times * moved
@@ -119,9 +128,9 @@ def skip(state, made, times, taken, moved, higher, old_num_made):  # type: ignor
 
 
 @compiled
-def with_live(live, segment, num_made, rank_of):  # type: ignore[no-untyped-def]
+def with_live(live: Longs, segment: int, num_made: Ints) -> Longs:
     """Adds what has been made and not been used when a segment begins."""
-    num_stages = len(rank_of)
+    num_stages = num_made.shape[1]
     number = len(live)
     for way in range(2):
         for s in range(num_stages):

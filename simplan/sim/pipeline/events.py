@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
 from simplan.sim.pipeline.again import is_again, skip, times_more, with_live
+from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Steps, compiled
 from simplan.sim.pipeline.orders import B, F, I, Order, W
 from simplan.sim.pipeline.scratch import scratch
-from simplan.sim.pipeline.sharding import shard_rows
+from simplan.sim.pipeline.sharding import Sharding, shard_rows
 from simplan.sim.pipeline.slots import Slot
 
 __all__ = ["Events", "complete"]
@@ -47,11 +46,11 @@ class Events(NamedTuple):
         most_waiting: Most results of one stage that have been made and not been used by its neighbour yet.
     """
 
-    slot: NDArray[np.uint8]
-    stage: NDArray[np.int32]
-    microbatch: NDArray[np.int32]
-    segments: NDArray[np.int64]
-    live: NDArray[np.int64]
+    slot: Bytes
+    stage: Ints
+    microbatch: Ints
+    segments: Longs
+    live: Longs
     most_waiting: int
 
 
@@ -75,7 +74,7 @@ def complete(order: Order, unshard: int, num_microbatches: int) -> Events:
 
 
 @compiled
-def _find_last_use(length, stage, last_use):  # type: ignore[no-untyped-def]
+def _find_last_use(length: int, stage: Ints, last_use: Ints) -> None:
     """By stage, the place of its last action, which is the backward that completes its gradients."""
     for r in range(len(stage)):
         for i in range(length):
@@ -83,7 +82,9 @@ def _find_last_use(length, stage, last_use):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _complete(order, last_use, sharding, made, out):  # type: ignore[no-untyped-def]
+def _complete(
+    order: Order, last_use: Ints, sharding: Sharding, made: Ints, out: Steps
+) -> tuple[Bytes, Ints, Ints, Longs, Longs, int]:
     length, kind, stage, microbatch, rank_of, period = order
     shard_first, shard_slot, shard_stage = sharding
     out_slot, out_stage, out_microbatch = out
@@ -132,7 +133,7 @@ def _complete(order, last_use, sharding, made, out):  # type: ignore[no-untyped-
     old_ready, old_num_made, old_grown = ready.copy(), num_made.copy(), grown.copy()
     old_now = old_n = segment_start = 0
     segments = np.empty((8, 4), np.int64)
-    num_segments = num_live = 0
+    num_segments = 0
     live = np.empty((0, 4), np.int64)
 
     while left:
@@ -142,7 +143,7 @@ def _complete(order, last_use, sharding, made, out):  # type: ignore[no-untyped-
             state = position, free, waits_for, ready, num_made, grown
             old = old_position, old_free, old_waits_for, old_ready, old_num_made, old_grown
             skipped = 0
-            if is_again(state, old, now, old_now, made, moved, higher, rank_of):
+            if is_again(state, old, now, old_now, made, moved, higher, num_stages):
                 rows = kind, stage, microbatch, last_use, shard_first, shard_slot, shard_stage
                 skipped = times_more(rows, length, old_position, moved, higher)
             if skipped:
@@ -150,7 +151,7 @@ def _complete(order, last_use, sharding, made, out):  # type: ignore[no-untyped-
                 _set(segments[num_segments + 1], old_n, n - old_n, skipped + 1, higher)
                 num_segments += 2
                 segment_start = n
-                live = with_live(live, num_segments - 1, old_num_made, rank_of)
+                live = with_live(live, num_segments - 1, old_num_made)
                 skip(state, made, skipped, now - old_now, moved, higher, old_num_made)
                 now += skipped * (now - old_now)
                 left -= skipped * moved * p
@@ -224,12 +225,12 @@ def _complete(order, last_use, sharding, made, out):  # type: ignore[no-untyped-
 
 
 @compiled
-def _set(segment, first, length, repeats, shift):  # type: ignore[no-untyped-def]
+def _set(segment: Longs, first: int, length: int, repeats: int, shift: int) -> None:
     segment[0], segment[1], segment[2], segment[3] = first, length, repeats, shift
 
 
 @compiled
-def _slot(k, s, is_last, grown):  # type: ignore[no-untyped-def]
+def _slot(k: int, s: int, is_last: bool, grown: Bytes) -> int:
     """What an action is to its stage, and what that leaves behind: see ``Slot``."""
     if k == F:
         return _FORWARD
@@ -257,6 +258,7 @@ for _bit in range(64):
 
 
 @compiled
-def _index(lowest):  # type: ignore[no-untyped-def]
+def _index(lowest: np.uint64) -> int:
     """Index of the only bit that is set (Leiserson, Prokop and Randall 1998, de Bruijn sequences)."""
-    return _INDEX[(lowest * _DE_BRUIJN) >> np.uint64(58)]
+    index: int = _INDEX[(lowest * _DE_BRUIJN) >> np.uint64(58)]
+    return index

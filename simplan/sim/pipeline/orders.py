@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.jit import Bytes, Ints, compiled
 from simplan.sim.pipeline.scratch import scratch
 
 __all__ = ["COMPILED_SCHEDULES", "B", "F", "I", "Order", "W", "compute_order"]
@@ -32,14 +31,14 @@ class Order(NamedTuple):
         stage: Of the pipeline.
         microbatch: Of the step.
         rank_of: By stage, its rank.
-        period: Actions after which a row repeats itself in its middle, and by how much its microbatches are higher then.
+        period: Actions after which a row repeats itself in its middle, and how much higher its microbatches are then.
     """
 
     length: int
-    kind: NDArray[np.uint8]
-    stage: NDArray[np.int32]
-    microbatch: NDArray[np.int32]
-    rank_of: NDArray[np.int32]
+    kind: Bytes
+    stage: Ints
+    microbatch: Ints
+    rank_of: Ints
     period: tuple[int, int]
 
 
@@ -72,7 +71,7 @@ def _period(schedule: str, p: int, m: int, v: int) -> tuple[int, int]:
 
 
 @compiled
-def _naive(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
+def _naive(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         for j in range(m):
             kind[r, 2 * j], kind[r, 2 * j + 1] = F, B
@@ -81,7 +80,7 @@ def _naive(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gpipe(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
+def _gpipe(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         for j in range(m):
             kind[r, j], kind[r, m + j] = F, B
@@ -90,7 +89,7 @@ def _gpipe(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _one_f_one_b(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
+def _one_f_one_b(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         warmup = min(p - r - 1, m)
         for j in range(warmup):
@@ -106,7 +105,7 @@ def _one_f_one_b(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _interleaved(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
+def _interleaved(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     num_rounds = max(1, m // p)
     size, longer = m // num_rounds, m % num_rounds
     passes = v * m
@@ -137,21 +136,21 @@ def _interleaved(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _zb_h1(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
+def _zb_h1(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
-        _split_row(r, m, p - r, r, kind[r], microbatch[r])
+        _split_row(m, p - r, r, kind[r], microbatch[r])
         stage[r, :] = r
 
 
 @compiled
-def _zb_h2(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
+def _zb_h2(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
-        _split_row(r, m, 2 * (p - r) - 1, 2 * r, kind[r], microbatch[r])
+        _split_row(m, 2 * (p - r) - 1, 2 * r, kind[r], microbatch[r])
         stage[r, :] = r
 
 
 @compiled
-def _split_row(r, m, warmup, lag, kind, microbatch):  # type: ignore[no-untyped-def]
+def _split_row(m: int, warmup: int, lag: int, kind: Bytes, microbatch: Ints) -> None:
     i = 0
     for j in range(min(warmup, m)):
         kind[i], microbatch[i] = F, j
@@ -170,53 +169,42 @@ def _split_row(r, m, warmup, lag, kind, microbatch):  # type: ignore[no-untyped-
         i += 1
 
 
+_DOWN, _UP = 0, 1
+_PHASES = (
+    [(F, _DOWN)],
+    [(F, _UP), (F, _DOWN)],
+    [(F, _UP), (I, _UP), (W, _UP)],
+    [(F, _DOWN), (I, _DOWN), (W, _DOWN), (F, _UP), (I, _UP), (W, _UP)],
+    [(I, _DOWN), (W, _DOWN), (F, _UP), (I, _UP), (W, _UP)],
+    [(I, _DOWN), (I, _UP)],
+    [(I, _DOWN), (W, _DOWN)],
+    [(W, _UP)],
+    [(W, _DOWN)],
+)
+_ZB_V = np.full((len(_PHASES), 6), -1, np.int64)  # twice the kind, plus one on the way up
+for _number, _phase in enumerate(_PHASES):
+    _ZB_V[_number, : len(_phase)] = [2 * kind + leg for kind, leg in _phase]
+
+
 @compiled
-def _zb_v(p, m, v, kind, stage, microbatch):  # type: ignore[no-untyped-def]
-    full = max(m, 2 * p - 1)
+def _zb_v(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
+    full = max(m, 2 * p - 1)  # steps past the last microbatch are left out
+    done = np.empty((4, 2), np.int32)
     for r in range(p):
-        down, up = r, 2 * p - 1 - r
-        done = np.zeros((4, 2), np.int32)
-        row = kind[r], stage[r], microbatch[r]
+        times = (2 * (p - r) - 1, r, p - r, full - (2 * p - 1 - r), p - 1 - r, r, p - r, r, r)
+        done[:] = 0
         i = 0
-        for _ in range(2 * (p - r) - 1):
-            i = _step(i, F, down, 0, m, done, row)
-        for _ in range(r):
-            i = _step(i, F, up, 1, m, done, row)
-            i = _step(i, F, down, 0, m, done, row)
-        for _ in range(p - r):
-            for k in (F, I, W):
-                i = _step(i, k, up, 1, m, done, row)
-        for _ in range(full - (2 * p - 1 - r)):
-            for k in (F, I, W):
-                i = _step(i, k, down, 0, m, done, row)
-            for k in (F, I, W):
-                i = _step(i, k, up, 1, m, done, row)
-        for _ in range(p - 1 - r):
-            for k in (I, W):
-                i = _step(i, k, down, 0, m, done, row)
-            for k in (F, I, W):
-                i = _step(i, k, up, 1, m, done, row)
-        for _ in range(r):
-            i = _step(i, I, down, 0, m, done, row)
-            i = _step(i, I, up, 1, m, done, row)
-        for _ in range(p - r):
-            for k in (I, W):
-                i = _step(i, k, down, 0, m, done, row)
-        for _ in range(r):
-            i = _step(i, W, up, 1, m, done, row)
-        for _ in range(r):
-            i = _step(i, W, down, 0, m, done, row)
-
-
-@compiled
-def _step(i, kind, stage, leg, m, done, row):  # type: ignore[no-untyped-def]
-    """Writes the next microbatch's action of this kind and leg, if there is one; gives the next free place."""
-    j = done[kind, leg]
-    done[kind, leg] += 1
-    if j >= m:
-        return i
-    row[0][i], row[1][i], row[2][i] = kind, stage, j
-    return i + 1
+        for phase in range(len(_ZB_V)):
+            for _ in range(times[phase]):
+                for step in _ZB_V[phase]:
+                    if step < 0:
+                        break
+                    k, leg = step // 2, step % 2
+                    if done[k, leg] < m:
+                        kind[r, i], microbatch[r, i] = k, done[k, leg]
+                        stage[r, i] = 2 * p - 1 - r if leg else r
+                        i += 1
+                    done[k, leg] += 1
 
 
 COMPILED_SCHEDULES: Mapping[str, tuple[int, Callable[..., None]]] = MappingProxyType(

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.jit import Flags, Longs, Places, Steps, compiled
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 from simplan.sim.pipeline.table import PipelineTable
 
 __all__ = ["PipelineBytes", "pipeline_in_flight", "pipeline_peaks"]
 
-_Bytes = NDArray[np.int64]
 
 _WAY = np.full(NUM_SLOTS, 2, np.int64)
 _WAY[Slot.FORWARD] = 0
@@ -36,11 +34,11 @@ class PipelineBytes:
         extra: ``(ranks, plans)``: What is held once beside that (DDP's rebuilding of its buckets).
     """
 
-    during: _Bytes
-    after: _Bytes
-    sent: _Bytes
-    base: _Bytes
-    extra: _Bytes
+    during: Longs
+    after: Longs
+    sent: Longs
+    base: Longs
+    extra: Longs
 
     @classmethod
     def zeros(cls, num_stages: int, num_ranks: int, num_plans: int) -> PipelineBytes:
@@ -55,17 +53,17 @@ class PipelineBytes:
         )
 
     @property
-    def sent_forward(self) -> _Bytes:
+    def sent_forward(self) -> Longs:
         """``(stages - 1, plans)``: by boundary between stage b and b + 1, what is sent forward; a part of ``sent``."""
-        return self.sent[0, :-1]
+        return np.asarray(self.sent[0, :-1])
 
     @property
-    def sent_backward(self) -> _Bytes:
+    def sent_backward(self) -> Longs:
         """What is sent back over the same boundary."""
-        return self.sent[1, 1:]
+        return np.asarray(self.sent[1, 1:])
 
 
-def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> _Bytes:
+def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> Longs:
     """Most bytes that every rank holds at once, ``(ranks, plans)``, by the walk of ``simplan.sim.memory``.
 
     Args:
@@ -74,11 +72,12 @@ def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> _Bytes:
     """
     now, most = held.base.copy(), held.base + held.extra
     kept = np.zeros_like(now)
-    is_gathered = np.zeros(table.num_stages, np.bool_)
+    is_gathering = np.zeros(table.num_stages, np.bool_)
+    changes = held.during, held.after, held.sent
     for first, length, repeats, _ in table.segments.tolist():
         before, kept_before = now.copy(), kept.copy()
         top = now.copy()
-        _walk(table.events(first, length), table.places, held.during, held.after, held.sent, now, kept, is_gathered, top)
+        _walk(table.events(first, length), table.places, changes, now, kept, is_gathering, top)
         # each time it comes, it leaves as much, and what it needs at most is that much higher the next time
         left = now - before
         np.maximum(most, top + (repeats - 1) * np.maximum(left, 0), out=most)
@@ -89,10 +88,19 @@ def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> _Bytes:
 
 
 @compiled
-def _walk(events, places, during, after, sent, now, kept, is_gathering, top):  # type: ignore[no-untyped-def]
+def _walk(
+    events: Steps,
+    places: Places,
+    changes: tuple[Longs, Longs, Longs],
+    now: Longs,
+    kept: Longs,
+    is_gathering: Flags,
+    top: Longs,
+) -> None:
     """Goes through events once; ``kept`` is what is held of messages."""
     slots, stages, _ = events
     rank_of, sends_over, _ = places
+    during, after, sent = changes
     for e in range(len(slots)):
         slot, s = slots[e], stages[e]
         r = rank_of[s]
@@ -112,13 +120,13 @@ def _walk(events, places, during, after, sent, now, kept, is_gathering, top):  #
 
 
 @compiled
-def _happen(during, after, now, top):  # type: ignore[no-untyped-def]
+def _happen(during: Longs, after: Longs, now: Longs, top: Longs) -> None:
     for k in range(len(now)):
         top[k] = max(top[k], now[k] + during[k])
         now[k] += after[k]
 
 
-def pipeline_in_flight(table: PipelineTable) -> NDArray[np.int64]:
+def pipeline_in_flight(table: PipelineTable) -> Longs:
     """Most microbatches between forward and the end of backward at once, ``(stages,)``."""
     alive, most = np.zeros(table.num_stages, np.int64), np.zeros(table.num_stages, np.int64)
     for first, length, repeats, _ in table.segments.tolist():
@@ -131,7 +139,7 @@ def pipeline_in_flight(table: PipelineTable) -> NDArray[np.int64]:
 
 
 @compiled
-def _count(events, alive, top):  # type: ignore[no-untyped-def]
+def _count(events: Steps, alive: Longs, top: Longs) -> None:
     slots, stages, _ = events
     for e in range(len(slots)):
         slot, s = slots[e], stages[e]

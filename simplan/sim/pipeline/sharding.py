@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.jit import Bytes, Ints, compiled
 from simplan.sim.pipeline.orders import Order
 from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.slots import Slot
@@ -28,12 +27,12 @@ class Sharding(NamedTuple):
         slot, stage: What is done to which stage.
     """
 
-    first: NDArray[np.int32]
-    slot: NDArray[np.uint8]
-    stage: NDArray[np.int32]
+    first: Ints
+    slot: Bytes
+    stage: Ints
 
 
-def shard_rows(order: Order, last_use: NDArray[np.int32], unshard: int) -> Sharding:
+def shard_rows(order: Order, last_use: Ints, unshard: int) -> Sharding:
     """What the rows do about sharding; valid until the same thread asks again.
 
     Args:
@@ -55,7 +54,9 @@ def shard_rows(order: Order, last_use: NDArray[np.int32], unshard: int) -> Shard
 
 
 @compiled
-def _write(length, stage, last_use, unshard, shard_first, shard_slot, shard_stage):  # type: ignore[no-untyped-def]
+def _write(
+    length: int, stage: Ints, last_use: Ints, unshard: int, shard_first: Ints, shard_slot: Bytes, shard_stage: Ints
+) -> None:
     for r in range(len(stage)):
         if unshard == ONCE:
             _once(stage[r, :length], last_use, shard_first[r], shard_slot[r], shard_stage[r])
@@ -64,7 +65,7 @@ def _write(length, stage, last_use, unshard, shard_first, shard_slot, shard_stag
 
 
 @compiled
-def _once(row, last_use, first, slot, stage):  # type: ignore[no-untyped-def]
+def _once(row: Ints, last_use: Ints, first: Ints, slot: Bytes, stage: Ints) -> None:
     first[0] = n = 0
     for i in range(len(row)):
         if not _holds(stage[:n], row[i]):
@@ -79,7 +80,7 @@ def _once(row, last_use, first, slot, stage):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _window(row, last_use, first, slot, stage):  # type: ignore[no-untyped-def]
+def _window(row: Ints, last_use: Ints, first: Ints, slot: Bytes, stage: Ints) -> None:
     # before each action, the stages that come next, in order of their next use
     wanted = np.full((len(row) + 1, _WIDTH), -1, np.int32)
     for i in range(len(row) - 1, -1, -1):
@@ -114,7 +115,7 @@ def _window(row, last_use, first, slot, stage):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _holds(stages, stage):  # type: ignore[no-untyped-def]
+def _holds(stages: Ints, stage: int) -> bool:
     for other in stages:  # noqa: SIM110 - compiled as it stands
         if stage >= 0 and other == stage:
             return True

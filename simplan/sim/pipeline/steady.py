@@ -11,18 +11,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.jit import Flags, Floats, Longs, Places, Steps, compiled
 from simplan.sim.pipeline.slots import Slot
-from simplan.sim.pipeline.walk import WAY, walk
+from simplan.sim.pipeline.walk import WAY, State, walk
 
 __all__ = ["repeat"]
+
+Touched = tuple[Flags, Flags, Flags, Flags]
 
 _ROUNDING = 1e-11
 _UNSHARD = int(Slot.UNSHARD)
 
 
 @compiled
-def repeat(events, repeats, shift, live, depth, places, state, costs):  # type: ignore[no-untyped-def]
+def repeat(
+    events: Steps,
+    repeats: int,
+    shift: int,
+    live: Longs,
+    depth: int,
+    places: Places,
+    state: State,
+    costs: tuple[Floats, ...],
+) -> None:
     """Goes through a segment as often as it comes.
 
     Args:
@@ -56,11 +67,11 @@ def repeat(events, repeats, shift, live, depth, places, state, costs):  # type: 
 
 
 @compiled
-def _touched(events, places, state):  # type: ignore[no-untyped-def]
+def _touched(events: Steps, places: Places, state: State) -> Touched:
     """Which pairs, streams, gathers of ranks and gathers of stages a segment writes."""
     slots, stages, _ = events
     rank_of, sends_over, _ = places
-    pairs, streams = np.zeros(len(state.pair_s), np.bool_), np.zeros(state.stream_s.shape[:2], np.bool_)
+    pairs, streams = np.zeros(len(state.pair_s), np.bool_), np.zeros((4, state.stream_s.shape[1]), np.bool_)
     shards, gathers = np.zeros(len(rank_of), np.bool_), np.zeros(len(rank_of), np.bool_)
     for e in range(len(slots)):
         s, way = stages[e], WAY[slots[e]]
@@ -76,7 +87,7 @@ def _touched(events, places, state):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _read(touched, live, offset, depth, state):  # type: ignore[no-untyped-def]
+def _read(touched: Touched, live: Longs, offset: int, depth: int, state: State) -> Floats:
     """Everything that a segment reads and writes, one row each; ranks' clocks come first."""
     pairs, streams, shards, gathers = touched
     num_units = state.gathered_s.shape[1]
@@ -107,7 +118,7 @@ def _read(touched, live, offset, depth, state):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _write(touched, live, offset, depth, state, rows):  # type: ignore[no-untyped-def]
+def _write(touched: Touched, live: Longs, offset: int, depth: int, state: State, rows: Floats) -> None:
     """The inverse of ``_read``."""
     pairs, streams, shards, gathers = touched
     num_units = state.gathered_s.shape[1]
@@ -135,7 +146,7 @@ def _write(touched, live, offset, depth, state, rows):  # type: ignore[no-untype
 
 
 @compiled
-def _is_steady(before, after, later):  # type: ignore[no-untyped-def]
+def _is_steady(before: Floats, after: Floats, later: Floats) -> bool:
     for i in range(len(before)):
         for k in range(len(later)):
             if abs(after[i, k] - before[i, k] - later[k]) > _ROUNDING * later[k]:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import Unshard
 from simplan.sim.pipeline.events import complete
+from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Places, Steps
 from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
 from simplan.sim.pipeline.slots import kind_of
 
-__all__ = ["PipelineTable", "compiled_table"]
+__all__ = ["PipelineTable", "compiled_table", "forget_tables"]
 
 _MAKES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _UNSHARD = {"none": NONE, "once": ONCE, "window": WINDOW}
@@ -45,16 +45,16 @@ class PipelineTable:
     num_ranks: int
     num_stages: int
     num_microbatches: int
-    rank_of: NDArray[np.int32]
-    sends_over: NDArray[np.int32]
-    gets_over: NDArray[np.int32]
+    rank_of: Ints
+    sends_over: Ints
+    gets_over: Ints
     num_pairs: int
     two_peers: bool
-    slot: NDArray[np.uint8]
-    stage: NDArray[np.int32]
-    microbatch: NDArray[np.int32]
-    segments: NDArray[np.int64]
-    live: NDArray[np.int64]
+    slot: Bytes
+    stage: Ints
+    microbatch: Ints
+    segments: Longs
+    live: Longs
     depth: int
 
     @property
@@ -63,11 +63,11 @@ class PipelineTable:
         return sum(array.nbytes for array in (*self.places, self.slot, self.stage, self.microbatch, self.segments))
 
     @property
-    def places(self) -> tuple[NDArray[np.int32], ...]:
+    def places(self) -> Places:
         """Where stages are, and over what they talk."""
         return self.rank_of, self.sends_over, self.gets_over
 
-    def events(self, first: int, length: int) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
+    def events(self, first: int, length: int) -> Steps:
         """Slot, stage and microbatch of some events."""
         part = slice(first, first + length)
         return self.slot[part], self.stage[part], self.microbatch[part]
@@ -95,30 +95,14 @@ class PipelineTable:
                     yield slot, stage, microbatch + number * shift
 
 
-_MOST_BYTES = 128 * 2**20
-_known: OrderedDict[tuple[str, int, int, int, Unshard], PipelineTable] = OrderedDict()
-
-
 def compiled_table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> PipelineTable:
-    """The table of a pipeline; those that were used last are kept, up to 128 MiB.
+    """The table of a pipeline.
 
     Args:
         schedule: One of ``COMPILED_SCHEDULES``.
         pp, m, v: Pipeline ranks, microbatches of a step, stages of a rank.
         unshard: Which stages are gathered when.
     """
-    key = (schedule, pp, m, v, unshard)
-    table = _known.get(key)
-    if table is None:
-        table = _known[key] = _table(schedule, pp, m, v, unshard)
-        held = sum(other.num_bytes for other in _known.values())
-        while held > _MOST_BYTES and len(_known) > 1:
-            held -= _known.popitem(last=False)[1].num_bytes
-    _known.move_to_end(key)
-    return table
-
-
-def _table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> PipelineTable:
     order = compute_order(schedule, pp, m, v)
     events = complete(order, _UNSHARD[unshard], m)
     sends_over, gets_over, num_pairs = _pairs(order.rank_of)
@@ -140,15 +124,41 @@ def _table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> Pipeline
     )
 
 
-def _arrived(live: NDArray[np.int64], gets_over: NDArray[np.int32]) -> NDArray[np.int64]:
+def _arrived(live: Longs, gets_over: Ints) -> Longs:
     """Of what has been made and not been used, what another rank has sent."""
     segment, way, maker, microbatch = live.T
     receiver = maker + 1 - 2 * way
     sent = gets_over[way, receiver] >= 0
-    return np.stack([segment, way * gets_over.shape[1] + receiver, microbatch], axis=1)[sent]
+    waiting = np.stack([segment, way * gets_over.shape[1] + receiver, microbatch], axis=1)
+    return np.asarray(waiting[sent])
 
 
-def _pairs(rank_of: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+class Tables:
+    """Tables that were used last, up to some memory.
+
+    Args:
+        most_bytes: Of all of them together.
+    """
+
+    def __init__(self, most_bytes: int = 128 * 2**20) -> None:
+        self._most_bytes = most_bytes
+        self._held_bytes = 0
+        self._known: OrderedDict[tuple[str, int, int, int, Unshard], PipelineTable] = OrderedDict()
+
+    def get(self, schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> PipelineTable:
+        """``compiled_table`` of the same arguments."""
+        key = (schedule, pp, m, v, unshard)
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        table = self._known[key] = compiled_table(*key)
+        self._held_bytes += table.num_bytes
+        while self._held_bytes > self._most_bytes and len(self._known) > 1:
+            self._held_bytes -= self._known.popitem(last=False)[1].num_bytes
+        return table
+
+
+def _pairs(rank_of: Ints) -> tuple[Ints, Ints, int]:
     """Over which pair of ranks every stage sends and gets, see ``PipelineTable``, and how many pairs there are."""
     pairs: dict[frozenset[int], int] = {}
     sends_over, gets_over = np.full((2, 3, len(rank_of)), -1, np.int32)

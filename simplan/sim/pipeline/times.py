@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simplan.sim.pipeline.jit import Floats
 from simplan.sim.pipeline.steady import repeat
 from simplan.sim.pipeline.table import PipelineTable
 from simplan.sim.pipeline.walk import DURATIONS, State
 
 __all__ = ["PipelineTimes", "pipeline_times"]
 
-_Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
@@ -35,15 +34,15 @@ class PipelineTimes:
         after_s: ``(ranks, plans)``: What follows it (ZeRO-1's broadcasts).
     """
 
-    compute_s: _Array
-    send_s: _Array
-    gather_s: _Array
-    copy_s: _Array
-    reduce_copy_s: _Array
-    reduce_s: _Array
-    tied_s: _Array
-    update_s: _Array
-    after_s: _Array
+    compute_s: Floats
+    send_s: Floats
+    gather_s: Floats
+    copy_s: Floats
+    reduce_copy_s: Floats
+    reduce_s: Floats
+    tied_s: Floats
+    update_s: Floats
+    after_s: Floats
 
     @classmethod
     def zeros(cls, num_stages: int, num_ranks: int, num_plans: int, num_units: int = 0) -> PipelineTimes:
@@ -62,52 +61,52 @@ class PipelineTimes:
         )
 
     @property
-    def of_events(self) -> tuple[_Array, ...]:
+    def of_events(self) -> tuple[Floats, ...]:
         """What events take, as the walk wants it."""
         return self.compute_s, self.send_s, self.gather_s, self.copy_s, self.reduce_copy_s, self.reduce_s
 
     @property
-    def forward_s(self) -> _Array:
+    def forward_s(self) -> Floats:
         """``(stages, plans)``, F; as the following, a part of ``compute_s`` or ``send_s`` to write to."""
-        return self.compute_s[0]
+        return np.asarray(self.compute_s[0])
 
     @property
-    def backward_s(self) -> _Array:
+    def backward_s(self) -> Floats:
         """B but for the last of its stage."""
-        return self.compute_s[1]
+        return np.asarray(self.compute_s[1])
 
     @property
-    def backward_last_s(self) -> _Array:
+    def backward_last_s(self) -> Floats:
         """The last B of its stage."""
-        return self.compute_s[2]
+        return np.asarray(self.compute_s[2])
 
     @property
-    def input_s(self) -> _Array:
+    def input_s(self) -> Floats:
         """I."""
-        return self.compute_s[3]
+        return np.asarray(self.compute_s[3])
 
     @property
-    def weight_s(self) -> _Array:
+    def weight_s(self) -> Floats:
         """W but for the last of its stage."""
-        return self.compute_s[4]
+        return np.asarray(self.compute_s[4])
 
     @property
-    def weight_last_s(self) -> _Array:
+    def weight_last_s(self) -> Floats:
         """The last W of its stage."""
-        return self.compute_s[5]
+        return np.asarray(self.compute_s[5])
 
     @property
-    def send_forward_s(self) -> _Array:
+    def send_forward_s(self) -> Floats:
         """``(stages - 1, plans)``: by boundary between stage b and b + 1, the message forward."""
-        return self.send_s[0, :-1]
+        return np.asarray(self.send_s[0, :-1])
 
     @property
-    def send_backward_s(self) -> _Array:
+    def send_backward_s(self) -> Floats:
         """The message back over the same boundary."""
-        return self.send_s[1, 1:]
+        return np.asarray(self.send_s[1, 1:])
 
 
-def pipeline_times(table: PipelineTable, times: PipelineTimes) -> _Array:
+def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
     """Step times of plans that share a table, ``(plans,)``, seconds.
 
     As ``simplan.sim.engine`` has it for the Program of the table. A message starts when both ends are there: each when
@@ -134,7 +133,7 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> _Array:
     return _finish(table, times, state)
 
 
-def _finish(table: PipelineTable, times: PipelineTimes, state: State) -> _Array:
+def _finish(table: PipelineTable, times: PipelineTimes, state: State) -> Floats:
     """OPTIM and what follows: it waits for the rank's messages, which in the end are all those of its pairs."""
     ready_s = state.clock_s
     for boundary in range(table.num_stages - 1):
@@ -147,5 +146,5 @@ def _finish(table: PipelineTable, times: PipelineTimes, state: State) -> _Array:
         met_s = np.maximum(ready_s[first], ready_s[last]) + times.tied_s
         for rank in (first, last):
             ready_s[rank] = np.where(times.tied_s > 0, met_s, ready_s[rank])
-    step_s: _Array = (ready_s + times.update_s + times.after_s).max(axis=0)
+    step_s: Floats = (ready_s + times.update_s + times.after_s).max(axis=0)
     return step_s

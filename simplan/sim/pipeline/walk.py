@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.pipeline.jit import Flags, Floats, Places, Steps, compiled
 from simplan.sim.pipeline.slots import Slot
 
 __all__ = ["DURATIONS", "WAY", "State", "walk"]
 
-_Array = NDArray[np.float64]
 
 DURATIONS = ("forward", "backward", "backward_last", "input", "weight", "weight_last")
 _ROW = np.zeros(len(Slot), np.int64)  # by slot, its row of durations
@@ -39,17 +37,24 @@ class State(NamedTuple):
         is_gathering: By stage, whether nobody has waited for these yet.
     """
 
-    clock_s: _Array
-    pair_s: _Array
-    stream_s: _Array
-    arrival_s: _Array
-    shard_s: _Array
-    gathered_s: _Array
-    is_gathering: NDArray[np.bool_]
+    clock_s: Floats
+    pair_s: Floats
+    stream_s: Floats
+    arrival_s: Floats
+    shard_s: Floats
+    gathered_s: Floats
+    is_gathering: Flags
 
 
 @compiled
-def walk(events, offset, depth, places, state, costs):  # type: ignore[no-untyped-def]
+def walk(
+    events: Steps,
+    offset: int,
+    depth: int,
+    places: Places,
+    state: State,
+    costs: tuple[Floats, ...],
+) -> None:
     """Goes through events once, with microbatches that are higher by ``offset``."""
     slots, stages, microbatches = events
     rank_of, sends_over, gets_over = places
@@ -100,6 +105,6 @@ def walk(events, offset, depth, places, state, costs):  # type: ignore[no-untype
                 for k in range(num_plans):
                     shard[r, k] = max(shard[r, k], clock[r, k]) + gather_s[s, u, k]
                     gathered[s, u, k] = shard[r, k]
-        elif slot == _REDUCE or slot == _NARROW:
+        elif slot in (_REDUCE, _NARROW):
             for k in range(num_plans):
                 clock[r, k] = max(clock[r, k] + reduce_copy_s[s, k], shard[r, k]) + reduce_s[s, k]

@@ -63,7 +63,7 @@ def bytes_of(case: Case, rank: int) -> PipelineBytes:
 @given(cases())
 def test_peaks_are_those_of_the_walk_over_operations(case: Case) -> None:
     mapping = RankMapping.of(case.plan)
-    in_flight = {}
+    in_flight: dict[int, int] = {}
     for rank in case.program.ranks:
         expected = memory_peak(case.program, rank)
         in_flight |= expected.activations_in_flight

@@ -15,7 +15,7 @@ from simplan.program.program import Op, Stream
 from simplan.sim.engine import simulate
 from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
 from simplan.spec.plan import RankMapping
-from tests.sim.pipeline.programs import Case, cases
+from tests.sim.pipeline.programs import SHARDING, Case, case, cases
 
 _K = ActionKind
 _MESSAGES = {Stream.SEND_F: 0, Stream.RECV_F: -1, Stream.SEND_B: 0, Stream.RECV_B: 1}
@@ -30,10 +30,18 @@ def random_times(case: Case, num_plans: int, seed: int) -> PipelineTimes:
     scale = rng.choice([0.01, 0.3, 1.0, 10.0], 9)
     for number, name in enumerate(PipelineTimes.__slots__):
         array = getattr(times, name)
-        array[:] = scale[number] * rng.choice([0.0, 1.0, 1.0, 1.3, 2.0], array.shape) * rng.uniform(0.9, 1.1, array.shape)
+        array[:] = (
+            scale[number] * rng.choice([0.0, 1.0, 1.0, 1.3, 2.0], array.shape) * rng.uniform(0.9, 1.1, array.shape)
+        )
     for stage, names in units.items():
         times.gather_s[stage, len(names) :] = times.copy_s[stage, len(names) :] = 0.0
     times.tied_s[:] = scale[-1] * rng.uniform(0.5, 1.0, num_plans)
+    if not case.plan.shards_optimizer_only:
+        times.after_s[:] = 0.0
+    if not case.plan.shards_parameters:
+        times.reduce_copy_s[:] = 0.0
+    if not any(op.stream is Stream.TIED for op in case.program.ops):
+        times.tied_s[:] = 0.0
     return times
 
 
@@ -100,11 +108,27 @@ def durations_of(case: Case, times: PipelineTimes, plan: int) -> list[float]:
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_step_times_are_those_of_the_engine(case: Case, seed: int) -> None:
     times = random_times(case, 3, seed)
-    if not case.plan.shards_optimizer_only:
-        times.after_s[:] = 0.0
-    if not case.plan.shards_parameters:
-        times.reduce_copy_s[:] = 0.0
-    if not any(op.stream is Stream.TIED for op in case.program.ops):
-        times.tied_s[:] = 0.0
     expected = [simulate(case.program, durations_of(case, times, plan)).step_time_s for plan in range(3)]
     assert pipeline_times(case.table, times) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "m", "v", "sharding"),
+    [
+        ("naive", 3, 200, 1, "none"),
+        ("gpipe", 3, 200, 1, "none"),
+        ("1f1b", 4, 300, 1, "zero 3"),
+        ("interleaved_1f1b", 3, 240, 2, "none"),
+        ("interleaved_1f1b", 2, 120, 5, "zero 3"),
+        ("zb-h1", 4, 200, 1, "zero 2"),
+        ("zb-v", 3, 150, 2, "none"),
+    ],
+)
+def test_what_is_leaped_over_takes_as_long_as_in_the_engine(
+    schedule: str, p: int, m: int, v: int, sharding: str
+) -> None:
+    found = case(schedule, p, m, v, SHARDING[sharding], [1] * p * v, "fp32", tied=True)
+    for seed in range(3):
+        times = random_times(found, 2, seed)
+        expected = [simulate(found.program, durations_of(found, times, plan)).step_time_s for plan in range(2)]
+        assert pipeline_times(found.table, times) == pytest.approx(expected, rel=1e-9)
