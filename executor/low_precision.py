@@ -54,7 +54,7 @@ def _cast(x: Tensor, dtype: torch.dtype, transposed: tuple[bool, ...]) -> list[Q
     made = [torch.empty(x.shape[::-1] if turned else x.shape, dtype=dtype, device=x.device) for turned in transposed]
     step = max(1, _CHUNK // x.shape[1])
     for start in range(0, len(x), step):
-        part = x[start : start + step].float().mul_(scale).to(dtype)  # the largest rounds to the limit
+        part = x[start : start + step].to(torch.float32, copy=True).mul_(scale).to(dtype)  # at most the limit, rounded
         for data, turned in zip(made, transposed, strict=True):
             (data.T if turned else data)[start : start + step] = part
     return [Quantized(data, scale.reciprocal()) for data in made]
