@@ -12,7 +12,7 @@ from simplan.program.executable import check_executable
 from simplan.program.job import Job
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
-from simplan.spec.low_precision_rules import unmodelled_low_precision
+from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model_rules import model_rules
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
 
@@ -151,6 +151,9 @@ def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
     yield from model_rules(job.model)
     yield from parallel_rules(job.model, plan, job.software)
+    linear = job.software.state(job.training, plan).linear
+    if linear is not None:
+        yield from low_precision_sizes(job.model, plan, linear)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):
         yield Problem(

@@ -84,7 +84,7 @@ def test_zeros_have_a_scale() -> None:
 
 def tiny(family: str) -> ModelSpec:
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
-    return ModelSpec(family=family, intermediate_size=96, seq_len=24, **sizes)  # type: ignore[arg-type]
+    return ModelSpec(family=family, intermediate_size=96, seq_len=24, **sizes)
 
 
 def job_of(make_job: Any, model: ModelSpec, plan: dict[str, Any], num_microbatches: int, **fields: Any) -> Job:
@@ -181,7 +181,7 @@ def larger(family: str) -> ModelSpec:
         fields |= {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
     else:
         fields |= {"num_key_value_heads": 8}
-    return ModelSpec(family=family, intermediate_size=2048, seq_len=160, **fields)  # type: ignore[arg-type]
+    return ModelSpec(family=family, intermediate_size=2048, seq_len=160, **fields)
 
 
 @pytest.mark.parametrize(

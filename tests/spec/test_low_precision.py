@@ -122,9 +122,9 @@ def gpt(**fields: Any) -> ModelSpec:
         ),
         (
             ({"precision": "fp8"}, {"pp": 4, "schedule": "zb-h1"}),
-            "plan.schedule = zb-h1: a backward in two parts is not modelled with training.precision = fp8: a linear layer "
-            "in low precision is one function of autograd, which makes the gradients of input and weight together; use "
-            "1f1b, or precision bf16",
+            "plan.schedule = zb-h1: a backward in two parts is not modelled with training.precision = fp8: a linear "
+            "layer in low precision is one function of autograd, which makes the gradients of input and weight together; "
+            "use 1f1b, or precision bf16",
         ),
         (
             ({"precision": "fp8"}, {}, catalogue.model("resnet-50")),
@@ -132,8 +132,8 @@ def gpt(**fields: Any) -> ModelSpec:
         ),
         (
             ({"precision": "nvfp4"}, {"tp": 2}),
-            "plan.tp = 2: is not modelled yet with training.precision = nvfp4: what is kept of gathered tokens; use 1, or "
-            "precision mxfp8",
+            "plan.tp = 2: is not modelled yet with training.precision = nvfp4: what is kept of gathered tokens; use 1, "
+            "or precision mxfp8",
         ),
         (
             ({"precision": "fp8"}, {}, gpt(intermediate_size=4100)),
@@ -142,8 +142,8 @@ def gpt(**fields: Any) -> ModelSpec:
         ),
         (
             ({"precision": "nvfp4"}, {}, gpt()),
-            "plan.microbatch_size = 1: gives 320 tokens, and the gradients of weights in nvfp4 (nvfp4) need a multiple of "
-            "128; use a multiple of 2",
+            "plan.microbatch_size = 1: gives 320 tokens, and the gradients of weights in nvfp4 (nvfp4) need a multiple "
+            "of 128; use a multiple of 2",
         ),
     ],
 )
