@@ -123,8 +123,8 @@ def gpt(**fields: Any) -> ModelSpec:
         (
             ({"precision": "fp8"}, {"pp": 4, "schedule": "zb-h1"}),
             "plan.schedule = zb-h1: a backward in two parts is not modelled with training.precision = fp8: a linear "
-            "layer in low precision is one function of autograd, which makes the gradients of input and weight together; "
-            "use 1f1b, or precision bf16",
+            "layer in low precision is one function of autograd, which makes the gradients of input and weight "
+            "together; use 1f1b, or precision bf16",
         ),
         (
             ({"precision": "fp8"}, {}, catalogue.model("resnet-50")),
