@@ -82,7 +82,8 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
         going = budget(f"layers of {shape.model.name}", _SHARES["layers"] / len(request.shapes))
         layers += time_layers(shape, num_ranks, device, going)
     if request.matmuls:
-        dtypes = sorted({shape.dtype for shape in request.shapes}) or ["fp32"]
+        # products in fp8 are timed with the layers that they are in
+        dtypes = sorted({"bf16" if shape.dtype == "fp8" else shape.dtype for shape in request.shapes}) or ["fp32"]
         for dtype in dtypes:
             _compute_in(dtype)
             going = budget(f"matmuls in {dtype}", _SHARES["matmuls"] / len(dtypes))

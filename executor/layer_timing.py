@@ -72,14 +72,15 @@ class _LayerBench:
         self._parallel = Parallel.silent(shape.shard)
         self._watch = Stopwatch(device)
         self._mixed = way_of_mixing(shape.dtype, sharded=shape.mixed == "cast")
-        autocast = shape.dtype in ("bf16", "fp16") and self._mixed == "autocast"
+        autocast = shape.dtype in ("bf16", "fp16", "fp8") and self._mixed == "autocast"
         dtype = torch.float32 if autocast else TIMED_DTYPES[shape.dtype]
         saved = sum(tensor.elements * (tensor.bytes_per_element or dtype.itemsize) for tensor in layer.saved)
         footprint = 2 * layer.num_parameters * dtype.itemsize + saved * shape.microbatch_size
         repeats = Counter(layers)[layer]
         num_copies = min(_MOST_COPIES, repeats, 1 + _CACHE_BYTES // max(1, footprint))
         self._copies: list[nn.Module] = [
-            build_stage(shape.model, [index], dtype, device, seed, self._parallel) for seed in range(num_copies)
+            build_stage(shape.model, [index], dtype, device, seed, self._parallel, fp8=shape.dtype == "fp8")
+            for seed in range(num_copies)
         ]
         weights = [parameter for copy in self._copies for parameter in copy.parameters()]
         # what the optimizer updates: the weights themselves, or the fp32 copies that they were cast from

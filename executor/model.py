@@ -17,6 +17,7 @@ from executor.attention_cores import Attentions
 from executor.blocks import BertBlock, GptBlock, LayerRequest, LlamaBlock, MptBlock, Rotary
 from executor.ends import BertEmbedding, ClassHead, Embedding, Head, MaskedHead, PatchEmbedding, PositionEmbedding
 from executor.loss import cross_entropy
+from executor.low_precision import with_fp8_linears
 from executor.mla import deepseek_block
 from executor.moe import moe_block
 from executor.parallel import Parallel
@@ -73,6 +74,8 @@ def build_stage(
     seed: int,
     parallel: Parallel = _SINGLE,
     recompute: Recompute = "none",
+    *,
+    fp8: bool = False,
 ) -> Stage:
     """A stage with its weights, which depend on the seed and the layers' indices only, not on how layers are split.
 
@@ -86,6 +89,7 @@ def build_stage(
         seed: Of the weights.
         parallel: Which part of each layer this rank has.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` (every block).
+        fp8: Linear layers of blocks are in fp8.
     """
     assert recompute in ("none", "selective", "full")
     attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
@@ -94,7 +98,8 @@ def build_stage(
         make = MODULES[spec.family][spec.layers[index].kind]
         layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
         _draw_weights(layer, spec, index, seed, parallel)
-        layers[index] = layer.to(device=device, dtype=dtype)
+        layer = layer.to(device=device, dtype=dtype)
+        layers[index] = with_fp8_linears(layer, spec.layers[index]) if fp8 else layer
     blocks = [layer for layer in layers.values() if isinstance(layer, Rotary)]
     for block in blocks[1:]:  # one pair of tables per stage
         block.cos, block.sin = blocks[0].cos, blocks[0].sin

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from simplan.program.job import Job
 
-__all__ = ["Autocast", "compute_dtype", "weight_dtype"]
+__all__ = ["Autocast", "compute_dtype", "computes_in_fp8", "weight_dtype"]
 
 
 def weight_dtype(job: Job) -> torch.dtype:
@@ -18,6 +18,11 @@ def weight_dtype(job: Job) -> torch.dtype:
 def compute_dtype(job: Job) -> torch.dtype | None:
     """What matrix products are computed in where it is not ``weight_dtype``."""
     return torch.bfloat16 if job.dtype == "bf16" else None
+
+
+def computes_in_fp8(job: Job) -> bool:
+    """Whether linear layers of blocks are in fp8, and all else as in bf16."""
+    return job.training.precision == "fp8" and job.dtype == "bf16"
 
 
 class Autocast(nn.Module):

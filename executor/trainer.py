@@ -18,7 +18,7 @@ from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
 from executor.moe import SeparateOptimizers, average_expert_gradients, check_places, expert_parameters
 from executor.parallel import Parallel, Peers, partial_parameters, sum_partial_gradients
-from executor.precision import Autocast, compute_dtype, weight_dtype
+from executor.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.recorder import Recorder
 from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
@@ -151,6 +151,7 @@ class Trainer:
             job.seed,
             self._parallel,
             plan.recompute,
+            fp8=computes_in_fp8(job),
         )
         if plan.shards_parameters:
             assert self._groups.shard is not None

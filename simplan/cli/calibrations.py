@@ -158,9 +158,9 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = Q
 def _shape(scenario: Scenario) -> ShapeRequest:
     training, plan = scenario.training, scenario.plan
     precision = training.precision
-    if precision not in ("fp32", "tf32", "bf16"):
+    if precision not in ("fp32", "tf32", "bf16", "fp8"):
         problem = Problem(
-            field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32 or bf16"
+            field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32, bf16 or fp8"
         )
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(

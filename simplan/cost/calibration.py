@@ -28,7 +28,7 @@ __all__ = [
     "way_of_mixing",
 ]
 
-TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Mixed = Literal["autocast", "cast"]
 """How half precision comes about: fp32 weights under torch.autocast, or weights cast to it, as FSDP gathers them."""
 
@@ -44,7 +44,7 @@ def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
         dtype: Precision of the run.
         sharded: FSDP shards the parameters.
     """
-    return "cast" if sharded and dtype in ("bf16", "fp16") else "autocast"
+    return "cast" if sharded and dtype in ("bf16", "fp16", "fp8") else "autocast"
 
 
 class Sample(Spec):

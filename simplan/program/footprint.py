@@ -12,6 +12,7 @@ from typing import NamedTuple
 from simplan.program.attention_footprint import eager_attention_bytes
 from simplan.program.convolution_footprint import convolution_moments, has_convolutions
 from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
+from simplan.program.low_precision_footprint import backward_moments, forward_cast_bytes
 from simplan.program.moment import Moment
 from simplan.program.norm_footprint import norm_workspace
 from simplan.program.program import MemoryCategory, MemoryEffect
@@ -138,20 +139,21 @@ def _block_moments(
     widened_branch = narrow + (wide if narrow < wide else 0)
     # a norm after the last sum keeps it, and its output comes when the branch is gone
     ending = output * (max(wide, widened_branch) if _keeps_sum(layer, last) else wide + widened_branch)
-    forward = max(ending, result * narrow)
+    copied, cast = copied_weight_bytes(layer, last, state), forward_cast_bytes(layer, last, b, state)
+    forward = max(ending, cast + result * narrow)
     dropped = b * _dropped_in_forward(layer, recomputation, state)
     if dropped:
-        multiplied = dropped - (writes - inner) * narrow + weight * state.weight_copy + result * narrow
+        multiplied = dropped - (writes - inner) * narrow + copied + cast + result * narrow
         forward = max(ending + output * wide, dropped, multiplied)
     narrowed = output * (narrow if narrow < wide else 0)
     incoming = b * last.m * last.n * narrow if scattered else narrowed
-    widened = weight * state.gradient if state.weight_copy else 0
-    released = weight * state.weight_copy
+    widened = weight * state.gradient if copied else 0
     incoming_gradient = output * wide - b * _kept_after(layer, last, state)
     return (Moment(forward),), (
         Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * narrow),
-        Moment(incoming_gradient + writes * narrow - released),
+        Moment(incoming_gradient + writes * narrow - copied),
         Moment(incoming_gradient, gradients=widened),
+        *backward_moments(layer, last, b, state, incoming_gradient + incoming),
         *(Moment(b * workspace) for workspace in _norms_after(layer, last, state)),
     )
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
+from simplan.program.low_precision_footprint import keeping_quantized
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
@@ -86,7 +87,7 @@ class Stages:
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
-        model_layers = model.layers_of(plan.shard)
+        model_layers = [keeping_quantized(layer, self.state.linear) for layer in model.layers_of(plan.shard)]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]

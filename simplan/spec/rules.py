@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.hardware import ClusterSpec
+from simplan.spec.low_precision_rules import low_precision_rules, low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
 from simplan.spec.numbers import either, nearest_divisors
@@ -48,12 +49,14 @@ def check_plan(
         *unmodelled_parallelism(model, plan),
         *unmodelled_convolutions(model, training, plan),
         *_unmodelled_training(training, software),
+        *unmodelled_low_precision(model, training, plan, software),
     ]
     violated = [
         *model_rules(model),
         *_cluster_rules(cluster),
         *_device_count(model, cluster, plan),
         *_precision_rules(cluster, training),
+        *low_precision_rules(training),
         *_batch_rules(training, plan),
         *schedule_rules(plan, software),
         *stage_rules(model, plan),
@@ -64,6 +67,9 @@ def check_plan(
         raise SpecError([*violated, *unmodelled])
     if unmodelled:
         raise NotModelledError(unmodelled)
+    linear = software.state(training, plan).linear
+    if linear is not None and (sizes := list(low_precision_sizes(model, plan, linear))):
+        raise SpecError(sizes)
 
 
 def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Problem]:
@@ -77,8 +83,9 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
     if training.task != "pretrain":
         yield _not_modelled("training.task", training.task, "this task", "use pretrain")
-    known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
-    if training.precision not in software.state_bytes:
+    has = {*software.state_bytes, *software.low_precision}
+    known = [p for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4") if p in has]
+    if training.precision not in has:
         what = f"this precision with {software.id}"
         yield _not_modelled("training.precision", training.precision, what, f"use {either(known)}")
 
@@ -103,11 +110,11 @@ def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
 
 
 def _precision_rules(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Problem]:
-    if cluster.device.kind == "cpu" and training.precision not in ("fp32", "bf16"):
+    if cluster.device.kind == "cpu" and training.precision not in ("fp32", "bf16", "fp8"):
         yield Problem(
             field="training.precision",
             value=training.precision,
-            rule=f"must be fp32 or bf16 on a CPU ({cluster.device.id}): the others are those of accelerators",
+            rule=f"must be fp32, bf16 or fp8 on a CPU ({cluster.device.id}): the others are those of accelerators",
             fix="use fp32",
         )
 
