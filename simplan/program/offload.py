@@ -33,12 +33,12 @@ class _Copy(NamedTuple):
 
     Attributes:
         key: Whose.
-        index: Of the operation.
+        operation: Its index.
         num_bytes: How many.
     """
 
     key: _Key
-    index: int
+    operation: int
     num_bytes: int
 
 
@@ -115,7 +115,7 @@ class ActivationOffload:
         while self._leaving:
             copy = self._leaving.popleft()
             if copy is not None and copy.key == key:
-                self._writer.block_on(copy.index)
+                self._writer.block_on(copy.operation)
                 self._writer.compute(action, "keep", memory=[_freed(_HOST, copy.num_bytes)])
                 continue
             self._let_go(action, copy)
@@ -128,7 +128,7 @@ class ActivationOffload:
         if copy is None:
             return
         self._on_host[copy.key] = copy.num_bytes
-        self._writer.block_on(copy.index)
+        self._writer.block_on(copy.operation)
         self._writer.compute(action, "let go", memory=[_freed(_ACTIVATIONS, copy.num_bytes)])
 
     def _fetch(self, action: Action, part: range) -> None:
@@ -138,9 +138,7 @@ class ActivationOffload:
             effects = [MemoryEffect(_ACTIVATIONS, num_bytes, num_bytes), MemoryEffect(_HOST, 0, -num_bytes)]
             self._coming[key] = self._copy(action, part, num_bytes, effects, to_host=False)
 
-    def _copy(
-        self, action: Action, part: range, num_bytes: int, memory: list[MemoryEffect], *, to_host: bool
-    ) -> int:
+    def _copy(self, action: Action, part: range, num_bytes: int, memory: list[MemoryEffect], *, to_host: bool) -> int:
         what = "offload" if to_host else "fetch"
         name = f"{what} {self._stages.layer_name(action.stage, part.start) if len(part) == 1 else action}"
         waits = [self._writer.last_compute, *self._writer.blocking]
@@ -188,7 +186,6 @@ def stream_updates(
         wait: The host waits for every copy.
     """
     begun = writer.compute(action, "begin", (), release, SpanKind.OPTIMIZER)
-    came: list[int | None] = []
 
     def copy(update: LayerUpdate, waits: Sequence[int | None], *, to_host: bool) -> int | None:
         if not update.state_bytes:
@@ -201,8 +198,7 @@ def stream_updates(
             writer.block_on(index)
         return index
 
-    for update in updates[:2]:
-        came.append(copy(update, [begun], to_host=False))
+    came = [copy(update, [begun], to_host=False) for update in updates[:2]]
     updated = begun
     for number, update in enumerate(updates):
         writer.block_on(came[number])

@@ -19,7 +19,18 @@ from simplan.program.action import Action, Table
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind, LayerSpec
 
-__all__ = ["HostCopy", "LayerWork", "MemoryCategory", "MemoryEffect", "Message", "Op", "Phase", "Program", "Stream", "Work"]
+__all__ = [
+    "HostCopy",
+    "LayerWork",
+    "MemoryCategory",
+    "MemoryEffect",
+    "Message",
+    "Op",
+    "Phase",
+    "Program",
+    "Stream",
+    "Work",
+]
 
 
 class Stream(StrEnum):
