@@ -114,7 +114,7 @@ class ActivationOffload:
         key = (action.stage, action.microbatch, part.start)
         while self._leaving:
             copy = self._leaving.popleft()
-            if copy is not None and copy.key == key:
+            if copy is not None and copy.key == key and len(part) == 1:  # at Level 1 all goes and comes in one piece
                 self._writer.block_on(copy.operation)
                 self._writer.compute(action, "keep", memory=[_freed(_HOST, copy.num_bytes)])
                 continue
