@@ -210,7 +210,7 @@ class Trainer:
             return stage
         module: nn.Module = stage
         if dtype is not None:
-            module = Autocast(stage, dtype, self._device.type)
+            module = Autocast(stage, dtype, self._device.type, keeps_copies=not job.plan.offload_activations)
         if self._groups.dp is not None:
             experts = expert_parameters(stage, job.model, job.plan.shard)
             module = wrap_ddp(module, self._groups.dp, job.plan.bucket_bytes, self._recorder, experts)

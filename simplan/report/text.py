@@ -26,6 +26,8 @@ def verdict(prediction: Prediction) -> str:
     capacity = prediction.capacity_bytes
     if prediction.fits is None or capacity is None:
         return f"{needs}; the catalogue does not know the memory of {prediction.cluster.device.id}"
+    if prediction.host_fits is False:
+        return f"does not fit: {_host_memory(prediction)}"
     spare = capacity - worst.device_bytes
     share = format_percent(abs(spare) / capacity)
     if prediction.fits:

@@ -95,6 +95,9 @@ METRICS: dict[str, Metric] = {
 """What ``expect`` can name."""
 
 
+_VERDICTS = ("fits", "host_fits")
+
+
 def _known_metric(value: Any) -> str:
     if not isinstance(value, str) or value not in METRICS:
         raise ValueError(f"is not a known metric; {did_you_mean(str(value), METRICS)}")
@@ -137,7 +140,7 @@ class Expectation(Spec):
             raise ValueError("rel_tol and abs_tol go with value; min and max are exact")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min = {self.min:g} must be at most max = {self.max:g}")
-        if (self.metric == "fits") != isinstance(self.value, bool):
+        if (self.metric in _VERDICTS) != isinstance(self.value, bool):
             raise ValueError("fits needs value: true or false, and the other metrics a number")
         return self
 
