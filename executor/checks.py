@@ -14,6 +14,7 @@ from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
 from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model_rules import model_rules
+from simplan.spec.offload_rules import unmodelled_offload
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
 
 __all__ = ["check_job", "runs_on_cuda"]
@@ -50,6 +51,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_splits(job.model, plan)
     yield from unmodelled_convolutions(job.model, training, plan)
     yield from unmodelled_expert_parallelism(job.model, plan)
+    yield from unmodelled_offload(job.model, plan)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"

@@ -7,7 +7,7 @@ tokens (batch, tokens) int64, blocks take and give hidden states (batch, own tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,14 +51,21 @@ class Stage(nn.Module):
 
     Attributes:
         layers: The modules, by the index of their LayerSpec (as text).
+        around_layers: Runs the layers instead of ``forward``, given each and its index; None for just running them.
     """
+
+    around_layers: Callable[[Sequence[tuple[int, nn.Module]], Tensor], Tensor] | None
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
         super().__init__()
+        self.around_layers = None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Applies the layers in order; where layers hand on several tensors, they take a tuple and give one."""
+        if self.around_layers is not None:
+            (only,) = inputs
+            return self.around_layers([(int(index), layer) for index, layer in self.layers.items()], only)
         x: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers.values():
             x = layer(x)

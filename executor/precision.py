@@ -32,15 +32,16 @@ class Autocast(nn.Module):
         module: The module.
         dtype: What matrix products are computed in.
         device_type: Where.
+        keeps_copies: Autocast holds the cast weights to the end of forward, whatever else becomes of them.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str, *, keeps_copies: bool = True) -> None:
         super().__init__()
         self.module = module
-        self._dtype, self._device_type = dtype, device_type
+        self._dtype, self._device_type, self._keeps_copies = dtype, device_type, keeps_copies
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The module's output."""
-        with torch.autocast(self._device_type, self._dtype):
+        with torch.autocast(self._device_type, self._dtype, cache_enabled=self._keeps_copies):
             out: Tensor | tuple[Tensor, ...] = self.module(*inputs)
         return out

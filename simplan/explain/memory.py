@@ -35,7 +35,11 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         if not num_bytes:
             continue
         kept = resting.get(category, 0)
-        if category in widths:
+        if category is MemoryCategory.HOST:
+            formula = "offloaded to the host, whose memory is the device's own here"
+        elif category is MemoryCategory.OPTIMIZER and prediction.plan.offload_optimizer:
+            formula = "of the layers that are updated then; the others are on the host"
+        elif category in widths:
             formula = f"{kept // widths[category]:,} parameters x {widths[category]} B"
             if prediction.plan.shards_parameters:
                 formula += f" (one of {prediction.plan.dp_shard * prediction.plan.cp} shards)"

@@ -21,7 +21,7 @@ from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
-from simplan.sim.memory import memory_peak
+from simplan.sim.memory import host_peak_bytes, memory_peak
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.model import ModelSpec
@@ -175,6 +175,7 @@ def _memory(program: Program, cluster: ClusterSpec, context_bytes: int) -> tuple
             device_bytes=reserved + context_bytes,
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
+            host_bytes=host_peak_bytes(program, rank),
         )
     return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
 
@@ -227,4 +228,11 @@ def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, pricing: Pricing) -> 
         found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
         found.append("links are not shared with other jobs, and flows do not slow each other down")
+    if plan.offload_optimizer or plan.offload_activations:
+        found.append(
+            "host and device are one memory here: offloading copies inside of it and saves nothing"
+            if cluster.device.kind == "cpu"
+            else "buffers on the host are pinned, every device has its host link to itself, and the memory of the host "
+            "is as fast as all links together"
+        )
     return tuple(found)

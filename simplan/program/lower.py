@@ -9,6 +9,7 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.hooks import DdpHooks, Hooks
+from simplan.program.offload import ActivationOffload, LayerUpdate, stream_updates
 from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
 from simplan.program.reduction import complete_gradients
 from simplan.program.script import Scripts, Segment, in_order
@@ -49,7 +50,8 @@ class Lowering:
         folding: Which ranks are written out; None for all.
         expand_all: At Level 2, expand also the actions between whose layers nothing can be overlapped. Without, their
             layers are one operation and their exchanges another; the step takes the same time. For large Programs.
-        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs).
+        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs), and
+            for copies between memory of the host and of the device, which are one.
     """
 
     level: int = 2
@@ -91,18 +93,27 @@ def lower(
     resting: dict[int, dict[MemoryCategory, int]] = {}
     rebuild: dict[int, int] = {}
     for rank in folding.ranks:
-        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding)
-        ops.extend(lowering.run(table[stages.mapping.place(rank).pp]))
+        row = table[stages.mapping.place(rank).pp]
+        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
+        ops.extend(lowering.run(row))
         resting[rank] = lowering.resting_bytes()
         rebuild[rank] = lowering.bucket_bytes()
-    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild)
+    one_memory = how.host_waits
+    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
 
 
 class _RankLowering:
     """Writes the operations of one rank."""
 
     def __init__(
-        self, stages: Stages, scripts: Scripts, rank: int, first: int, how: Lowering, folding: Folding
+        self,
+        stages: Stages,
+        scripts: Scripts,
+        rank: int,
+        first: int,
+        how: Lowering,
+        folding: Folding,
+        row: Sequence[Action],
     ) -> None:
         self.stages, self.rank, self.how = stages, rank, how
         self.scripts = scripts
@@ -110,6 +121,7 @@ class _RankLowering:
         self.pp_rank = self.place.pp
         self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
         self.hooks = _hooks(stages, self.writer, how)
+        self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
@@ -150,10 +162,12 @@ class _RankLowering:
         held = self.states.held_elements
         state = stages.state
         buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
+        states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
             MemoryCategory.PARAMETERS: held * state.parameter,
             MemoryCategory.GRADIENTS: held * state.gradient,
-            MemoryCategory.OPTIMIZER: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
+            MemoryCategory.OPTIMIZER: 0,
+            states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + (stages.batch_bytes if 0 in mine else 0),
@@ -168,9 +182,11 @@ class _RankLowering:
     def _forward(self, action: Action) -> None:
         self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_F, action.microbatch), ()))
         for part in self._parts(action):
+            self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
             self._layers(action, part, Phase.FORWARD)
             self.hooks.after_forward(action, part)
+            self.offload.after_forward(action, part)
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
@@ -183,6 +199,7 @@ class _RankLowering:
             phase = Phase.BACKWARD
         for part in in_order(self._parts(action), phase):
             self.hooks.before_backward(action, part)
+            self.offload.before_backward(action, part)
             ended = self._layers(action, part, phase)
             match phase:
                 case Phase.BACKWARD_INPUT:
@@ -282,20 +299,37 @@ class _RankLowering:
             message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
             waits = [*writer.blocking, writer.last_compute]
             writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
-        mine = stages.stages_of(self.pp_rank)
-        work = tuple(item for stage in mine for item in self.states.updates(stage))
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
-        updated = writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
+        updated = self._update(action, release)
         group = stages.mapping.shard_group(self.rank) if stages.plan.shards_optimizer_only else ()
         for owner, num_bytes in self.states.broadcasts():
             message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
             writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
 
+    def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
+        """Updates all that the rank trains; gives the index of the last operation."""
+        stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
+        if not stages.plan.offload_optimizer:
+            work = tuple(item for stage in mine for item in self.states.updates(stage))
+            return self.writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
+        width = stages.state.optimizer_bytes(stages.training.optimizer)
+        updates = [
+            LayerUpdate(stages.layer_name(stage, position), (work,), elements * width)
+            for stage in mine
+            for position, work, elements in self.states.layer_updates(stage)
+        ]
+        if self.how.level == 1:
+            whole = tuple(work for update in updates for work in update.work)
+            updates = [LayerUpdate(str(action), whole, sum(update.state_bytes for update in updates))]
+        return stream_updates(action, updates, self.writer, release, wait=self.how.host_waits)
+
     def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
         num_layers = len(self.stages.layers[action.stage])
-        if self.how.level == 1 or not (self.how.expand_all or self.overlaps or self.hooks.expands(action)):
+        if self.how.level == 1 or not (
+            self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
+        ):
             return (range(num_layers),)
         return [range(i, i + 1) for i in range(num_layers)]
 

@@ -95,14 +95,36 @@ class OptimizerStates:
         """The optimizer's work on a stage."""
         if self._deal is None:
             return self.work(stage, Phase.OPTIMIZER)
+        return tuple(work for _, work in self._dealt_updates(stage))
+
+    def layer_updates(self, stage: int) -> list[tuple[int, LayerWork, int]]:
+        """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
+        if self._deal is not None:
+            return [(position, work, work.num_parameters) for position, work in self._dealt_updates(stage)]
+        works = zip(self._positions(stage), self.work(stage, Phase.OPTIMIZER), strict=True)
+        return [(position, work, self._own_elements(stage, position)) for position, work in works]
+
+    def _dealt_updates(self, stage: int) -> list[tuple[int, LayerWork]]:
+        """Of ZeRO-1, by layer of which the rank owns something."""
+        assert self._deal is not None
         b, mine = self._stages.plan.microbatch_size, self._deal[self._shard_rank]
         layers, experts = self._stages.layers[stage], self._stages.experts[stage]
         updated = [mine.get((stage, position), 0) + experts[position] for position in self._positions(stage)]
-        return tuple(
-            LayerWork(layer, Phase.OPTIMIZER, b, number)
-            for layer, number in zip(layers, updated, strict=True)
+        return [
+            (position, LayerWork(layers[position], Phase.OPTIMIZER, b, number))
+            for position, number in enumerate(updated)
             if number
-        )
+        ]
+
+    def _own_elements(self, stage: int, position: int) -> int:
+        """Parameters of a layer that the rank holds, without what a shard is padded with."""
+        if self._num_shards == 1:
+            return self._stages.owned[stage][position]
+        layer = self._stages.layers[stage][position]
+        held = [layer.parameters[index] for index in self._own_indices(stage, position)]
+        shapes = [parameter.shape for parameter in held if not parameter.expert]
+        sharded = sum(math.prod(shape) // shape[0] * self._own_rows(shape[0]) for shape in shapes)
+        return sharded + self._stages.experts[stage][position]
 
     def broadcasts(self) -> Iterator[tuple[int, int]]:
         """Updated parameters that go round afterwards: (owning rank, bytes), in order."""

@@ -26,6 +26,8 @@ def verdict(prediction: Prediction) -> str:
     capacity = prediction.capacity_bytes
     if prediction.fits is None or capacity is None:
         return f"{needs}; the catalogue does not know the memory of {prediction.cluster.device.id}"
+    if prediction.host_fits is False:
+        return f"does not fit: {_host_memory(prediction)}"
     spare = capacity - worst.device_bytes
     share = format_percent(abs(spare) / capacity)
     if prediction.fits:
@@ -67,6 +69,20 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
+    if prediction.worst_host_bytes:
+        yield f"  host memory  {_host_memory(prediction)}"
+
+
+def _host_memory(prediction: Prediction) -> str:
+    """What is offloaded, and whether the host has room for it."""
+    per_rank = format_bytes(max(memory.host_bytes for memory in prediction.memory))
+    used, capacity = prediction.worst_host_bytes, prediction.cluster.host_memory_bytes
+    offloaded = f"{per_rank} offloaded per rank, {format_bytes(used)} per node"
+    if capacity is None:
+        return offloaded
+    if prediction.host_fits:
+        return f"{offloaded} of {format_bytes(capacity)}"
+    return f"{offloaded}: does not fit, it has {format_bytes(capacity)} ({format_bytes(used - capacity)} too much)"
 
 
 def _throughput(prediction: Prediction) -> str:
@@ -145,6 +161,10 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"cp {plan.cp} ({plan.cp_comm})")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recompute}")
+    if plan.offload_optimizer:
+        parts.append("optimizer states on the host")
+    if plan.offload_activations:
+        parts.append("activations on the host")
     return ", ".join(parts) or "one device"
 
 

@@ -27,7 +27,9 @@ class ParallelPlan(Spec):
     (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
     that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
     file with a table of actions. ``None`` in ``grad_dtype``, ``bucket_bytes`` and ``prefetch_depth`` means the
-    software's own value; in ``stage_layers``, a balanced split.
+    software's own value; in ``stage_layers``, a balanced split. ``offload_optimizer`` keeps optimizer states in memory
+    of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
+    from forward to backward.
     """
 
     dp_replicate: Count = 1
@@ -49,6 +51,8 @@ class ParallelPlan(Spec):
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_bytes: Count | None = None
     prefetch_depth: Count | None = None
+    offload_optimizer: bool = False
+    offload_activations: bool = False
 
     @model_validator(mode="before")
     @classmethod

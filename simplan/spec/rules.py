@@ -15,6 +15,7 @@ from simplan.spec.low_precision_rules import low_precision_rules, low_precision_
 from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
 from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.offload_rules import offload_rules, unmodelled_offload
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedule_rules import schedule_rules, stage_rules
@@ -48,6 +49,7 @@ def check_plan(
         *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan),
         *unmodelled_convolutions(model, training, plan),
+        *unmodelled_offload(model, plan),
         *_unmodelled_training(training, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
@@ -62,6 +64,7 @@ def check_plan(
         *stage_rules(model, plan),
         *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
+        *offload_rules(cluster, training, plan),
     ]
     if violated:
         raise SpecError([*violated, *unmodelled])
@@ -164,6 +167,7 @@ def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) ->
     """What would take too long to predict."""
     passes = num_microbatches(training, plan) * (model.num_blocks + 2)
     layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
+    layer_by_layer |= plan.offload_activations
     if layer_by_layer and passes > MAX_LAYER_PASSES:
         most = max(1, MAX_LAYER_PASSES // (model.num_blocks + 2)) * plan.dp * plan.microbatch_size
         yield Problem(

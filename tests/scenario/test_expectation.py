@@ -19,6 +19,8 @@ PREDICTION: dict[str, Any] = {
     "hfu": 0.4,
     "fits": True,
     "peak_memory_gib": {"allocated": 10.0, "reserved": 11.0, "device": 12.0},
+    "host_memory_gib": {"rank": 1.0, "node": 2.0, "capacity": None},
+    "host_fits": True,
     "worst_rank": 3,
     "num_microbatches": 8,
     "ranks": [
