@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.convolution_rules import unmodelled_convolutions
+from simplan.spec.document_rules import unmodelled_documents
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
@@ -47,6 +48,7 @@ def check_plan(
         *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan),
         *unmodelled_convolutions(model, training, plan),
+        *unmodelled_documents(model, plan, software),
         *_unmodelled_training(training, software),
     ]
     violated = [
@@ -75,8 +77,8 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
-    if training.task != "pretrain":
-        yield _not_modelled("training.task", training.task, "this task", "use pretrain")
+    if training.task == "lora":
+        yield _not_modelled("training.task", training.task, "this task", "use pretrain or sft")
     known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
     if training.precision not in software.state_bytes:
         what = f"this precision with {software.id}"
