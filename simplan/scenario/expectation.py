@@ -61,7 +61,14 @@ METRICS: dict[str, Metric] = {
     "bubble_fraction": Metric(
         "share of the step in which compute streams idle, mean over ranks", "", _key("bubble_fraction")
     ),
-    "tokens_per_s_per_device": Metric("throughput", "tokens/s", _key("tokens_per_s_per_device")),
+    "tokens_per_s_per_device": Metric(
+        "throughput, padding of packed sequences included", "tokens/s", _key("tokens_per_s_per_device")
+    ),
+    "document_tokens_per_s_per_device": Metric(
+        "throughput without padding; the mean over all packs where documents are drawn from a distribution",
+        "tokens/s",
+        _key("document_tokens_per_s_per_device"),
+    ),
     "samples_per_s_per_device": Metric("throughput in sequences or images", "1/s", _key("samples_per_s_per_device")),
     "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),
     "mfu_full_attention": Metric(

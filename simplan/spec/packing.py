@@ -121,6 +121,7 @@ class PackStatistics(Spec):
         document_share: Of all tokens, those of documents: the efficiency of packing.
         cut_share: Documents that were longer than allowed, of all.
         relative_std: Standard deviation of the pairs of tokens that attend to each other in a pack, over their mean.
+        relative_excess: What the fullest pack has of them above their mean, over the mean.
     """
 
     packing: Packing
@@ -131,6 +132,7 @@ class PackStatistics(Spec):
     document_share: Annotated[float, Field(gt=0, le=1)]
     cut_share: Annotated[float, Field(ge=0, le=1)]
     relative_std: NonNegative
+    relative_excess: NonNegative
 
 
 def represent(source: DocumentSource, seq_len: int) -> tuple[tuple[int, ...], PackStatistics]:
@@ -169,6 +171,7 @@ def represent(source: DocumentSource, seq_len: int) -> tuple[tuple[int, ...], Pa
         document_share=float(filled.mean() / seq_len),
         cut_share=float((drawn > most).mean()),
         relative_std=float(pairs.std() / pairs.mean()),
+        relative_excess=float(pairs.max() / pairs.mean() - 1),
     )
     return tuple(sorted(packs[nearest], reverse=True)), statistics
 

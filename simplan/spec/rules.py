@@ -78,7 +78,7 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
     if training.task == "lora":
-        yield _not_modelled("training.task", training.task, "this task", "use pretrain or sft")
+        yield _not_modelled("training.task", training.task, "this task", "use pretrain")
     known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
     if training.precision not in software.state_bytes:
         what = f"this precision with {software.id}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simplan.spec.layer import Attention, Gemm, Kernel, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.documents import join_kernels, join_saved
+from simplan.spec.models.documents import join_kernels
 from simplan.spec.models.part import FP32_BYTES, Part
 from simplan.spec.share import Share
 
@@ -102,7 +102,6 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
             Saved("kv_a_norm statistics", n, FP32_BYTES, made_by="kv_a_norm"),
             Saved("kv_a_norm output", n * form.kv_rank, made_by="kv_a_norm"),
             Saved("q, k and padded v", 3 * wide, made_by="assemble heads"),
-            *join_saved(wide, share),
             Saved("padded attention output", wide, made_by="attention"),
             Saved("attention logsumexp", n * a, FP32_BYTES, made_by="attention"),
             Saved("attention output", n * a * form.value, made_by="cut values"),
