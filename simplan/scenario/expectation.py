@@ -53,6 +53,11 @@ def _in_flight(prediction: Mapping[str, Any]) -> int:
     return max((n for rank in prediction["ranks"] for n in rank["activations_in_flight"].values()), default=0)
 
 
+def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
+    tokens = prediction["tokens_per_s_per_device"]
+    return prediction["document_tokens_per_s_per_device"] / tokens if tokens else None
+
+
 METRICS: dict[str, Metric] = {
     "step_time_s": Metric("wall time of one optimizer step at steady state", "s", _key("step_time_s")),
     "level1_step_time_s": Metric(
@@ -68,6 +73,11 @@ METRICS: dict[str, Metric] = {
         "throughput without padding; the mean over all packs where documents are drawn from a distribution",
         "tokens/s",
         _key("document_tokens_per_s_per_device"),
+    ),
+    "packing_efficiency": Metric(
+        "share of the tokens that are of documents, not padding; the mean over all packs where documents are drawn",
+        "",
+        _packing_efficiency,
     ),
     "samples_per_s_per_device": Metric("throughput in sequences or images", "1/s", _key("samples_per_s_per_device")),
     "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),

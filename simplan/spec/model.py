@@ -16,7 +16,7 @@ from simplan.spec.shard import Shard
 
 __all__ = ["ModelSpec"]
 
-_OF_ALL = frozenset({"name", "family", "sources"})
+_OF_ALL = frozenset({"name", "family", "packs", "sources"})
 _TUPLES = ("depths", "document_lengths")
 
 

@@ -153,8 +153,8 @@ def represent(source: DocumentSource, seq_len: int) -> tuple[tuple[int, ...], Pa
     most = min(seq_len, source.max or seq_len)
     lengths = np.clip(drawn, 1, most)
     if int(lengths.sum()) < _FEWEST_PACKS * seq_len:
-        rule = f"are too long: {NUM_DOCUMENTS:,} documents, of {lengths.mean():.0f} tokens on average, "
-        rule += f"fill fewer than {_FEWEST_PACKS} of them"
+        rule = f"makes sequences too long: {NUM_DOCUMENTS:,} documents, of {lengths.mean():.0f} tokens on average, "
+        rule += f"fill fewer than {_FEWEST_PACKS}"
         fix = f"use at most {int(lengths.sum()) // _FEWEST_PACKS}, or list model.document_lengths"
         raise SpecError(Problem(field="model.seq_len", value=str(seq_len), rule=rule, fix=fix))
     packs = _PACKERS[source.packing](lengths, seq_len)

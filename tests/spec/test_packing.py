@@ -129,7 +129,9 @@ def test_the_pack_that_is_taken_is_nearest_to_the_mean() -> None:
 
 
 def test_sequences_that_too_few_documents_fill_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"model\.seq_len = 1000000: are too long: 20,000 documents, of 10 tokens"):
+    with pytest.raises(
+        SpecError, match=r"model\.seq_len = 1000000: makes sequences too long: 20,000 documents, of 10 tokens"
+    ):
         represent(Histogram(histogram={10: 1.0}), 1_000_000)
 
 

@@ -25,7 +25,7 @@ TRANSFORMER = frozenset({
 TOKENS = frozenset({"vocab_size", "max_position_embeddings", "tied_embeddings"})
 """Fields of every language model."""
 
-PACKED = frozenset({"document_lengths", "packs"})
+PACKED = frozenset({"document_lengths"})
 """Fields of language models whose sequences may hold several documents."""
 
 
