@@ -81,7 +81,7 @@ def test_who_waits_is_said() -> None:
         float(sentence(found).split("expected to be at most ")[1].split(" %")[0])
         for found in (drawn(), drawn(dp_replicate=1, dp_shard=8))
     )
-    assert often == pytest.approx(2 * once, rel=0.01)  # of four packs, or of each
+    assert often == pytest.approx(2 * once, abs=0.2)  # of four packs, or of each
     assert "the fullest of 16 " in sentence(drawn(dp_replicate=4, pp=2, microbatch_size=2))
 
 
