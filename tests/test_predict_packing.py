@@ -14,12 +14,13 @@ from simplan.prediction import Prediction
 from simplan.report.text import prediction_text
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
-from simplan.spec.packing import Histogram, represent
+from simplan.spec.packing import Lognormal, represent
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
 TORCH = catalogue.software("torch")
 BASE = catalogue.model("llama3-8b").model_copy(update={"seq_len": 4096})
+DOCUMENTS = Lognormal(distribution="lognormal", median=300, sigma=1.0, seed=3)
 
 
 def ask(model: ModelSpec, **plan: Any) -> Prediction:
@@ -56,7 +57,7 @@ def test_padding_is_said_and_counts_for_nothing() -> None:
 
 
 def drawn(**plan: Any) -> Prediction:
-    lengths, packs = represent(Histogram(histogram={100: 3.0, 3000: 1.0}), 4096)
+    lengths, packs = represent(DOCUMENTS, 4096)
     return ask(BASE.model_copy(update={"document_lengths": lengths, "packs": packs}), **plan)
 
 
@@ -88,12 +89,12 @@ def test_who_waits_is_said() -> None:
 @pytest.mark.parametrize(("num_ranks", "each"), [(2, 1), (8, 1), (8, 4), (64, 2), (1024, 1)])
 def test_the_fullest_is_expected_within_the_bound(num_ranks: int, each: int) -> None:
     """Means of the largest of packs drawn and packed again, greedily, as their statistics were made."""
-    source = Histogram(histogram={100: 3.0, 3000: 1.0}, seed=3)
-    _, packs = represent(source, 4096)
+    _, packs = represent(DOCUMENTS, 4096)
     generator = np.random.default_rng(3)
     pairs: list[int] = []
     pack: Counter[int] = Counter()
-    for length in map(int, source.draw(20_000, generator)):
+    for length in map(int, DOCUMENTS.draw(20_000, generator)):
+        length = min(max(length, 1), 4096)
         if sum(n * k for n, k in pack.items()) + length > 4096:
             padding = 4096 - sum(n * k for n, k in pack.items())
             pairs.append(sum(k * n * n for n, k in pack.items()) + padding**2)
