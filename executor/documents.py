@@ -1,7 +1,7 @@
 """Sequences that several documents share: attention within each, positions that start anew, targets within it.
 
 Attention is one call for each document on its part of the tensors. torch's alternatives were tried (2.13, two CPU
-cores, sequences of 2048 tokens): one call with a table of what counts takes 4 to 18 times as long, nested tensors find
+cores, sequences of 2048 tokens): one call with a table of what counts takes 4 to 19 times as long, nested tensors find
 no kernel on a CPU, and ``torch.nn.attention.varlen`` is for CUDA alone and 16 bits alone.
 """
 
