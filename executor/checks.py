@@ -105,9 +105,9 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor does not shard an embedding whose two copies are on different stages",
             fix="use false, or plan.zero_stage = 1",
         )
-    if training.task != "pretrain":
+    if training.task not in ("pretrain", "sft"):
         yield Problem(
-            field="training.task", value=training.task, rule="the executor only pretrains", fix="use pretrain"
+            field="training.task", value=training.task, rule="the executor trains all weights", fix="use pretrain"
         )
     if training.precision not in _DTYPES and job.dtype != "fp64":
         yield Problem(

@@ -80,7 +80,8 @@ class Prediction:
         fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
         memory: Per rank.
         splits: Per rank, in the order of ``memory``.
-        tokens_per_s_per_device: Throughput; 0 for a model of images that has no tokens.
+        tokens_per_s_per_device: Throughput, padding of packed sequences included; 0 for a model of images that has no
+            tokens.
         mfu: Model FLOPs utilization, causal attention counted half; None when the peak is unknown.
         mfu_full_attention: The same with full attention counted (PaLM, most papers).
         hfu: As ``mfu``, recomputed FLOPs counted.
@@ -144,6 +145,12 @@ class Prediction:
         """Throughput in sequences or images."""
         return self.training.global_batch_size / self.step_time_s / self.cluster.num_devices
 
+    @property
+    def document_tokens_per_s_per_device(self) -> float:
+        """Throughput in tokens of documents, padding left out."""
+        packs = self.model.packs
+        return self.tokens_per_s_per_device * (self.model.document_share if packs is None else packs.document_share)
+
     def to_json(self) -> dict[str, Any]:
         """The prediction as the JSON document the command line prints and files hold."""
         worst = self.worst_memory
@@ -180,6 +187,7 @@ class Prediction:
             "host_fits": self.host_fits,
             "worst_rank": self.worst_rank,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "document_tokens_per_s_per_device": self.document_tokens_per_s_per_device,
             "samples_per_s_per_device": self.samples_per_s_per_device,
             "mfu": self.mfu,
             "mfu_full_attention": self.mfu_full_attention,

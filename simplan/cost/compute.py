@@ -149,7 +149,8 @@ class Roofline:
                 return max((flop_s + byte_s) * (_BACKWARD_EAGER if propagates else 1), _LAUNCH_S)
             case Attention():
                 rate = self.matmul_flop_per_s * _ATTENTION_SHARE_OF_MATMUL
-                return max(b * kernel.computed_flops / rate * (_BACKWARD_ATTENTION if propagates else 1), _LAUNCH_S)
+                times = b / rate * (_BACKWARD_ATTENTION if propagates else 1)
+                return sum(max(flops * times, _LAUNCH_S) for flops in kernel.calls)
             case Pointwise(reads=reads, writes=writes):
                 num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if propagates else 1)
                 return max(num_bytes / self.bytes_per_s, _LAUNCH_S)

@@ -10,6 +10,7 @@ from simplan.cost.base import Provenance
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.predict.build import assign_layers, cost_model, expands_all, folding_of
+from simplan.predict.packing import attention_s, packing_assumptions
 from simplan.predict.simulated import Simulated, simulate_program
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction, RankMemory, Term
@@ -130,7 +131,15 @@ def predict(
         hfu=None if mfu is None else mfu * (1 + _recomputed_share(model, plan)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
-        assumptions=_assumptions(cluster, plan, simulated.pricing),
+        assumptions=(
+            *_assumptions(cluster, plan, simulated.pricing),
+            *packing_assumptions(
+                model,
+                plan,
+                microbatches,
+                attention_s(model, plan, assignment, table, microbatches, cost) / step_time_s,
+            ),
+        ),
     )
 
 

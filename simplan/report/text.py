@@ -88,7 +88,9 @@ def _host_memory(prediction: Prediction) -> str:
 def _throughput(prediction: Prediction) -> str:
     if prediction.model.sample == "image":
         return f"{prediction.samples_per_s_per_device:,.1f} images/s"
-    return f"{prediction.tokens_per_s_per_device:,.0f} tokens/s"
+    tokens, documents = prediction.tokens_per_s_per_device, prediction.document_tokens_per_s_per_device
+    without = f" ({documents:,.0f} without padding)" if documents < tokens else ""
+    return f"{tokens:,.0f} tokens/s{without}"
 
 
 def _mfu(prediction: Prediction) -> str:
@@ -101,6 +103,7 @@ def _mfu(prediction: Prediction) -> str:
     causal = full is not None and full != prediction.mfu
     beside = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
     counted_once = "causal attention, no recompute" if causal else "no recompute"
+    counted_once += ", no padding" if prediction.model.document_share < 1 else ""
     return (
         f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP ({counted_once}) / "
         f"({format_time(prediction.step_time_s)} x {counted(prediction.cluster.num_devices, 'device')} x "
@@ -111,7 +114,8 @@ def _mfu(prediction: Prediction) -> str:
 def _inputs(model: ModelSpec) -> str:
     if model.sample == "image":
         return f"images of {model.image_size} x {model.image_size}"
-    return f"sequences of {model.seq_len} tokens"
+    number = len(model.document_lengths)
+    return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
 
 
 def _asked(prediction: Prediction) -> Iterator[str]:

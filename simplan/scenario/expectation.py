@@ -57,6 +57,11 @@ def _in_flight(prediction: Mapping[str, Any]) -> int:
     return max((n for rank in prediction["ranks"] for n in rank["activations_in_flight"].values()), default=0)
 
 
+def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
+    tokens = prediction["tokens_per_s_per_device"]
+    return prediction["document_tokens_per_s_per_device"] / tokens if tokens else None
+
+
 METRICS: dict[str, Metric] = {
     "step_time_s": Metric("wall time of one optimizer step at steady state", "s", _key("step_time_s")),
     "level1_step_time_s": Metric(
@@ -65,7 +70,19 @@ METRICS: dict[str, Metric] = {
     "bubble_fraction": Metric(
         "share of the step in which compute streams idle, mean over ranks", "", _key("bubble_fraction")
     ),
-    "tokens_per_s_per_device": Metric("throughput", "tokens/s", _key("tokens_per_s_per_device")),
+    "tokens_per_s_per_device": Metric(
+        "throughput, padding of packed sequences included", "tokens/s", _key("tokens_per_s_per_device")
+    ),
+    "document_tokens_per_s_per_device": Metric(
+        "throughput without padding; the mean over all packs where documents are drawn from a distribution",
+        "tokens/s",
+        _key("document_tokens_per_s_per_device"),
+    ),
+    "packing_efficiency": Metric(
+        "share of the tokens that are of documents, not padding; the mean over all packs where documents are drawn",
+        "",
+        _packing_efficiency,
+    ),
     "samples_per_s_per_device": Metric("throughput in sequences or images", "1/s", _key("samples_per_s_per_device")),
     "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),
     "mfu_full_attention": Metric(

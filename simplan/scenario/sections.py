@@ -27,6 +27,7 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import read_json
 from simplan.problems import find_place, in_file_order, render_value, validate
+from simplan.scenario.documents import draw_documents
 from simplan.scenario.expectation import Expectation
 from simplan.spec import catalogue
 from simplan.spec.base import Count, Positive, Spec
@@ -163,6 +164,11 @@ def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | N
             fix=f"use {_nearest_divisor(hidden, heads)}, or give head_dim",
         )
         return None
+    if isinstance(fields.get("document_lengths"), dict):
+        drawn = draw_documents(sections, fields["document_lengths"], fields.get("seq_len"))
+        if drawn is None:
+            return None
+        fields = fields | drawn
     return sections.read(ModelSpec, fields, ("model",))
 
 

@@ -136,6 +136,9 @@ class Attention:
             no kernel skips any.
         padded: Values are padded to the width of keys, which is computed, too.
         eager: Scores, and what the softmax makes of them, are tensors of their own, not only inside of one kernel.
+        documents: Lengths of the documents that share the sequence: a token meets those of its own only. What they
+            leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
+            one call over the sequence.
         name: What ``Saved.made_by`` calls it.
     """
 
@@ -150,39 +153,60 @@ class Attention:
     masked: bool = False
     padded: bool = False
     eager: bool = False
+    documents: tuple[int, ...] = ()
     name: str = "attention"
 
     @property
     def num_scores(self) -> int:
         """Products of a query and a key, q k a."""
-        return self.seq_len * self._keys * self.num_heads
+        return sum(queries * keys for queries, keys in self._counted) * self.num_heads
 
     @property
     def full_flops(self) -> int:
-        """2 q k a (d + d_v): both products over all queries and keys (the PaLM convention)."""
-        return 2 * self.seq_len * self._keys * self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim))
+        """2 q k a (d + d_v): both products over all queries and keys (the PaLM convention), of each document."""
+        return sum(self._full_flops(queries, keys) for queries, keys in self._counted)
 
     @property
     def flops(self) -> int:
         """What counts of ``full_flops``: half when causal; with a window of w of k keys w (2 k - w) / (2 k^2) of it."""
-        if not self.causal:
-            return self.full_flops
-        window = min(self.window or self._keys, self._keys)
-        return self.full_flops * window * (2 * self._keys - window) // (2 * self._keys**2)
+        return sum(self._flops(queries, keys) for queries, keys in self._counted)
 
     @property
     def computed_flops(self) -> int:
         """What the kernel computes: all scores where a table masks them or they are a tensor, else ``flops``.
 
-        Padding of values is computed, too.
+        Padding, of values or of the sequence, is computed, too.
         """
-        flops = self.full_flops if self.masked or self.eager else self.flops
-        width = self.head_dim + (self.value_head_dim or self.head_dim)
-        return flops * 2 * self.head_dim // width if self.padded else flops
+        return sum(self.calls)
 
     @property
-    def _keys(self) -> int:
-        return self.num_keys or self.seq_len
+    def calls(self) -> tuple[int, ...]:
+        """The same of each call of the kernel."""
+        pairs = self._counted
+        padding = self.seq_len - sum(self.documents)
+        if self.documents and padding:
+            pairs = (*pairs, (padding, padding))
+        count = self._full_flops if self.masked or self.eager else self._flops
+        width = self.head_dim + (self.value_head_dim or self.head_dim)
+        wider, narrow = (2 * self.head_dim, width) if self.padded else (1, 1)
+        return tuple(count(queries, keys) * wider // narrow for queries, keys in pairs)
+
+    @property
+    def _counted(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys that meet: of every document, or of the whole sequence."""
+        if self.documents:
+            return tuple((length, length) for length in self.documents)
+        return ((self.seq_len, self.num_keys or self.seq_len),)
+
+    def _full_flops(self, queries: int, keys: int) -> int:
+        return 2 * queries * keys * self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim))
+
+    def _flops(self, queries: int, keys: int) -> int:
+        full = self._full_flops(queries, keys)
+        if not self.causal:
+            return full
+        window = min(self.window or keys, keys)
+        return full * window * (2 * keys - window) // (2 * keys**2)
 
 
 @dataclass(frozen=True, slots=True)

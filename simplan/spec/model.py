@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from simplan.spec.base import Count, Spec
-from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer import Attention, LayerKind, LayerSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import either
+from simplan.spec.packing import PackStatistics
 from simplan.spec.shard import Shard
 
 __all__ = ["ModelSpec"]
 
-_OF_ALL = frozenset({"name", "family", "sources"})
+_OF_ALL = frozenset({"name", "family", "packs", "sources"})
+_TUPLES = ("depths", "document_lengths")
 
 
 class ModelSpec(Spec):
@@ -38,6 +40,11 @@ class ModelSpec(Spec):
         seq_len: Tokens of one sequence; for images, their patches and the class token, which is the default. Of T5, in
             the encoder.
         decoder_seq_len: In the decoder, as many as in the encoder unless given.
+        document_lengths: Tokens of the documents that share every sequence, in their order; empty for one that fills
+            it. A token attends to those of its own document, and positions start anew in each. What documents leave of
+            a sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no
+            loss (torchtune's PackedDataset).
+        packs: Of which packs these documents are one, where they were drawn (``simplan.spec.packing``).
         vocab_size: Rows of the embedding, padding included.
         tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
             and their gradients are all-reduced every step.
@@ -89,6 +96,8 @@ class ModelSpec(Spec):
     intermediate_size: Annotated[int, Field(le=10**7)]
     vocab_size: Annotated[int, Field(le=10**8)]
     seq_len: Annotated[int, Field(le=10**8)]
+    document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = ()
+    packs: PackStatistics | None = None
     max_position_embeddings: Annotated[int, Field(le=10**8)]
     tied_embeddings: bool
     attention_bias: bool = False
@@ -141,8 +150,8 @@ class ModelSpec(Spec):
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if isinstance(data.get("depths"), list):  # a file has lists, and strict mode wants the tuple itself
-            data = data | {"depths": tuple(data["depths"])}
+        lists = {field: tuple(data[field]) for field in _TUPLES if isinstance(data.get(field), list)}
+        data = data | lists  # a file has lists, and strict mode wants the tuple itself
         name = data.get("family")
         family = FAMILIES.get(name) if isinstance(name, str) else None
         if family is None:  # an error of its own, beside which nothing else is missing
@@ -185,10 +194,21 @@ class ModelSpec(Spec):
         return FAMILIES[self.family].layers(self, shard)
 
     @property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of a sequence that attend to each other: its documents and its padding, or all of it."""
+        padding = self.seq_len - sum(self.document_lengths)
+        return (*self.document_lengths, padding) if padding or not self.document_lengths else self.document_lengths
+
+    @property
+    def document_share(self) -> float:
+        """Of the tokens of a sequence, those that are no padding."""
+        return sum(self.document_lengths) / self.seq_len if self.document_lengths else 1.0
+
+    @property
     def windows(self) -> tuple[int, ...]:
-        """By block, the window of its attention; 0 for none, also where sequences are no longer than it."""
+        """By block, the window of its attention; 0 for none, also where no document is longer than it."""
         window = self.sliding_window or 0
-        window = 0 if window >= self.seq_len else window
+        window = 0 if window >= max(self.segments) else window
         every = self.sliding_window_pattern
         return tuple(0 if every and (block + 1) % every == 0 else window for block in range(self.num_hidden_layers))
 
@@ -199,8 +219,15 @@ class ModelSpec(Spec):
         return sum(layer.num_parameters for layer in self.layers) - tied
 
     def flops_per_sequence(self, *, full_attention: bool = False) -> int:
-        """Model FLOPs of one sequence, forward and backward (three times forward), no recomputation."""
-        return 3 * sum(layer.flops(full_attention=full_attention) for layer in self.layers)
+        """Model FLOPs of one sequence, forward and backward (three times forward), no recomputation.
+
+        Padding counts for nothing, in attention and in the products of all tokens with weights. ``full_attention``
+        counts the whole square of every document.
+        """
+        total = sum(layer.flops(full_attention=full_attention) for layer in self.layers)
+        cores = [kernel for layer in self.layers for kernel in layer.kernels if isinstance(kernel, Attention)]
+        attention = sum(core.full_flops if full_attention else core.flops for core in cores)
+        return 3 * (attention + round((total - attention) * self.document_share))
 
     @property
     def num_blocks(self) -> int:

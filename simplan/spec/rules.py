@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.convolution_rules import unmodelled_convolutions
+from simplan.spec.document_rules import unmodelled_documents
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.low_precision_rules import low_precision_rules, low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model import ModelSpec
@@ -50,6 +51,7 @@ def check_plan(
         *unmodelled_parallelism(model, plan),
         *unmodelled_convolutions(model, training, plan),
         *unmodelled_offload(model, plan),
+        *unmodelled_documents(model, plan, software),
         *_unmodelled_training(training, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
@@ -84,7 +86,7 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
-    if training.task != "pretrain":
+    if training.task == "lora":
         yield _not_modelled("training.task", training.task, "this task", "use pretrain")
     has = {*software.state_bytes, *software.low_precision}
     known = [p for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4") if p in has]

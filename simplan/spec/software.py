@@ -95,6 +95,8 @@ class SoftwareSpec(Spec):
         ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
+        packed_attention: How documents that share a sequence attend: one call of the kernel for each; None where that
+            is not modelled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
         sources: Field name -> where its value comes from.
     """
@@ -114,6 +116,7 @@ class SoftwareSpec(Spec):
     ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
+    packed_attention: Literal["document_calls"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     sources: dict[str, str] = Field(default_factory=dict)
 

@@ -21,7 +21,8 @@ class TrainingSpec(Spec):
             nvfp4 are bf16 but for the linear layers of blocks (``simplan.spec.low_precision``).
         fp8_recipe: How fp8 is scaled; None for one scale a tensor (``tensorwise``), and for other precisions.
         optimizer: ``adam`` and ``adamw`` keep two fp32 states, ``sgd`` none.
-        task: What the run is for; only ``pretrain`` is modelled.
+        task: What the run is for. ``sft`` computes what ``pretrain`` does: tokens of prompts and padding are masked in
+            the loss, and their logits are computed all the same. ``lora`` is not modelled.
     """
 
     global_batch_size: Count

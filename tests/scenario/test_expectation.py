@@ -13,6 +13,7 @@ PREDICTION: dict[str, Any] = {
     "level1_step_time_s": 1.6,
     "bubble_fraction": 3 / 11,
     "tokens_per_s_per_device": 1000.0,
+    "document_tokens_per_s_per_device": 900.0,
     "samples_per_s_per_device": 0.5,
     "mfu": None,
     "mfu_full_attention": 0.42,
