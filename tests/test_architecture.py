@@ -131,7 +131,8 @@ def test_files_are_small(path: Path) -> None:
 
 def test_import_simplan_brings_no_torch_and_no_rich() -> None:
     program = (
-        "import sys, simplan.cli; print(*sorted({'torch', 'rich', 'numpy', 'simpy', 'executor'} & set(sys.modules)))"
+        "import sys, simplan.cli; "
+        "print(*sorted({'torch', 'rich', 'numpy', 'numba', 'simpy', 'executor'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.split() == []

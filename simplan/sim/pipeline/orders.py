@@ -49,6 +49,7 @@ def compute_order(schedule: str, p: int, m: int, v: int) -> Order:
         schedule: One of ``COMPILED_SCHEDULES``.
         p, m, v: Pipeline ranks, microbatches, stages of a rank.
     """
+    assert schedule in COMPILED_SCHEDULES, schedule
     actions_per_microbatch, fill = COMPILED_SCHEDULES[schedule]
     length = actions_per_microbatch * v * m
     shape = (p, length + _PADDING)

@@ -101,6 +101,7 @@ def _walk(
     slots, stages, _ = events
     rank_of, sends_over, _ = places
     during, after, sent = changes
+    num_plans = now.shape[1]
     for e in range(len(slots)):
         slot, s = slots[e], stages[e]
         r = rank_of[s]
@@ -111,19 +112,18 @@ def _walk(
             is_gathering[s] = True
         elif slot < _UNSHARD and is_gathering[s]:
             is_gathering[s] = False
-            _happen(during[_SETTLE, s], after[_SETTLE, s], now[r], top[r])
-        _happen(during[slot, s], after[slot, s], now[r], top[r])
+            for k in range(num_plans):
+                top[r, k] = max(top[r, k], now[r, k] + during[_SETTLE, s, k])
+                now[r, k] += after[_SETTLE, s, k]
+        for k in range(num_plans):
+            top[r, k] = max(top[r, k], now[r, k] + during[slot, s, k])
+            now[r, k] += after[slot, s, k]
         way = _WAY[slot]
         if way < 2 and sends_over[way, s] >= 0:
-            _happen(sent[way, s], sent[way, s], now[r], top[r])
-            kept[r] += sent[way, s]
-
-
-@compiled
-def _happen(during: Longs, after: Longs, now: Longs, top: Longs) -> None:
-    for k in range(len(now)):
-        top[k] = max(top[k], now[k] + during[k])
-        now[k] += after[k]
+            for k in range(num_plans):
+                now[r, k] += sent[way, s, k]
+                top[r, k] = max(top[r, k], now[r, k])
+                kept[r, k] += sent[way, s, k]
 
 
 def pipeline_in_flight(table: PipelineTable) -> Longs:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from simplan.program.action import Action, ActionKind
@@ -60,6 +60,7 @@ def bytes_of(case: Case, rank: int) -> PipelineBytes:
     return found
 
 
+@settings(max_examples=50)
 @given(cases())
 def test_peaks_are_those_of_the_walk_over_operations(case: Case) -> None:
     mapping = RankMapping.of(case.plan)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan.program.action import ActionKind
@@ -105,6 +105,7 @@ def durations_of(case: Case, times: PipelineTimes, plan: int) -> list[float]:
     return [seconds(op) for op in case.program.ops]
 
 
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_step_times_are_those_of_the_engine(case: Case, seed: int) -> None:
     times = random_times(case, 3, seed)
