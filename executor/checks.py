@@ -10,6 +10,7 @@ import torch
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
+from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
 from simplan.spec.model_rules import model_rules
@@ -49,6 +50,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_splits(job.model, plan)
     yield from unmodelled_convolutions(job.model, training, plan)
     yield from unmodelled_expert_parallelism(job.model, plan)
+    yield from unmodelled_adapters(job.model, plan)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -102,10 +104,9 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor does not shard an embedding whose two copies are on different stages",
             fix="use false, or plan.zero_stage = 1",
         )
-    if training.task != "pretrain":
-        yield Problem(
-            field="training.task", value=training.task, rule="the executor only pretrains", fix="use pretrain"
-        )
+    if training.task == "sft":
+        rule = "the executor only pretrains and trains adapters"
+        yield Problem(field="training.task", value=training.task, rule=rule, fix="use pretrain or lora")
     if training.precision not in _DTYPES and job.dtype != "fp64":
         yield Problem(
             field="training.precision",
@@ -125,6 +126,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
 def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
     yield from model_rules(job.model)
+    yield from adapter_task_rules(job.model, job.training)
     yield from parallel_rules(job.model, plan, job.software)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):

@@ -21,8 +21,11 @@ def has_experts(layer: LayerSpec) -> bool:
 def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
     """The copy of a matrix that forward makes, in the precision of the activations, and keeps for backward.
 
-    FSDP gathers weights in that precision; experts that it leaves alone are copied.
+    FSDP gathers weights in that precision; experts that it leaves alone are copied. Frozen weights are in it already,
+    and a weight that backward makes no gradient with is not kept.
     """
+    if not (kernel.trained and kernel.propagates):
+        return 0
     spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")
     narrows = spread and state.gathered != state.parameter
     return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))

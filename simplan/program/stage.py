@@ -59,6 +59,7 @@ class Stages:
     Attributes:
         layers: By stage, its layers as one rank has them.
         owned: By stage and layer, the parameters it brings.
+        trained: Those of them that are not frozen.
         experts: By stage and layer, those of them that data parallelism leaves alone: other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
@@ -90,6 +91,7 @@ class Stages:
         ]
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
         self.owned = [owned_parameters(layers) for layers in self.layers]
+        self.trained = [owned_parameters(layers, trained=True) for layers in self.layers]
         self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
@@ -102,7 +104,8 @@ class Stages:
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
         head = model_layers[-1]
-        self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
+        tied = [p for p in head.parameters if p.name in head.tied and not p.frozen]
+        self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
         self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
@@ -140,7 +143,9 @@ class Stages:
     def work(
         self, stage: int, part: range | tuple[int, ...], phase: Phase, *, experts: bool = True
     ) -> tuple[LayerWork, ...]:
-        """A phase of some layers of a stage over all that they own; the same object for equal arguments.
+        """A phase of some layers of a stage over all that they own, or, but for gathering, all of it that is trained.
+
+        The same object for equal arguments.
 
         Args:
             stage, part: Which layers.
@@ -152,8 +157,9 @@ class Stages:
         if found is None:
             b = self.plan.microbatch_size
             left = [0 if experts else number for number in self.experts[stage]]
+            number = self.owned[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
             found = self._work[key] = tuple(
-                LayerWork(self.layers[stage][i], phase, b, self.owned[stage][i] - left[i]) for i in part
+                LayerWork(self.layers[stage][i], phase, b, number[i] - left[i]) for i in part
             )
         return found
 
@@ -175,7 +181,7 @@ class Stages:
             footprint = layer_footprint(layer, b, self.state, kept)
             if ends[0]:  # the input is a receive buffer, which is counted there
                 footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-            if self.owned[stage][-1] != self.layers[stage][-1].num_parameters:
+            if self.trained[stage][-1] != self.layers[stage][-1].num_trained:
                 footprint = footprint._replace(left=self._left_gradient(layer))
             split = cache(partial(split_footprint, layer, b, self.state, footprint, receives=ends[1]))
             found = LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)

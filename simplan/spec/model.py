@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from simplan.spec.adapters import adapted_layers
 from simplan.spec.base import Count, Spec
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.models import FAMILIES
@@ -16,6 +17,7 @@ from simplan.spec.shard import Shard
 __all__ = ["ModelSpec"]
 
 _OF_ALL = frozenset({"name", "family", "sources"})
+_TUPLES = ("depths", "lora_targets")
 
 
 class ModelSpec(Spec):
@@ -75,6 +77,9 @@ class ModelSpec(Spec):
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
         qk_rope_head_dim: Width that is; one for all heads of the keys.
         v_head_dim: Width of a head's values.
+        lora_rank: Rank of the adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
+        lora_targets: Matrices that have one, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
+            ``mlp`` or ``all`` of them.
         sources: Field name -> where its value comes from.
     """
 
@@ -125,6 +130,8 @@ class ModelSpec(Spec):
     qk_nope_head_dim: Annotated[int, Field(le=10**5)]
     qk_rope_head_dim: Annotated[int, Field(le=10**5)]
     v_head_dim: Annotated[int, Field(le=10**5)]
+    lora_rank: Annotated[int, Field(ge=0, le=10**5)] = 0
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("all",)
     sources: dict[str, str] = Field(default_factory=dict)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them
@@ -141,8 +148,8 @@ class ModelSpec(Spec):
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if isinstance(data.get("depths"), list):  # a file has lists, and strict mode wants the tuple itself
-            data = data | {"depths": tuple(data["depths"])}
+        # a file has lists, and strict mode wants the tuple itself
+        data = data | {name: tuple(data[name]) for name in _TUPLES if isinstance(data.get(name), list)}
         name = data.get("family")
         family = FAMILIES.get(name) if isinstance(name, str) else None
         if family is None:  # an error of its own, beside which nothing else is missing
@@ -182,7 +189,8 @@ class ModelSpec(Spec):
         Args:
             shard: How layers are split; the degrees divide what they split (``simplan.spec.rules``).
         """
-        return FAMILIES[self.family].layers(self, shard)
+        layers = FAMILIES[self.family].layers(self, shard)
+        return adapted_layers(layers, self, shard) if self.lora_rank else layers
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -198,9 +206,22 @@ class ModelSpec(Spec):
         tied = sum(p.num_elements for layer in self.layers for p in layer.parameters if p.name in layer.tied)
         return sum(layer.num_parameters for layer in self.layers) - tied
 
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Those of them that are not frozen: all but with LoRA."""
+        frozen = sum(layer.num_parameters - layer.num_trained for layer in self.layers)
+        return self.num_parameters if not frozen else sum(layer.num_trained for layer in self.layers)
+
     def flops_per_sequence(self, *, full_attention: bool = False) -> int:
-        """Model FLOPs of one sequence, forward and backward (three times forward), no recomputation."""
-        return 3 * sum(layer.flops(full_attention=full_attention) for layer in self.layers)
+        """Model FLOPs of one sequence, forward and backward, no recomputation.
+
+        Backward counts what has to be made: twice forward where all weights are trained; with LoRA no products for the
+        weights that are frozen, and nothing below the first adapter. A utilization is of these.
+        """
+        return sum(
+            layer.flops(full_attention=full_attention) + layer.backward_flops(full_attention=full_attention)
+            for layer in self.layers
+        )
 
     @property
     def num_blocks(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -47,10 +48,12 @@ def check_plan(
         *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan),
         *unmodelled_convolutions(model, training, plan),
+        *unmodelled_adapters(model, plan),
         *_unmodelled_training(training, software),
     ]
     violated = [
         *model_rules(model),
+        *adapter_task_rules(model, training),
         *_cluster_rules(cluster),
         *_device_count(model, cluster, plan),
         *_precision_rules(cluster, training),
@@ -75,8 +78,8 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
-    if training.task != "pretrain":
-        yield _not_modelled("training.task", training.task, "this task", "use pretrain")
+    if training.task == "sft":
+        yield _not_modelled("training.task", training.task, "this task", "use pretrain or lora")
     known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
     if training.precision not in software.state_bytes:
         what = f"this precision with {software.id}"

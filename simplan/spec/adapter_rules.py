@@ -1,0 +1,76 @@
+"""What must hold for LoRA: between the task and the model's adapters, and what of it is not modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.spec.adapters import GROUPS, adapted_matrices, matrices_of
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+from simplan.spec.numbers import either
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.shard import Shard
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["adapter_rules", "adapter_task_rules", "unmodelled_adapters"]
+
+
+def adapter_rules(model: ModelSpec) -> Iterator[Problem]:
+    """Adapters that cannot be."""
+    family = FAMILIES[model.family]
+    if "lora_rank" not in family.fields:
+        return
+    shown = f"[{', '.join(model.lora_targets)}]"
+    if not model.lora_rank:
+        if model.lora_targets != ModelSpec.model_fields["lora_targets"].default:
+            yield Problem(
+                field="model.lora_targets",
+                value=shown,
+                rule="says which matrices have adapters, and lora_rank = 0",
+                fix="give lora_rank, e.g. 16, or remove it",
+            )
+        return
+    matrices = matrices_of(family.layers(model, Shard()))
+    for target in model.lora_targets:
+        if not adapted_matrices([target], matrices):
+            yield Problem(
+                field="model.lora_targets",
+                value=target,
+                rule=f"is no matrix of a block of family {model.family}",
+                fix=f"use {either([*matrices, *GROUPS])}",
+            )
+
+
+def adapter_task_rules(model: ModelSpec, training: TrainingSpec) -> Iterator[Problem]:
+    """The task says that adapters are trained, and the model that there are some: each needs the other."""
+    if training.task == "lora" and not model.lora_rank:
+        having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
+        known = model.family in having
+        yield Problem(
+            field="training.task",
+            value="lora",
+            rule="trains adapters, and "
+            + ("model.lora_rank = 0" if known else f"those of family {model.family} are not modelled yet"),
+            fix="give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}",
+        )
+    if model.lora_rank and training.task != "lora":
+        yield Problem(
+            field="training.task",
+            value=training.task,
+            rule=f"trains all weights, and model.lora_rank = {model.lora_rank} freezes them",
+            fix="use lora, or remove model.lora_rank",
+        )
+
+
+def unmodelled_adapters(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """Plans that could train adapters, but that simplan does not model."""
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    if model.lora_rank and facts is not None and facts.splits_backward:
+        yield Problem(
+            field="plan.schedule",
+            value=plan.schedule,
+            rule="a backward in two parts with adapters (model.lora_rank) is not modelled yet",
+            fix="use 1f1b or interleaved_1f1b",
+        )
