@@ -143,7 +143,8 @@ class _GatheredLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Peers, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.tp = tp
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *weights)
+        needs_x, _, *needed = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(needed) else None, *(weights if needs_x else ()))
         gathered = tp.all_gather(x, _TOKENS)
         return tuple(functional.linear(gathered, weight) for weight in weights)
 
@@ -151,7 +152,7 @@ class _GatheredLinears(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, *needed = ctx.needs_input_grad
-        grad_weights: list[Tensor | None] = [None] * len(weights)
+        grad_weights: list[Tensor | None] = [None] * len(needed)
         if any(needed):
             gathered = ctx.tp.all_gather(x, _TOKENS)
             for index, grad in enumerate(grad_outputs):

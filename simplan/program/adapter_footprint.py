@@ -77,8 +77,9 @@ def _backward(
         moments = [
             Moment(incoming + whole + narrow, gradients=gradient),
             Moment(incoming + narrow + inner, gradients=gradient),
-            Moment(incoming + 2 * inner - released if activation.propagates else 0),
         ]
+        if activation.propagates:
+            moments += [Moment(incoming + 2 * inner - released), Moment(output + 3 * inner - released)]
     if activation.propagates:
-        moments += [Moment(incoming + inner), Moment(incoming + inner + inputs - released)]
+        moments += [Moment(incoming + inner), Moment(output + inner + inputs - released)]
     return tuple(moments) or (Moment(output),)
