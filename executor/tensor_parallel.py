@@ -43,8 +43,8 @@ def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: Parallel) -
     narrow = iter(outputs[len(linears) :])
     products = []
     for linear, product in zip(linears, outputs, strict=False):
-        y = product if linear.bias is None else product + compute_dtype(linear.bias)
-        products.append(linear.adapted(y, next(narrow)) if isinstance(linear, LoraLinear) else y)
+        y = linear.adapted(product, next(narrow)) if isinstance(linear, LoraLinear) else product
+        products.append(y if linear.bias is None else y + compute_dtype(linear.bias))
     return products
 
 
