@@ -33,7 +33,7 @@ class LoraLinear(nn.Linear):
         return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x))
 
     def adapted(self, product: Tensor, narrow: Tensor) -> Tensor:
-        """x W^T + b (..., n) with what the adapter makes of x A^T (..., r) added."""
+        """X W^T + b (..., n) with what the adapter makes of x A^T (..., r) added."""
         return torch.add(product, self.lora_b(narrow), alpha=_SCALE)
 
 

@@ -39,7 +39,9 @@ def adapted_moments(
     down, source = kernels["down"], kernels["up"]
     assert isinstance(down, Gemm)
     assert isinstance(source, Gemm)
-    inner, whole, output = (b * elements * width for elements in (down.m * down.k, down.m * down.n, layer.output_elements))
+    inner, whole, output = (
+        b * elements * width for elements in (down.m * down.k, down.m * down.n, layer.output_elements)
+    )
     num_sources = 2 if "gate" in kernels else 1
     results = _AT_ONCE if "down.lora_a" in kernels else 1
     sources = _AT_ONCE if "up.lora_a" in kernels else 1
@@ -57,9 +59,7 @@ def adapted_moments(
     return (Moment(forward),), _backward(layer, b, state, output, inner, whole)
 
 
-def _backward(
-    layer: LayerSpec, b: int, state: StateBytes, output: int, inner: int, whole: int
-) -> tuple[Moment, ...]:
+def _backward(layer: LayerSpec, b: int, state: StateBytes, output: int, inner: int, whole: int) -> tuple[Moment, ...]:
     """From the gradient of the output to those of the inputs of the last pointwise kernel."""
     width = state.activation
     kernels = {kernel.name: kernel for kernel in layer.kernels}

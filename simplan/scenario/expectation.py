@@ -78,6 +78,7 @@ METRICS: dict[str, Metric] = {
         )
         for category in MemoryCategory
     },
+    "num_trained_parameters": Metric("parameters that are not frozen", "", _key("num_trained_parameters")),
     "worst_rank": Metric("the rank that needs most device memory", "", _key("worst_rank")),
     "num_microbatches": Metric("microbatches per step and data-parallel rank", "", _key("num_microbatches")),
     "activations_in_flight": Metric(

@@ -77,8 +77,8 @@ class ModelSpec(Spec):
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
         qk_rope_head_dim: Width that is; one for all heads of the keys.
         v_head_dim: Width of a head's values.
-        lora_rank: Rank of the adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
-        lora_targets: Matrices that have one, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
+        lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
+        lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
             ``mlp`` or ``all`` of them.
         sources: Field name -> where its value comes from.
     """

@@ -57,7 +57,13 @@ class StateBytes(Spec):
         """Unless said otherwise residuals are as wide as activations, weights and gradients are as wide everywhere."""
         if not isinstance(data, dict):
             return data
-        same = {"frozen": "parameter", "residual": "activation", "gathered": "parameter", "accumulated": "gradient", "reduced": "gradient"}
+        same = {
+            "frozen": "parameter",
+            "residual": "activation",
+            "gathered": "parameter",
+            "accumulated": "gradient",
+            "reduced": "gradient",
+        }
         return {key: data[source] for key, source in same.items() if source in data} | data
 
 

@@ -18,7 +18,7 @@ class TrainingSpec(Spec):
         global_batch_size: Sequences per optimizer step, over all devices.
         precision: Format of the linear layers' matmuls; fp16 and bf16 are mixed precision.
         optimizer: ``adam`` and ``adamw`` keep two fp32 states, ``sgd`` none.
-        task: What the run is for: ``pretrain`` trains all weights, ``lora`` adapters of ``ModelSpec.lora_rank``; ``sft`` is
+        task: ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``; ``sft`` is
             not modelled.
     """
 
