@@ -184,7 +184,7 @@ def test_options_that_are_not_modelled_are_refused_by_name(plan: dict[str, Any],
             {"precision": "fp8"},
             "training.precision = fp8: this precision with torch is not modelled yet; use fp32, tf32, bf16 or fp16",
         ),
-        ({"task": "lora"}, "training.task = lora: this task is not modelled yet; use pretrain"),
+        ({"task": "sft"}, "training.task = sft: this task is not modelled yet; use pretrain or lora"),
     ],
 )
 def test_trainings_that_are_not_modelled_are_refused_by_name(training: dict[str, Any], sentence: str) -> None:
