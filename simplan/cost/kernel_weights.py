@@ -32,8 +32,9 @@ def _times(layer: LayerSpec, kernel: Kernel, phase: Phase) -> int:
     """How often a phase does what forward does of a kernel, as far as kernels differ in it.
 
     A whole backward does all of them about twice, but of a matrix one product where its weight is frozen or its input
-    needs no gradient, and what nothing trained is below of not at all. Of its two parts, each has one product of every matrix; gradients of
-    activations are all in the first one, and what is left for the second is to sum up what reached other weights.
+    needs no gradient, and what nothing trained is below of not at all. Of its two parts, each has one product of every
+    matrix; gradients of activations are all in the first one, and what is left for the second is to sum up what
+    reached other weights.
     """
     if phase is Phase.BACKWARD_INPUT:
         return 0 if isinstance(kernel, Lookup) else 1 if isinstance(kernel, Gemm) else 2

@@ -137,7 +137,12 @@ def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard,
         )
     if layer.kind is LayerKind.HEAD:
         targets = frozenset()
-    needs = _gradients_needed(layer, targets, first=first)
+    given = targets
+    if shard.sequence_parallel:  # products of tokens that are gathered once are one function for torch's autograd
+        given |= {
+            name for name in _READS for target in targets if _READS[name] == _READS.get(target, ()) != ("attention",)
+        }
+    needs = _gradients_needed(layer, given, first=first)
     parameters = tuple(_with_adapters(frozen, targets, rank, shard))
     order = [parameters.index(p) for p in _completed(parameters, layer, shard)]
     named = f"lora{rank}:{'+'.join(kernel.name for kernel in layer.kernels if kernel.name in targets)}"

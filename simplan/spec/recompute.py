@@ -84,7 +84,9 @@ def _selective(layer: LayerSpec) -> Recomputation:
         if index in cores or getattr(layer.kernels[index], "forward", None) is not None
     )
     names = {layer.kernels[index].name for index in cores}
-    saved = tuple(t for t in layer.saved if t.made_by not in names or t.name == f"{t.made_by} output")
+    reader = next(kernel for kernel in layer.kernels[last:] if isinstance(kernel, Gemm))
+    keeps = reader.trained or any(kernel.name == f"{reader.name}.lora_a" for kernel in layer.kernels)
+    saved = tuple(t for t in layer.saved if t.made_by not in names or (keeps and t.name == f"{t.made_by} output"))
     return Recomputation(saved, again, last)
 
 
