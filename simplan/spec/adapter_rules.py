@@ -10,7 +10,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import either
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec
 
@@ -67,10 +67,12 @@ def adapter_task_rules(model: ModelSpec, training: TrainingSpec) -> Iterator[Pro
 def unmodelled_adapters(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """Plans that could train adapters, but that simplan does not model."""
     facts = SCHEDULE_FACTS.get(plan.schedule)
-    if model.lora_rank and facts is not None and facts.splits_backward:
+    own = is_own_schedule(plan.schedule)  # which may split backward
+    if model.lora_rank and (own or (facts is not None and facts.splits_backward)):
+        what = "a schedule of one's own" if own else "a backward in two parts"
         yield Problem(
             field="plan.schedule",
             value=plan.schedule,
-            rule="a backward in two parts with adapters (model.lora_rank) is not modelled yet",
+            rule=f"{what} with adapters (model.lora_rank) is not modelled yet",
             fix="use 1f1b or interleaved_1f1b",
         )
