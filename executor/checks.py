@@ -10,6 +10,7 @@ import torch
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
+from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
 from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
@@ -52,6 +53,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_convolutions(job.model, training, plan)
     yield from unmodelled_expert_parallelism(job.model, plan)
     yield from unmodelled_offload(job.model, plan)
+    yield from unmodelled_adapters(job.model, training, plan)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -105,10 +107,6 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor does not shard an embedding whose two copies are on different stages",
             fix="use false, or plan.zero_stage = 1",
         )
-    if training.task not in ("pretrain", "sft"):
-        yield Problem(
-            field="training.task", value=training.task, rule="the executor trains all weights", fix="use pretrain"
-        )
     if training.precision not in _DTYPES and job.dtype != "fp64":
         yield Problem(
             field="training.precision",
@@ -152,6 +150,7 @@ def _unmodelled_fp8(job: Job) -> Iterator[Problem]:
 def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
     yield from model_rules(job.model)
+    yield from adapter_task_rules(job.model, job.training)
     yield from parallel_rules(job.model, plan, job.software)
     linear = job.software.state(job.training, plan).linear
     if linear is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from executor.attention_cores import Attentions
 from executor.blocks import BertBlock, GptBlock, LayerRequest, LlamaBlock, MptBlock, Rotary
 from executor.ends import BertEmbedding, ClassHead, Embedding, Head, MaskedHead, PatchEmbedding, PositionEmbedding
+from executor.lora import add_adapters, freeze
 from executor.loss import cross_entropy
 from executor.low_precision import with_fp8_linears
 from executor.mla import deepseek_block
@@ -83,6 +84,7 @@ def build_stage(
     recompute: Recompute = "none",
     *,
     fp8: bool = False,
+    frozen_dtype: torch.dtype | None = None,
 ) -> Stage:
     """A stage with its weights, which depend on the seed and the layers' indices only, not on how layers are split.
 
@@ -97,6 +99,7 @@ def build_stage(
         parallel: Which part of each layer this rank has.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` (every block).
         fp8: Linear layers of blocks are in fp8.
+        frozen_dtype: Of weights that are not trained; None for the same.
     """
     assert recompute in ("none", "selective", "full")
     attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
@@ -104,8 +107,10 @@ def build_stage(
     for index in layer_range:
         make = MODULES[spec.family][spec.layers[index].kind]
         layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
+        add_adapters(layer, spec.layers[index], spec.lora_rank)
         _draw_weights(layer, spec, index, seed, parallel)
         layer = layer.to(device=device, dtype=dtype)
+        freeze(layer, spec.layers[index], frozen_dtype or dtype)
         layers[index] = with_fp8_linears(layer, spec.layers[index]) if fp8 else layer
     blocks = [layer for layer in layers.values() if isinstance(layer, Rotary)]
     for block in blocks[1:]:  # one pair of tables per stage
@@ -140,7 +145,10 @@ def own_weights(whole: Tensor, name: str, shape: tuple[int, ...], spec: ModelSpe
 
 
 def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int, parallel: Parallel) -> None:
-    """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator."""
+    """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator.
+
+    Adapters too, of which a training would begin with B = 0: no gradient of A would then say anything.
+    """
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         source = (layer_index, number)
         if name == "lm_head.weight" and spec.tied_embeddings:

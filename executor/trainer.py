@@ -16,6 +16,7 @@ from executor.fsdp import shard_stage
 from executor.groups import Groups
 from executor.host_link import HostLink
 from executor.loop import LoopEngine
+from executor.lora import trained_parameters
 from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
 from executor.moe import SeparateOptimizers, average_expert_gradients, check_places, expert_parameters
@@ -86,7 +87,7 @@ class Trainer:
             for stage in self.stages.values():
                 stage.around_layers = offload.forward
         self._tied = self._tied_weights()
-        parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+        parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self.optimizer = self._make_optimizer(parameters)
@@ -163,6 +164,7 @@ class Trainer:
             self._parallel,
             plan.recompute,
             fp8=computes_in_fp8(job),
+            frozen_dtype=compute_dtype(job),
         )
         if plan.shards_parameters:
             assert self._groups.shard is not None
@@ -239,7 +241,8 @@ class Trainer:
 
         job, plan, model = self._job, self._job.plan, self._job.model
         computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
-        residual = computed if plan.shards_parameters else kept  # autocast keeps the residual stream in fp32
+        # autocast keeps the residual stream in fp32, but for that of a frozen embedding, which is not
+        residual = computed if plan.shards_parameters or model.lora_rank else kept
         layers, boundaries = model.layers_of(plan.shard), job.boundaries
 
         def between(boundary: int) -> list[Boundary]:
@@ -278,7 +281,7 @@ class Trainer:
         """This rank's copies of a weight that the first and the last stage share: both where it has both, else one."""
         last = self._job.plan.num_stages - 1
         ends = [stage for index, stage in self.stages.items() if index in (0, last)]
-        if not self._job.model.tied_embeddings or last == 0:
+        if not self._job.model.tied_embeddings or self._job.model.lora_rank or last == 0:
             return []
         names = ("wte.weight", "lm_head.weight")
         return [p for stage in ends for name, p in stage.named_parameters() if name.endswith(names)]

@@ -167,6 +167,8 @@ class Prediction:
             },
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": self.num_microbatches,
+            "num_parameters": self.model.num_parameters,
+            "num_trained_parameters": self.model.num_trained_parameters,
             "table": format_table(self.table),
             "step_time_s": self.step_time_s,
             "step_time_interval_s": list(self.step_time_interval_s),

@@ -94,7 +94,8 @@ class CalibratedCost:
         if sample is None:
             return Price(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
         if work.phase in _OF_PARAMETERS:
-            factor = work.num_parameters / work.layer.num_parameters
+            timed = work.layer.num_parameters if work.phase is Phase.GATHER_COPY else work.layer.num_trained
+            factor = work.num_parameters / (timed or 1)
         else:
             factor *= weight_share(work)
         std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5

@@ -10,7 +10,7 @@ from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.hardware import DeviceSpec
-from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
 from simplan.spec.software import StateBytes
 from simplan.spec.training import Precision
@@ -22,13 +22,13 @@ _MATMUL_SHARE_OF_PEAK = 0.77  # where no matmul ceiling was published: the media
 _ATTENTION_SHARE_OF_MATMUL = 0.6  # FlashAttention-2 forward against cuBLAS on A100 (Dao 2023, figure 5)
 _BANDWIDTH_SHARE = 0.85  # of the datasheet, for streaming kernels (STREAM-like tests on A100 and H100)
 _LAUNCH_S = 5e-6  # a kernel launched alone takes no less on any recent GPU
-_BACKWARD_GEMMS = 2  # gradients of input and weight
 _BACKWARD_ATTENTION = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
 _BACKWARD_POINTWISE = 2
 _BACKWARD_EAGER = 2  # four products against two, and as many more passes over the scores
 _SCORE_PASSES = 6  # scores are written, read and written with a bias, read by the softmax; weights written and read
 _SOFTMAX_BYTES = 8  # the softmax in fp32, written and read
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+_BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
@@ -79,14 +79,16 @@ class Roofline:
             kernels = [kernel for kernel in kernels if kernel in weighted]
         elif work.phase is Phase.BACKWARD_INPUT:
             kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
+        if work.phase in _BACKWARD:
+            kernels = [kernel for kernel in kernels if has_backward(kernel)]
         low = linears(work.layer) if self.state.linear is not None else []
         linear = LinearCost()
         for kernel in kernels:
             if kernel in low:
                 linear = linear.plus(self._linear_rates.cost(kernel, work.microbatch_size, work.phase))
         wide = [kernel for kernel in kernels if kernel not in low]
-        flops = sum(kernel.computed_flops for kernel in wide if isinstance(kernel, Gemm | Attention))
-        flops *= work.microbatch_size * (2 if work.phase is Phase.BACKWARD else 1)
+        flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
+        flops *= work.microbatch_size
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
         return Price(
             wide_s + linear.products_s + linear.casts_s,
@@ -142,7 +144,7 @@ class Roofline:
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
                 elements = b * (m * n + kernel.input_elements) + kernel.weight_elements
                 byte_s = elements * width / self.bytes_per_s
-                return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if phase is Phase.BACKWARD else 1)
+                return max(flop_s, byte_s, _LAUNCH_S) * (kernel.backward_products if phase is Phase.BACKWARD else 1)
             case Attention(eager=True):  # two products, four in backward, and the scores between them
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
                 byte_s = b * kernel.num_scores * (_SCORE_PASSES * width + _SOFTMAX_BYTES) / self.bytes_per_s
@@ -159,6 +161,13 @@ class Roofline:
                 return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
             case Exchange():
                 raise AssertionError("an exchange is a message")
+
+
+def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
+    """What a formula says of a kernel; of attention as many products as model FLOPs count."""
+    if phase is not Phase.BACKWARD:
+        return kernel.computed_flops
+    return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)
 
 
 def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimizer: str) -> Roofline:

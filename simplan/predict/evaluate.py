@@ -149,7 +149,7 @@ def _recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
     for number, layer in enumerate(model.layers_of(plan.shard)):
         kernels = recomputation(layer, plan.recompute, number - 1).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
-        total += 3 * layer.flops()
+        total += layer.flops() + layer.backward_flops()
     return again / total
 
 

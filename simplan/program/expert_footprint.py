@@ -23,9 +23,12 @@ def has_experts(layer: LayerSpec) -> bool:
 def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
     """The copy of a matrix that forward makes, in the precision of the activations, and keeps for backward.
 
-    FSDP gathers weights in that precision; experts that it leaves alone are copied. Linear layers in a lower precision
-    quantize weights as they are.
+    FSDP gathers weights in that precision; experts that it leaves alone are copied. Frozen weights are in it already,
+    and a weight that backward makes no gradient with is not kept. Linear layers in a lower precision quantize weights
+    as they are.
     """
+    if not (kernel.trained and kernel.propagates):
+        return 0
     if state.linear is not None and kernel in linears(layer):
         return kept_weight_bytes(state.linear, kernel)
     spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")

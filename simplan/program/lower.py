@@ -159,13 +159,14 @@ class _RankLowering:
         boundaries = [b for stage in mine for b in (stage - 1, stage) if 0 <= b < stages.num_stages - 1]
         crossed = [b for b in boundaries if stages.placement[b] != stages.placement[b + 1]]
         received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
-        held = self.states.held_elements
+        trained = self.states.gradient_elements
+        frozen = self.states.held_elements - trained
         state = stages.state
         buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
         states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
-            MemoryCategory.PARAMETERS: held * state.parameter,
-            MemoryCategory.GRADIENTS: held * state.gradient,
+            MemoryCategory.PARAMETERS: trained * state.parameter + frozen * state.frozen,
+            MemoryCategory.GRADIENTS: trained * state.gradient,
             MemoryCategory.OPTIMIZER: 0,
             states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
@@ -177,7 +178,7 @@ class _RankLowering:
         """Gradients in DDP's buckets."""
         if not isinstance(self.hooks, DdpHooks):
             return 0
-        return (self.states.held_elements - self.states.expert_elements) * self.stages.state.gradient
+        return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
 
     def _forward(self, action: Action) -> None:
         self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_F, action.microbatch), ()))

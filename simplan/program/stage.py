@@ -60,13 +60,15 @@ class Stages:
     Attributes:
         layers: By stage, its layers as one rank has them.
         owned: By stage and layer, the parameters it brings.
+        trained: Those of them that are not frozen.
         experts: By stage and layer, those of them that data parallelism leaves alone: other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
         boundary_bytes: By stage, all of them together.
         batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
-        held: By stage and layer, parameters that every rank of the stage holds, once somebody asked.
+        held: By stage and layer, parameters that every rank of the stage holds, all or those that are trained, once
+            somebody asked.
         sharded_work: By stage and phase, work on these, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
@@ -93,6 +95,7 @@ class Stages:
         ]
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
         self.owned = [owned_parameters(layers) for layers in self.layers]
+        self.trained = [owned_parameters(layers, trained=True) for layers in self.layers]
         self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
@@ -105,10 +108,11 @@ class Stages:
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
         head = model_layers[-1]
-        self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
+        tied = [p for p in head.parameters if p.name in head.tied and not p.frozen]
+        self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
         self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
-        self.held: dict[tuple[int, int], int] = {}
+        self.held: dict[tuple[int, int, bool], int] = {}
         self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
 
@@ -145,7 +149,9 @@ class Stages:
     def work(
         self, stage: int, part: range | tuple[int, ...], phase: Phase, *, experts: bool = True
     ) -> tuple[LayerWork, ...]:
-        """A phase of some layers of a stage over all that they own; the same object for equal arguments.
+        """A phase of some layers of a stage over all that they own, or, but for gathering, all of it that is trained.
+
+        The same object for equal arguments.
 
         Args:
             stage, part: Which layers.
@@ -157,8 +163,9 @@ class Stages:
         if found is None:
             b = self.plan.microbatch_size
             left = [0 if experts else number for number in self.experts[stage]]
+            number = self.owned[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
             found = self._work[key] = tuple(
-                LayerWork(self.layers[stage][i], phase, b, self.owned[stage][i] - left[i]) for i in part
+                LayerWork(self.layers[stage][i], phase, b, number[i] - left[i]) for i in part
             )
         return found
 
@@ -175,7 +182,7 @@ class Stages:
         key = (layer.key, variant, ends)
         found = self._facts.get(key)
         if found is None:
-            shares = self.owned[stage][-1] != self.layers[stage][-1].num_parameters
+            shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, self.plan.recompute, number)
             found = self._facts[key] = layer_facts(layer, self.plan.microbatch_size, self.state, kept, ends, left)

@@ -36,14 +36,21 @@ class OptimizerStates:
 
     @property
     def held_elements(self) -> int:
-        """Parameters whose weights and gradients the rank holds between steps."""
+        """Parameters whose weights the rank holds between steps."""
         return sum(self._held(stage, position) for stage in self._mine for position in self._positions(stage))
+
+    @property
+    def gradient_elements(self) -> int:
+        """Those of them that are trained: whose gradients it holds, too."""
+        return sum(
+            self._held(stage, position, trained=True) for stage in self._mine for position in self._positions(stage)
+        )
 
     @property
     def trained_elements(self) -> int:
         """Parameters whose optimizer states it holds."""
         if self._deal is None:
-            return self.held_elements
+            return self.gradient_elements
         return sum(self._deal[self._shard_rank].values()) + self.expert_elements
 
     def expert_gradients(self, stage: int) -> list[int]:
@@ -78,7 +85,7 @@ class OptimizerStates:
         return rows if self._num_shards == 1 else max(0, min(each, rows - self._shard_rank * each))
 
     def work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
-        """A phase over all that the rank holds of a stage."""
+        """A phase over all that the rank trains of a stage."""
         if self._num_shards == 1:
             return self._stages.work(stage, range(len(self._stages.layers[stage])), phase)
         found = self._stages.sharded_work.get((stage, phase))
@@ -86,7 +93,7 @@ class OptimizerStates:
             b = self._stages.plan.microbatch_size
             layers = self._stages.layers[stage]
             found = self._stages.sharded_work[stage, phase] = tuple(
-                LayerWork(layers[position], phase, b, self._held(stage, position))
+                LayerWork(layers[position], phase, b, self._held(stage, position, trained=True))
                 for position in self._positions(stage)
             )
         return found
@@ -141,7 +148,10 @@ class OptimizerStates:
                 for stage in self._mine
                 for position in self._positions(stage)
                 for index in self._own_indices(stage, position)
-                if not self._stages.layers[stage][position].parameters[index].expert
+                if not (
+                    self._stages.layers[stage][position].parameters[index].expert
+                    or self._stages.layers[stage][position].parameters[index].frozen
+                )
             ]
             sizes = [self._stages.layers[s][position].parameters[index].num_elements for s, position, index in keys]
             found = self._stages.deals[pp_rank] = tuple({} for _ in self._group)
@@ -160,18 +170,19 @@ class OptimizerStates:
         shared = self._stages.owned[stage][position] != layer.num_parameters
         return [i for i, p in enumerate(layer.parameters) if not (shared and p.name in layer.tied)]
 
-    def _held(self, stage: int, position: int) -> int:
+    def _held(self, stage: int, position: int, *, trained: bool = False) -> int:
         """The same on all ranks of the stage, since shards are padded; so counted once."""
         if self._num_shards == 1:
-            return self._stages.owned[stage][position]
-        found = self._stages.held.get((stage, position))
+            return (self._stages.trained if trained else self._stages.owned)[stage][position]
+        key = (stage, position, trained)
+        found = self._stages.held.get(key)
         if found is None:
-            found = self._stages.held[stage, position] = self._shard(stage, position)
+            found = self._stages.held[key] = self._shard(stage, position, trained=trained)
         return found
 
-    def _shard(self, stage: int, position: int) -> int:
+    def _shard(self, stage: int, position: int, *, trained: bool) -> int:
         layer = self._stages.layers[stage][position]
         held = [layer.parameters[index] for index in self._own_indices(stage, position)]
-        shapes = [parameter.shape for parameter in held if not parameter.expert]
+        shapes = [parameter.shape for parameter in held if not (parameter.expert or (trained and parameter.frozen))]
         sharded = sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
         return sharded + self._stages.experts[stage][position]

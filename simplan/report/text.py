@@ -118,10 +118,17 @@ def _inputs(model: ModelSpec) -> str:
     return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
 
 
+def _trained(model: ModelSpec) -> str:
+    """How many are trained, if not all."""
+    if model.num_trained_parameters == model.num_parameters:
+        return ""
+    return f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
+
+
 def _asked(prediction: Prediction) -> Iterator[str]:
     model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
     yield (
-        f"  model        {model.name}, {format_count(model.num_parameters)} parameters, "
+        f"  model        {model.name}, {format_count(model.num_parameters)} parameters{_trained(model)}, "
         f"{model.num_blocks} layers, {_inputs(model)}"
     )
     yield (

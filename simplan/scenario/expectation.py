@@ -103,6 +103,7 @@ METRICS: dict[str, Metric] = {
     "host_memory_gib": Metric("what the rank with most has offloaded to the host", "GiB", _on_host("rank")),
     "host_memory_per_node_gib": Metric("the same of all ranks of a node together", "GiB", _on_host("node")),
     "host_fits": Metric("whether that is within the memory of the node", "", _key("host_fits")),
+    "num_trained_parameters": Metric("parameters that are not frozen", "", _key("num_trained_parameters")),
     "worst_rank": Metric("the rank that needs most device memory", "", _key("worst_rank")),
     "num_microbatches": Metric("microbatches per step and data-parallel rank", "", _key("num_microbatches")),
     "activations_in_flight": Metric(

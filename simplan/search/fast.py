@@ -38,6 +38,7 @@ def covers_job(model: ModelSpec, cluster: ClusterSpec, software: SoftwareSpec, b
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
         and not software.blocking_sends
+        and not model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
         and all(getattr(base, field) == getattr(ordinary, field) for field in fixed)

@@ -23,6 +23,7 @@ __all__ = [
     "ParameterSpec",
     "Pointwise",
     "Saved",
+    "has_backward",
 ]
 
 _FP32_BYTES = 4
@@ -66,12 +67,14 @@ class ParameterSpec:
             parallelism) or heads, so that its gradients are summed over these ranks once they are complete.
         expert: Every expert-parallel rank holds another part of it (its own experts), so that only ranks with the same
             experts average its gradients.
+        frozen: It is not trained: no gradient, no optimizer states.
     """
 
     name: str
     shape: tuple[int, ...]
     partial_gradient: bool = False
     expert: bool = False
+    frozen: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -90,6 +93,8 @@ class Gemm:
         model_rows: The rows that model FLOPs count; 0 for all of them. Experts compute places that no token takes, too.
         image_elements: Of a convolution, the elements of its input: m counts the pixels of its output, and k all inputs
             of one of them, so that every input is used several times; 0 for m k.
+        trained: Backward makes the gradient of the weight.
+        propagates: Backward makes the gradient of the input.
     """
 
     name: str
@@ -99,11 +104,18 @@ class Gemm:
     num_groups: int = 1
     model_rows: int = 0
     image_elements: int = 0
+    trained: bool = True
+    propagates: bool = True
 
     @property
     def flops(self) -> int:
         """2 m n k, of the rows that count."""
         return 2 * (self.model_rows or self.m) * self.n * self.k
+
+    @property
+    def backward_products(self) -> int:
+        """Products of backward, each as large as that of forward."""
+        return self.trained + self.propagates
 
     @property
     def computed_flops(self) -> int:
@@ -140,6 +152,7 @@ class Attention:
             leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
             one call over the sequence.
         name: What ``Saved.made_by`` calls it.
+        propagates: It has a backward: something that is trained is in its inputs.
     """
 
     num_heads: int
@@ -155,6 +168,7 @@ class Attention:
     eager: bool = False
     documents: tuple[int, ...] = ()
     name: str = "attention"
+    propagates: bool = True
 
     @property
     def num_scores(self) -> int:
@@ -211,20 +225,22 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """A memory-bound kernel: elements of one sequence it reads and writes."""
+    """A memory-bound kernel: elements of one sequence it reads and writes, and whether it has a backward."""
 
     name: str
     reads: int
     writes: int
+    propagates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """An embedding lookup: rows gathered (forward) and scattered (backward) for one sequence."""
+    """An embedding lookup: rows gathered (forward) and, if it is trained, scattered (backward) for one sequence."""
 
     name: str
     rows: int
     width: int
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +270,19 @@ class Exchange:
 
 
 Kernel = Gemm | Attention | Pointwise | Lookup | Exchange
+
+
+def has_backward(kernel: Kernel) -> bool:
+    """Whether backward does something for a kernel: not where nothing that is trained is in its result."""
+    match kernel:
+        case Gemm():
+            return kernel.backward_products > 0
+        case Attention() | Pointwise():
+            return kernel.propagates
+        case Lookup():
+            return kernel.trained
+        case Exchange():
+            return kernel.backward is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +379,11 @@ class LayerSpec:
         """Elements of all weights, tied ones included."""
         return sum(p.num_elements for p in self.parameters)
 
+    @property
+    def num_trained(self) -> int:
+        """Elements of the weights that are not frozen."""
+        return sum(p.num_elements for p in self.parameters if not p.frozen)
+
     def flops(self, *, full_attention: bool = False) -> int:
         """Forward model FLOPs of one sequence: matrix products and attention.
 
@@ -362,6 +396,16 @@ class LayerSpec:
                 total += kernel.flops
             elif isinstance(kernel, Attention):
                 total += kernel.full_flops if full_attention else kernel.flops
+        return total
+
+    def backward_flops(self, *, full_attention: bool = False) -> int:
+        """The same of backward: as many products as have to be made, which is twice forward where all is trained."""
+        total = 0
+        for kernel in self.kernels:
+            if isinstance(kernel, Gemm):
+                total += kernel.backward_products * kernel.flops
+            elif isinstance(kernel, Attention) and kernel.propagates:
+                total += 2 * (kernel.full_flops if full_attention else kernel.flops)
         return total
 
     def saved_bytes(self, activation_bytes: int) -> tuple[int, int]:

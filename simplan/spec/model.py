@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from simplan.spec.adapters import adapted_layers
 from simplan.spec.base import Count, Spec
 from simplan.spec.layer import Attention, LayerKind, LayerSpec
 from simplan.spec.models import FAMILIES
@@ -17,7 +18,7 @@ from simplan.spec.shard import Shard
 __all__ = ["ModelSpec"]
 
 _OF_ALL = frozenset({"name", "family", "packs", "sources"})
-_TUPLES = ("depths", "document_lengths")
+_TUPLES = ("depths", "document_lengths", "lora_targets")
 
 
 class ModelSpec(Spec):
@@ -82,6 +83,9 @@ class ModelSpec(Spec):
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
         qk_rope_head_dim: Width that is; one for all heads of the keys.
         v_head_dim: Width of a head's values.
+        lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
+        lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
+            ``mlp`` or ``all`` of them.
         sources: Field name -> where its value comes from.
     """
 
@@ -134,6 +138,8 @@ class ModelSpec(Spec):
     qk_nope_head_dim: Annotated[int, Field(le=10**5)]
     qk_rope_head_dim: Annotated[int, Field(le=10**5)]
     v_head_dim: Annotated[int, Field(le=10**5)]
+    lora_rank: Annotated[int, Field(ge=0, le=10**5)] = 0
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("all",)
     sources: dict[str, str] = Field(default_factory=dict)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them
@@ -191,7 +197,8 @@ class ModelSpec(Spec):
         Args:
             shard: How layers are split; the degrees divide what they split (``simplan.spec.rules``).
         """
-        return FAMILIES[self.family].layers(self, shard)
+        layers = FAMILIES[self.family].layers(self, shard)
+        return adapted_layers(layers, self, shard) if self.lora_rank else layers
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -218,16 +225,27 @@ class ModelSpec(Spec):
         tied = sum(p.num_elements for layer in self.layers for p in layer.parameters if p.name in layer.tied)
         return sum(layer.num_parameters for layer in self.layers) - tied
 
-    def flops_per_sequence(self, *, full_attention: bool = False) -> int:
-        """Model FLOPs of one sequence, forward and backward (three times forward), no recomputation.
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Those of them that are not frozen: all but with LoRA."""
+        frozen = sum(layer.num_parameters - layer.num_trained for layer in self.layers)
+        return self.num_parameters if not frozen else sum(layer.num_trained for layer in self.layers)
 
-        Padding counts for nothing, in attention and in the products of all tokens with weights. ``full_attention``
-        counts the whole square of every document.
+    def flops_per_sequence(self, *, full_attention: bool = False) -> int:
+        """Model FLOPs of one sequence, forward and backward, no recomputation.
+
+        Backward counts what has to be made: twice forward where all weights are trained; with LoRA no products for the
+        weights that are frozen, and nothing below the first adapter. A utilization is of these. Padding counts for
+        nothing, in attention and in the products of all tokens with weights. ``full_attention`` counts the whole square
+        of every document.
         """
-        total = sum(layer.flops(full_attention=full_attention) for layer in self.layers)
-        cores = [kernel for layer in self.layers for kernel in layer.kernels if isinstance(kernel, Attention)]
-        attention = sum(core.full_flops if full_attention else core.flops for core in cores)
-        return 3 * (attention + round((total - attention) * self.document_share))
+        total = attention = 0
+        for layer in self.layers:
+            total += layer.flops(full_attention=full_attention) + layer.backward_flops(full_attention=full_attention)
+            for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
+                products = 3 if core.propagates else 1
+                attention += products * (core.full_flops if full_attention else core.flops)
+        return attention + round((total - attention) * self.document_share)
 
     @property
     def num_blocks(self) -> int:

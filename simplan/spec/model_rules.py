@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import Problem
+from simplan.spec.adapter_rules import adapter_rules
 from simplan.spec.document_rules import document_rules
 from simplan.spec.expert_rules import expert_rules
 from simplan.spec.model import ModelSpec
@@ -68,6 +69,7 @@ def model_rules(model: ModelSpec) -> Iterator[Problem]:
             fix="use [3, 4, 6, 3] for ResNet-50",
         )
     yield from _image_rules(model)
+    yield from adapter_rules(model)
     if model.num_experts:
         yield from expert_rules(model)
 

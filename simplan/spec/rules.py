@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.document_rules import unmodelled_documents
 from simplan.spec.hardware import ClusterSpec
@@ -52,11 +53,13 @@ def check_plan(
         *unmodelled_convolutions(model, training, plan),
         *unmodelled_offload(model, plan),
         *unmodelled_documents(model, plan, software),
+        *unmodelled_adapters(model, training, plan),
         *_unmodelled_training(training, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
     violated = [
         *model_rules(model),
+        *adapter_task_rules(model, training),
         *_cluster_rules(cluster),
         *_device_count(model, cluster, plan),
         *_precision_rules(cluster, training),
@@ -86,8 +89,6 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
-    if training.task == "lora":
-        yield _not_modelled("training.task", training.task, "this task", "use pretrain")
     has = {*software.state_bytes, *software.low_precision}
     known = [p for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4") if p in has]
     if training.precision not in has:

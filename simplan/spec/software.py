@@ -31,6 +31,7 @@ class StateBytes(Spec):
 
     Attributes:
         parameter: The weights between steps.
+        frozen: Those of them that are not trained.
         gradient: The accumulated gradient.
         master: A separate fp32 copy of the weights, when there is one.
         activation: Bytes of one activation element that the backward pass keeps.
@@ -45,6 +46,7 @@ class StateBytes(Spec):
     """
 
     parameter: Count
+    frozen: Count
     gradient: Count
     master: NonNegative = 0
     activation: Count
@@ -70,7 +72,13 @@ class StateBytes(Spec):
         """Unless said otherwise residuals are as wide as activations, weights and gradients are as wide everywhere."""
         if not isinstance(data, dict):
             return data
-        same = {"residual": "activation", "gathered": "parameter", "accumulated": "gradient", "reduced": "gradient"}
+        same = {
+            "frozen": "parameter",
+            "residual": "activation",
+            "gathered": "parameter",
+            "accumulated": "gradient",
+            "reduced": "gradient",
+        }
         return {key: data[source] for key, source in same.items() if source in data} | data
 
 
@@ -81,6 +89,7 @@ class SoftwareSpec(Spec):
         id: Catalogue name.
         state_bytes: By training precision, where parameters are whole; a precision that is missing is not supported.
         sharded_state_bytes: The same where FSDP shards them.
+        lora_state_bytes, sharded_lora_state_bytes: The same where adapters are trained and all other weights frozen.
         low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
@@ -104,6 +113,8 @@ class SoftwareSpec(Spec):
     id: str
     state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes]
     sharded_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
+    lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
+    sharded_lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     bucket_bytes: Count
     first_bucket_bytes: Count
@@ -123,6 +134,8 @@ class SoftwareSpec(Spec):
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Element widths of one training under one plan."""
         kinds = self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
+        if training.task == "lora":
+            kinds = self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
             return kinds[training.precision]  # type: ignore[index]

@@ -21,8 +21,9 @@ class TrainingSpec(Spec):
             nvfp4 are bf16 but for the linear layers of blocks (``simplan.spec.low_precision``).
         fp8_recipe: How fp8 is scaled; None for one scale a tensor (``tensorwise``), and for other precisions.
         optimizer: ``adam`` and ``adamw`` keep two fp32 states, ``sgd`` none.
-        task: What the run is for. ``sft`` computes what ``pretrain`` does: tokens of prompts and padding are masked in
-            the loss, and their logits are computed all the same. ``lora`` is not modelled.
+        task: What the run is for. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
+            ``sft`` computes what ``pretrain`` does: tokens of prompts and padding are masked in the loss, and their
+            logits are computed all the same.
     """
 
     global_batch_size: Count

@@ -185,7 +185,6 @@ def test_options_that_are_not_modelled_are_refused_by_name(plan: dict[str, Any],
             "training.fp8_recipe = delayed: linear layers of torch have no such recipe; use tensorwise, rowwise, "
             "rowwise_with_gw_hp or blockwise",
         ),
-        ({"task": "lora"}, "training.task = lora: this task is not modelled yet; use pretrain"),
     ],
 )
 def test_trainings_that_are_not_modelled_are_refused_by_name(training: dict[str, Any], sentence: str) -> None:
