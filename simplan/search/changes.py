@@ -130,15 +130,13 @@ class Held(NamedTuple):
         return [*found, Change(-unit.whole, -unit.whole)] if self.frees else found
 
 
-def _with_hooks(
-    layers: Layers, part: Part, phase: Phase, begins: dict[int, UnitBytes], held: Held | None
-) -> Change:
+def _with_hooks(layers: Layers, part: Part, phase: Phase, begins: dict[int, UnitBytes], held: Held | None) -> Change:
     """A pass, and after each unit what becomes of its gradients."""
     walk = Walk()
     for run in pass_changes(layers, part, phase):
         unit = begins.get(run.layer)
         after = held.changes(unit) if held and unit else []
-        walk.repeat([run.change, *after], run.count)
+        walk.repeat([run.change, *after], run.num_layers)
     return walk.change
 
 

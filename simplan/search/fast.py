@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
 from simplan.search.column import Column
-from simplan.search.mesh import is_even
 from simplan.search.layers import Way
+from simplan.search.mesh import is_even
 from simplan.search.numbers import Kept, Numbers, mesh_key, split_key
 from simplan.sim.pipeline.table import PipelineTable, Tables
 from simplan.spec.hardware import ClusterSpec
@@ -17,7 +17,6 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["FastEvaluator", "covers_job"]
 

@@ -57,9 +57,9 @@ class Way(NamedTuple):
 
     def plan(self) -> ParallelPlan:
         """A plan of as few devices as go with it."""
-        sharding = {"dp_shard": 2, "zero_stage": 3} if self.shards_parameters else {}
         fields = {name: value for name, value in self._asdict().items() if name != "shards_parameters"}
-        return ParallelPlan(**fields, **sharding)
+        plan = ParallelPlan(**fields)
+        return plan.model_copy(update={"dp_shard": 2, "zero_stage": 3}) if self.shards_parameters else plan
 
 
 class Pass(NamedTuple):
@@ -205,7 +205,7 @@ class Layers:
     @cached_property
     def block_times_s(self) -> list[float]:
         """By layer, forward and backward as the balanced split counts them: computation alone, nothing repeated."""
-        found = []
+        found: list[float] = []
         for layer, spec in enumerate(self.specs):
             if self.kinds[layer] == layer:
                 works = [LayerWork(spec, phase, self.way.microbatch_size, spec.num_parameters) for phase in _BOTH]

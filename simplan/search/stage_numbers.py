@@ -54,12 +54,12 @@ class Run(NamedTuple):
 
     Attributes:
         layer: One of them.
-        count: How many.
+        num_layers: How many.
         change: What a pass through each does.
     """
 
     layer: int
-    count: int
+    num_layers: int
     change: Change
 
 
@@ -148,8 +148,8 @@ def pass_changes(layers: Layers, part: Part, phase: Phase) -> list[Run]:
         found.append(Run(i, count, Change(during, after + late)))
         delayed += count * late
     last = found.pop()
-    if last.count > 1:
-        found.append(last._replace(count=last.count - 1))
+    if last.num_layers > 1:
+        found.append(last._replace(num_layers=last.num_layers - 1))
     found.append(Run(last.layer, 1, Change(last.change.during, last.change.after - delayed)))
     return found
 
@@ -158,7 +158,7 @@ def pass_bytes(layers: Layers, part: Part, phase: Phase) -> Change:
     """Memory of a pass through a stage without hooks between its layers."""
     walk = Walk()
     for run in pass_changes(layers, part, phase):
-        walk.repeat([run.change], run.count)
+        walk.repeat([run.change], run.num_layers)
     return walk.change
 
 
