@@ -73,7 +73,7 @@ def _folded_row() -> Row:
         "a data rank), Level 2: fold, lower, price, simulate",
         "under 1 s",
         f"{middle_s:.2f} s (of {_ROUNDS} processes {min(step_s):.2f} to {max(step_s):.2f}; "
-        f"{runs[0]['num_ops']:,} operations of {runs[0]['num_ranks']} ranks); the whole prediction, both Levels, memory "
+        f"{runs[0]['num_ops']:,} operations of {runs[0]['num_ranks']} ranks); the whole prediction with memory "
         f"and interval, {statistics.median(predict_s):.2f} s",
         middle_s < 1,
     )
