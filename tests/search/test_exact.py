@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan.predict import predict
+from simplan.program.program import MemoryCategory
 from simplan.search import Question, SearchResult, SearchSpace, search
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
@@ -176,3 +177,29 @@ def test_the_reference_is_what_predict_says_and_its_bound_is_below(drawn: tuple[
     assert evaluator.step_times_s([candidate]) == [one.step_time_s]
     [least_s] = evaluator.least_time_s([candidate])
     assert 0 < least_s <= one.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp_replicate": 4},
+        {"dp_shard": 4, "zero_stage": 1},
+        {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 3},
+        {"tp": 2, "pp": 2},
+        {"pp": 2, "dp_shard": 2, "zero_stage": 2},
+    ],
+)
+def test_the_memory_floor_is_the_mean_of_weights_and_optimizer_states(plan: dict[str, Any]) -> None:
+    asked = asked_for()
+    one = predict("x", *asked_parts(asked, ParallelPlan.model_validate(plan)))
+    kept = (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER)
+    mean_bytes = sum(memory.by_category.get(kind, 0) for memory in one.memory for kind in kept) / len(one.memory)
+    floor = MemoryFloor(asked)
+    candidate = Candidate(**{key: getattr(one.plan, key) for key in Candidate._fields})
+    least_bytes = floor.bytes(candidate) - floor.bytes(Candidate(pp=10**12))
+    assert least_bytes == pytest.approx(mean_bytes, rel=0.02)  # norms are whole on every tensor-parallel rank
+    assert least_bytes <= mean_bytes
+
+
+def asked_parts(asked: Question, plan: ParallelPlan) -> tuple[Any, ...]:
+    return asked.model, asked.cluster, asked.training, plan, asked.software
