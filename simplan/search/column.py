@@ -72,8 +72,9 @@ class Column:
         index = self.layout.part_of
         held.during[:, :, k], held.after[:, :, k] = self._changes[:, 0, index], self._changes[:, 1, index]
         held.sent[:, :, k] = self._sent_bytes
-        held.base[:, k] = self._resting_bytes(num_microbatches)
-        held.extra[:, k] = np.array([rank.rebuild_bytes for rank in self._ranks])[self.layout.kind_of]
+        resting, of_microbatch, rebuilt = self._rank_bytes
+        held.base[:, k] = resting + num_microbatches * of_microbatch
+        held.extra[:, k] = rebuilt
 
     def least_time_s(self, num_microbatches: int) -> float:
         """A bound: no rank is through before its first input is there, all its work is done, and what it gave is used.
@@ -157,12 +158,13 @@ class Column:
         found[1, 1:] = [sum(crossing.sizes) for crossing in crossings[:-1]]
         return found
 
-    def _resting_bytes(self, num_microbatches: int) -> _Integers:
-        """By rank, between steps; receive buffers of all microbatches and a step of images are there, too."""
+    @cached_property
+    def _rank_bytes(self) -> tuple[_Integers, _Integers, _Integers]:
+        """By rank: between steps; the same for each microbatch, receive buffers and images; DDP's second buckets."""
         layout = self.layout
         crossed = np.array([sum(crossing.sizes) for crossing in layout.crossings])
         received = crossed + np.concatenate(([0], crossed[:-1]))
         of_rank = np.bincount(np.array(layout.placement), received, self._c.pp).astype(np.int64)
         of_rank[layout.placement[0]] += self._layers.batch_bytes
-        own = np.array([rank.resting_bytes for rank in self._ranks])[layout.kind_of]
-        return own + num_microbatches * of_rank
+        resting = np.array([rank.resting_bytes for rank in self._ranks])[layout.kind_of]
+        return resting, of_rank, np.array([rank.rebuild_bytes for rank in self._ranks])[layout.kind_of]

@@ -14,6 +14,7 @@ from simplan.program.script import Scripts, Segment
 from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
 from simplan.program.units import padded_elements
 from simplan.search.candidate import Candidate
+from simplan.search.layer_changes import Change, layer_change
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -103,6 +104,7 @@ class Layers:
         self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
+        self._changes: dict[tuple[int, tuple[bool, bool], Phase, bool], tuple[Change, int]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._held: dict[tuple[int, int, bool], int] = {}
         self._counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -158,6 +160,14 @@ class Layers:
     def tied_bytes(self) -> int:
         """Gradient of a weight that the first and the last layer share."""
         return self._stages.tied_bytes
+
+    def change(self, layer: int, ends: tuple[bool, bool], phase: Phase, *, tied: bool) -> tuple[Change, int]:
+        """What a pass does to memory; see ``layer_change``, and ``facts`` for the rest."""
+        key = (self.kinds[layer], ends, phase, tied)
+        found = self._changes.get(key)
+        if found is None:
+            found = self._changes[key] = layer_change(self.facts(layer, ends, tied=tied), phase)
+        return found
 
     def _left(self, layer: int) -> int:
         """See ``Stages``: autograd holds the head's gradient of a shared weight until it has the embedding's."""
