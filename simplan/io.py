@@ -29,6 +29,7 @@ __all__ = [
     "read_yaml",
     "write_json",
     "write_model",
+    "write_text",
 ]
 
 MAX_YAML_BYTES = 4 * 1024 * 1024
@@ -97,7 +98,7 @@ def write_json(path: str | Path, data: dict[str, Any]) -> None:
         SpecError: The file cannot be written.
     """
     # NaN in a result is a bug of ours and must not reach a file; json raises ValueError for it.
-    _write_text(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_text(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def write_model(path: str | Path, model: BaseModel) -> None:
@@ -181,7 +182,12 @@ def _nearest_file(path: Path) -> str:
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole: it is never half there.
+
+    Raises:
+        SpecError: It cannot be written.
+    """
     try:
         target = path.resolve()
         if target.exists() and not target.is_file():  # a device or a pipe must not be replaced by a file

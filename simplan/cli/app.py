@@ -38,7 +38,8 @@ def root(
 
     For example: simplan demo; simplan predict SCENARIO; simplan run SCENARIO; simplan show devices
 
-    Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 4 a run failed, 130 interrupted.
+    Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 3 no plan fits, 4 a run failed,
+    130 interrupted.
     """
     from simplan.cli.output import print_result
 
@@ -62,6 +63,44 @@ def predict(
     from simplan.cli.commands import predict_command
 
     return predict_command(scenario, as_json=json, trace=trace, output=output, calibration_file=calibration)
+
+
+@app.command()
+def search(
+    scenario: ScenarioFile,
+    json: AsJson = False,
+    top: Annotated[int | None, typer.Option(min=1, max=1000, help="Plans to rank (default: 5).")] = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front."
+        ),
+    ] = None,
+    fewest_devices: Annotated[
+        bool, typer.Option("--fewest-devices", help="The same as --objective num_devices.")
+    ] = False,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="QUANTITY", help="The largest seq_len, microbatch_size or num_hidden_layers for which a plan fits."
+        ),
+    ] = None,
+    save_plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a scenario with the best plan, for predict and run.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=-1, max=4096, help="Processes; -1 for one a core.")] = 1,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Find the best plan of a whole space, exactly, and say why not the others.
+
+    The scenario has search: instead of plan: (simplan show search-space lists what it may say). Exit code 3: no plan
+    fits; then the report says what would make one.
+    """
+    from simplan.cli.search import SearchOptions, search_command
+
+    objectives = tuple(objective or ()) or (("num_devices",) if fewest_devices else ())
+    options = SearchOptions(top=top, objectives=objectives, jobs=jobs or 1, save_plan=save_plan, largest=largest)
+    return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
 @app.command()
@@ -202,7 +241,10 @@ def draw(
 @app.command()
 def show(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="devices, links, clusters, models, software, schedules or metrics.")
+        str,
+        typer.Argument(
+            metavar="KIND", help="devices, links, clusters, models, software, schedules, metrics or search-space."
+        ),
     ],
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="One entry, with the source of every value.")

@@ -15,7 +15,7 @@ from simplan.cost.kinds import kinds_needed
 from simplan.cost.store import default_path, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
-from simplan.scenario import Scenario
+from simplan.scenario import Scenario, SearchScenario
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.machine import THIS_MACHINE
 
@@ -24,7 +24,7 @@ __all__ = ["covers", "ensure", "is_needed", "measure", "read", "refuse_unneeded"
 QUICK_BUDGET_S = 30.0
 
 
-def is_needed(scenario: Scenario) -> bool:
+def is_needed(scenario: Scenario | SearchScenario) -> bool:
     """Whether the scenario is priced from a calibration: its ranks are processes that share this machine's cores.
 
     Everything else is priced from the catalogue, devices of this machine that a scenario names included.
@@ -32,7 +32,7 @@ def is_needed(scenario: Scenario) -> bool:
     return scenario.cluster.cores_per_node is not None
 
 
-def refuse_unneeded(scenario: Scenario, file: Path | None) -> None:
+def refuse_unneeded(scenario: Scenario | SearchScenario, file: Path | None) -> None:
     """Refuses a calibration that was given for a scenario that is not priced from one.
 
     Raises:

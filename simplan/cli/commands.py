@@ -8,6 +8,7 @@ from simplan.cli.calibrations import covers, ensure, is_needed, measure, read, r
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario
 from simplan.cli.output import emphasize, print_json, print_result, say
+from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path
@@ -147,7 +148,7 @@ def calibrate_command(
     files: list[Path], *, as_json: bool, num_ranks: int | None, budget_s: float, calibration_file: Path | None
 ) -> int:
     """``simplan calibrate``."""
-    scenarios = [load_scenario(file) for file in files]
+    scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
     calibration = measure(requests_for(scenarios, num_ranks, budget_s), calibration_file)
     where = calibration_file or default_path()
     if as_json:

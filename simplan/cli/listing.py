@@ -10,6 +10,7 @@ from simplan.cli.definitions import definitions
 from simplan.cli.output import print_json, print_result
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
+from simplan.report.search_space import search_space
 from simplan.report.table import format_table_text
 from simplan.spec import catalogue
 from simplan.spec.machine import THIS_MACHINE
@@ -167,6 +168,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "software": _software,
     "schedules": _schedules,
     "metrics": definitions,
+    "search-space": search_space,
 }
 _ENTRIES: dict[str, Callable[[str], Any]] = {
     "devices": catalogue.device,

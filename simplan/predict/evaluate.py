@@ -33,7 +33,7 @@ from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["predict"]
+__all__ = ["predict", "rank_memory"]
 
 _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
 _BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
@@ -92,10 +92,7 @@ def predict(
     step_time_s = simulated.times.step_time_s
     half_width_s = _NINE_IN_TEN * _deviation_s(simulated)
 
-    context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
-    if cluster.cores_per_node is not None and calibration is not None:
-        context_bytes = calibration.context_bytes
-    memory = _memory(fine, cluster, context_bytes)
+    memory = rank_memory(fine, cluster, software, calibration)
     of_rank = spans.by_rank()
     splits = {rank: split_of_rank(of_rank[rank], step_time_s) for rank in fine.ranks}
     capacity = cluster.device.memory_bytes
@@ -169,7 +166,18 @@ def _deviation_s(simulated: Simulated) -> float:
     return math.dist(simulated.engine.step_times_s(moved), [step_time_s] * len(moved))
 
 
-def _memory(program: Program, cluster: ClusterSpec, context_bytes: int) -> tuple[RankMemory, ...]:
+def rank_memory(
+    program: Program, cluster: ClusterSpec, software: SoftwareSpec, calibration: Calibration | None
+) -> tuple[RankMemory, ...]:
+    """Memory of every rank at its worst instant.
+
+    Args:
+        program: Of Level 2.
+        cluster, software, calibration: As in ``predict``.
+    """
+    context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
+    if cluster.cores_per_node is not None and calibration is not None:
+        context_bytes = calibration.context_bytes
     found = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)

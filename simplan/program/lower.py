@@ -224,7 +224,7 @@ class _RankLowering:
             str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
         )
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
-        last = max(i for i, segment in enumerate(script) if segment.exchange is None)
+        last = next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None)
         before: int | None = writer.last_compute  # the computation before the last segment, for rings
         ended = -1
         for number, segment in enumerate(script):

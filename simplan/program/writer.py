@@ -152,4 +152,4 @@ class RankWriter:
 
 
 def _known(waits: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(wait for wait in waits if wait is not None)
+    return tuple([wait for wait in waits if wait is not None])

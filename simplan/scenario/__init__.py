@@ -2,5 +2,17 @@
 
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario
+from simplan.scenario.search import SearchScenario, load_search, plan_document
 
-__all__ = ["METRICS", "CheckResult", "Expectation", "Metric", "Scenario", "evaluate", "load_scenario"]
+__all__ = [
+    "METRICS",
+    "CheckResult",
+    "Expectation",
+    "Metric",
+    "Scenario",
+    "SearchScenario",
+    "evaluate",
+    "load_scenario",
+    "load_search",
+    "plan_document",
+]

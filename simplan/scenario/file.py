@@ -7,7 +7,7 @@
     cluster: {preset: dgx-h100, num_nodes: 1}    # or num_devices; or inline, see simplan.scenario.sections
     training: {global_batch_size: 16, precision: bf16}
     software: torch
-    plan: {dp_replicate: 8, microbatch_size: 2}
+    plan: {dp_replicate: 8, microbatch_size: 2}  # or search: {objective: step_time}, see simplan.scenario.search
     expect:
       - {metric: fits, value: true, why: it ran}
 
@@ -16,14 +16,17 @@ Every problem of a file is told at once, with its line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from simplan.document import Place
 from simplan.errors import SpecError
 from simplan.io import read_yaml
+from simplan.problems import Path as ProblemPath
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.expectation import Expectation
 from simplan.scenario.sections import Sections, read_cluster, read_expectations, read_model, read_software
@@ -36,7 +39,7 @@ from simplan.spec.schedules import is_table_file
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Scenario", "load_scenario"]
+__all__ = ["Parts", "Scenario", "load_scenario", "read_parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,42 +94,81 @@ def load_scenario(path: str | Path) -> Scenario:
         SpecError: The file cannot be read or is wrong; all problems at once, each with its line. When all of them
             are options that are not modelled yet, the error is a ``NotModelledError``.
     """
-    file = str(path)
-    document = read_yaml(path)
-    data = document.data
-    sections = Sections(document, file)
-    sections.read(_File, data, ())  # unknown keys and missing sections
-    if not isinstance(data, dict):
-        sections.raise_problems()
-    model = read_model(sections, data["model"]) if "model" in data else None
-    cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
-    training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
-    software = read_software(sections, data.get("software", "torch"))
+    parts = read_parts(path)
+    sections, data = parts.sections, parts.data
     plan = _read_plan(sections, data, Path(path).resolve().parent)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
-    if model is None or cluster is None or training is None or software is None or plan is None:
-        raise AssertionError("what is missing has been refused")
+    model, cluster, training, software = parts.complete()
+    assert plan is not None, "what is missing has been refused"
     try:
         return Scenario(
-            name=data.get("name", Path(path).stem),
+            name=parts.name,
             model=model,
             cluster=cluster,
             training=training,
             software=software,
             plan=plan,
             expect=expect,
-            file=file,
+            file=str(path),
         )
     except SpecError as error:
-        placed = [p.at(*find_place(document.lines, tuple(p.field.split(".")))) for p in error.problems]
-        raise type(error)(sorted(placed, key=in_file_order), file=file) from None
+        placed = [p.at(*find_place(parts.lines, tuple(p.field.split(".")))) for p in error.problems]
+        raise type(error)(sorted(placed, key=in_file_order), file=str(path)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What scenarios of plans and of searches have in common; None for what was wrong, its problems kept."""
+
+    name: str
+    data: dict[str, Any]
+    lines: Mapping[ProblemPath, Place]
+    sections: Sections
+    model: ModelSpec | None
+    cluster: ClusterSpec | None
+    training: TrainingSpec | None
+    software: SoftwareSpec | None
+
+    def complete(self) -> tuple[ModelSpec, ClusterSpec, TrainingSpec, SoftwareSpec]:
+        """All four, once no problem is left."""
+        assert self.model is not None
+        assert self.cluster is not None
+        assert self.training is not None
+        assert self.software is not None
+        return self.model, self.cluster, self.training, self.software
+
+
+def read_parts(path: str | Path) -> Parts:
+    """Reads a scenario file but for its plan, its search and its expectations.
+
+    Raises:
+        SpecError: The file cannot be read or is not a mapping.
+    """
+    document = read_yaml(path)
+    data = document.data
+    sections = Sections(document, str(path))
+    sections.read(_File, data, ())  # unknown keys and missing sections
+    if not isinstance(data, dict):
+        sections.raise_problems()
+    return Parts(
+        data.get("name", Path(path).stem),
+        data,
+        document.lines,
+        sections,
+        read_model(sections, data["model"]) if "model" in data else None,
+        read_cluster(sections, data["cluster"]) if "cluster" in data else None,
+        sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None,
+        read_software(sections, data.get("software", "torch")),
+    )
 
 
 def _read_plan(sections: Sections, data: dict[str, Any], folder: Path) -> ParallelPlan | None:
     """The plan; a table of actions lies beside the scenario."""
     if "search" in data:
-        sections.not_modelled(("search",), "searching for a plan is not modelled yet", fix="give a plan")
+        rule = "cannot go with plan" if "plan" in data else "asks for the best plan, and there is none to use yet"
+        fix = "keep one of the two" if "plan" in data else "run `simplan search FILE --save-plan PLAN.yaml`"
+        sections.refuse(("search",), rule, fix=fix)
     elif "plan" not in data:
         sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
     plan = sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None

@@ -1,1 +1,42 @@
-"""Many plans: the best, and why not the others."""
+"""Many plans: the best, and why not the others.
+
+``simplan.search(model, cluster, training, software)`` is ``simplan.search.search``: the package may be called.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from simplan.search.api import Progress, search
+from simplan.search.inverse import Largest, largest
+from simplan.search.objective import Goal
+from simplan.search.question import Question
+from simplan.search.result import Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.space import RANGES, SearchSpace
+
+__all__ = [
+    "RANGES",
+    "Change",
+    "Explanation",
+    "Goal",
+    "Largest",
+    "NearestMiss",
+    "Progress",
+    "Question",
+    "RankedPlan",
+    "SearchResult",
+    "SearchSpace",
+    "SpaceCount",
+    "largest",
+    "search",
+]
+
+
+class _Callable(ModuleType):
+    """A package that is called like the function that gave it its name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SearchResult:
+        return search(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,159 +1,114 @@
-"""How everything that happens to a stage of a pipeline changes the memory of its rank.
-
-The order of what FSDP's hooks do is that of ``simplan.program.fsdp``.
-"""
+"""When no plan is within the limits: the smallest changes of the question with which there is one, each tried."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
+from simplan.search.candidate import Candidate
+from simplan.search.feasible import capacity_bytes, first_fit
+from simplan.search.question import Question
+from simplan.search.result import Change, NearestMiss
+from simplan.search.space import SearchSpace
+from simplan.spec.numbers import divisors
+from simplan.units import format_bytes, format_time
 
-from simplan.program.program import Phase
-from simplan.search.layers import Layers
-from simplan.search.sharded_pass import UnitArrays
-from simplan.search.sharding import ShardedStage
-from simplan.search.stage_numbers import Change, Part, Walk, pass_bytes, pass_changes
-from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
+__all__ = ["changes"]
 
-__all__ = ["UnitBytes", "sharding_changes", "stage_changes"]
-
-_INPUTS = (Slot.INPUT, Slot.INPUT_WIDENS, Slot.INPUT_WIDENS_FIRST)
-_BACKWARDS = (Slot.BACKWARD, Slot.BACKWARD_FIRST, Slot.BACKWARD_LAST, Slot.BACKWARD_ONLY)
-_WEIGHTS = (
-    Slot.WEIGHT,
-    Slot.WEIGHT_FIRST,
-    Slot.WEIGHT_LAST,
-    Slot.WEIGHT_ONLY,
-    Slot.WEIGHT_AGAIN,
-    Slot.WEIGHT_AGAIN_LAST,
-)
+_MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another question
 
 
-def stage_changes(
-    layers: Layers, part: Part, begins: dict[int, UnitBytes] | None, *, split: bool, whole_in_weight: bool
-) -> NDArray[np.int64]:
-    """What a stage's computations do to memory, ``(slots, 2)``: at the worst moment, and after.
+def changes(question: Question, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> tuple[Change, ...]:
+    """Changes that make a plan, one of each kind, the least of its kind among those tried.
 
     Args:
-        layers: The layers.
-        part: The stage.
-        begins: By layer with which a unit of FSDP begins, the unit; None without FSDP.
-        split: Its backward is in two parts.
-        whole_in_weight: Of which the second does all (the first stage's, under torch).
+        question: What has no plan.
+        space: The ranges it has none in.
+        misses: The nearest of its plans.
     """
-    found = np.zeros((NUM_SLOTS, 2), np.int64)
-    found[Slot.FORWARD] = pass_bytes(layers, part, Phase.FORWARD)
-    widens = layers.state.gathered != layers.state.accumulated
-
-    def write(slots: Sequence[Slot], phase: Phase, held: Held | None = None) -> None:
-        found[list(slots)] = _with_hooks(layers, part, phase, begins or {}, held)
-
-    if not split or whole_in_weight:
-        backwards = _WEIGHTS if split else _BACKWARDS
-        write(backwards, Phase.BACKWARD, Held(widens=widens))
-        write(backwards[1:4:2], Phase.BACKWARD, Held(new=True, widens=widens))
-        return found
-    write(_INPUTS, Phase.BACKWARD_INPUT)
-    write(_WEIGHTS, Phase.BACKWARD_WEIGHT)
-    if widens:
-        write([Slot.INPUT_WIDENS], Phase.BACKWARD_INPUT, Held(widens=True, frees=True))
-        write([Slot.INPUT_WIDENS_FIRST], Phase.BACKWARD_INPUT, Held(new=True, widens=True, frees=True))
-        write(_WEIGHTS[:4], Phase.BACKWARD_WEIGHT, Held(narrow=True))
-    else:
-        write([Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY], Phase.BACKWARD_WEIGHT, Held(new=True))
-    return found
+    late = [miss for miss in misses if miss.step_time_s is not None]
+    if late:
+        seconds = late[0].step_time_s
+        assert seconds is not None
+        words = f"allow max_step_time_s = {seconds:.4g}: the fastest plan takes {format_time(seconds)}"
+        return (Change(what="max_step_time_s", value=seconds, words=words, plan=late[0].plan),)
+    found = (_memory(question, space, misses), _recompute(question, space), _ranges(question, space))
+    searched = (_batch(question, space), _devices(question, space))
+    return tuple(change for change in (*found, *searched) if change is not None)
 
 
-def sharding_changes(
-    sharded: ShardedStage, *, widens: bool, split: bool, whole_in_weight: bool, replicated: bool
-) -> NDArray[np.int64]:
-    """What FSDP does to memory at UNSHARD, RESHARD and REDUCE_GRAD, ``(slots, 2)``.
-
-    Args:
-        sharded: Units of the stage.
-        widens: Gradients come in another precision than that in which they are added up.
-        split, whole_in_weight: As of ``stage_changes``.
-        replicated: Shards have replicas.
-    """
-    found = np.zeros((NUM_SLOTS, 2), np.int64)
-    units = sharded.arrays
-    walk = Walk()
-    for gathered, cast in zip(units.gathered.tolist(), units.cast.tolist(), strict=True):
-        walk.add(gathered + cast, gathered)
-    found[Slot.UNSHARD] = walk.change
-    found[Slot.SETTLE] = (units.gathered.max(), 0)
-    found[Slot.RESHARD] = -units.gathered.sum()
-    narrow = widens and split and not whole_in_weight
-    found[Slot.REDUCE_GRAD] = _reduce(units, Held(widens=True, frees=True) if narrow else None, replicated)
-    first = Held(new=True, widens=True, frees=True) if narrow else None
-    found[Slot.REDUCE_GRAD_NARROW] = _reduce(units, first, replicated)
-    return found
+def _memory(question: Question, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Change | None:
+    """Devices with as much memory as the nearest miss needs."""
+    if not misses:
+        return None
+    miss = misses[0]
+    needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
+    richer = question.cluster.device.model_copy(update={"memory_bytes": needed})
+    asked = replace(question, cluster=question.cluster.model_copy(update={"device": richer}))
+    capacity = capacity_bytes(asked, space)
+    while capacity is not None and capacity < miss.device_bytes:  # a fraction of a byte was cut off
+        needed += 1
+        capacity = int(needed * space.max_memory_fraction)
+    there = question.cluster.device.memory_bytes
+    words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
+    return Change(what="memory_bytes", value=needed, words=words, plan=miss.plan)
 
 
-class UnitBytes(NamedTuple):
-    """Gradients of a unit.
-
-    Attributes:
-        whole: As they come.
-        accumulated: As they are added up.
-    """
-
-    whole: int
-    accumulated: int
+def _recompute(question: Question, space: SearchSpace) -> Change | None:
+    """Recomputation, where the space leaves it out."""
+    if space.recompute is None or "full" in space.recompute:
+        return None
+    candidate = first_fit(question, space.model_copy(update={"recompute": (*space.recompute, "full")}))
+    return _change("recompute", "full", "allow recompute = full", candidate)
 
 
-class Held(NamedTuple):
-    """What becomes of a unit's gradients.
-
-    Attributes:
-        new: Nothing was added up before.
-        widens: They come in another precision.
-        frees: They were held as they came, and are not any more.
-        narrow: They stay as they came.
-    """
-
-    new: bool = False
-    widens: bool = False
-    frees: bool = False
-    narrow: bool = False
-
-    def changes(self, unit: UnitBytes) -> list[Change]:
-        """Of memory."""
-        if self.narrow:
-            return [Change(unit.whole, unit.whole)]
-        new = unit.accumulated if self.new else 0
-        during = new + (unit.whole if self.widens else 0)
-        found = [Change(during, new)] if during else []
-        return [*found, Change(-unit.whole, -unit.whole)] if self.frees else found
+def _ranges(question: Question, space: SearchSpace) -> Change | None:
+    """The whole default space, where the ranges are narrower."""
+    if not space.narrowed:
+        return None
+    candidate = first_fit(question, space.model_copy(update=dict.fromkeys(space.narrowed)))
+    names = ", ".join(space.narrowed)
+    return _change("ranges", names, f"leave out the ranges of search ({names})", candidate)
 
 
-def _with_hooks(
-    layers: Layers, part: Part, phase: Phase, begins: dict[int, UnitBytes], held: Held | None
-) -> Change:
-    """A pass, and after each unit what becomes of its gradients."""
-    walk = Walk()
-    for run in pass_changes(layers, part, phase):
-        unit = begins.get(run.layer)
-        after = held.changes(unit) if held and unit else []
-        walk.repeat([run.change, *after], run.count)
-    return walk.change
+def _batch(question: Question, space: SearchSpace) -> Change | None:
+    """The largest divisor of the batch with which there is a plan: fewer microbatches are in flight."""
+    batch = question.training.global_batch_size
+    for smaller in _sizes_below(batch):
+        training = question.training.model_copy(update={"global_batch_size": smaller})
+        candidate = first_fit(replace(question, training=training), space)
+        if candidate is not None:
+            words = f"global_batch_size = {smaller:,} instead of {batch:,}"
+            return _change("global_batch_size", smaller, words, candidate)
+    return None
 
 
-def _reduce(units: UnitArrays, held: Held | None, replicated: bool) -> Change:
-    """REDUCE_GRAD, before which gradients of the last microbatch may have to be added to the others."""
-    walk = Walk()
-    buffer = outputs = 0
-    columns = (units.scattered, units.output, units.gathered, units.accumulated, units.whole)
-    for scattered, output, gathered, accumulated, whole in zip(*(c.tolist() for c in columns), strict=True):
-        for change in held.changes(UnitBytes(whole, accumulated)) if held else ():
-            walk.add(*change)
-        changed = scattered - buffer - gathered
-        walk.add(changed, changed - accumulated)
-        buffer = scattered
-        walk.add(output, output if replicated else 0)
-        outputs += output if replicated else 0
-    walk.add(-buffer - outputs, -buffer - outputs)
-    return walk.change
+def _sizes_below(batch: int) -> Iterator[int]:
+    """Divisors, from the largest, each at most half of the one before."""
+    last = batch
+    for size in reversed(divisors(batch)):
+        if 2 * size <= last:
+            yield size
+            last = size
+
+
+def _devices(question: Question, space: SearchSpace) -> Change | None:
+    """Twice, four times ... as many devices; where the batch cannot be dealt out to them, they are in the pipeline."""
+    if question.cluster.cores_per_node is not None:
+        return None
+    there = question.cluster.num_devices
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        more = there * 2**doublings
+        asked = question.with_devices(more)
+        if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
+            return None
+        candidate = first_fit(asked, space)
+        if candidate is not None:
+            words = f"{more:,} devices instead of {there:,} ({more // 2:,} are too few)"
+            return _change("num_devices", more, words if doublings > 1 else words.split(" (")[0], candidate)
+    return None
+
+
+def _change(what: str, value: float | str, words: str, candidate: Candidate | None) -> Change | None:
+    return None if candidate is None else Change(what=what, value=value, words=words, plan=candidate.plan())

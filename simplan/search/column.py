@@ -52,7 +52,7 @@ class Column:
 
     def write_times(self, times: PipelineTimes, k: int) -> None:
         """Fills in the plan's column."""
-        index, rank_index = self.layout.index, self.layout.rank_index
+        index, rank_index = self.layout.part_of, self.layout.kind_of
         compute_s, reduce_copy_s, reduce_s = self._stage_times
         times.compute_s[:, :, k] = compute_s[:, index]
         times.reduce_copy_s[:, k] = reduce_copy_s[index]
@@ -69,11 +69,12 @@ class Column:
 
     def write_bytes(self, held: PipelineBytes, k: int, num_microbatches: int) -> None:
         """Fills in the plan's column."""
-        index = self.layout.index
+        index = self.layout.part_of
         held.during[:, :, k], held.after[:, :, k] = self._changes[:, 0, index], self._changes[:, 1, index]
         held.sent[:, :, k] = self._sent_bytes
-        held.base[:, k] = self._resting_bytes(num_microbatches)
-        held.extra[:, k] = np.array([rank.rebuild_bytes for rank in self._ranks])[self.layout.rank_index]
+        resting, of_microbatch, rebuilt = self._rank_bytes
+        held.base[:, k] = resting + num_microbatches * of_microbatch
+        held.extra[:, k] = rebuilt
 
     def least_time_s(self, num_microbatches: int) -> float:
         """A bound: no rank is through before its first input is there, all its work is done, and what it gave is used.
@@ -85,10 +86,10 @@ class Column:
         forward_s, backward_s, last_s, input_s, weight_s, _ = self._stage_times[0]
         each_s = input_s + weight_s if self._splits else backward_s
         busy_s = m * forward_s + (m - 1) * each_s + (each_s if self._splits else last_s)
-        of_rank_s = np.bincount(np.array(layout.placement), busy_s[layout.index], p)
+        of_rank_s = np.bincount(np.array(layout.placement), busy_s[layout.part_of], p)
         sends_s = self._sends_s[:, : p - 1]
-        before_s = np.concatenate(([0.0], np.cumsum(forward_s[layout.index[: p - 1]] + sends_s[0])))
-        after_s = np.concatenate(([0.0], np.cumsum(backward_s[layout.index[: p - 1]] + sends_s[1])))
+        before_s = np.concatenate(([0.0], np.cumsum(forward_s[layout.part_of[: p - 1]] + sends_s[0])))
+        after_s = np.concatenate(([0.0], np.cumsum(backward_s[layout.part_of[: p - 1]] + sends_s[1])))
         bounds_s = before_s + of_rank_s + (0.0 if self._splits else after_s)
         return float(bounds_s.max()) + min(rank.update_s for rank in self._ranks)
 
@@ -123,7 +124,7 @@ class Column:
     def _sends_s(self) -> _Floats:
         """Forward and back, by boundary."""
         layout, send = self.layout, CollectiveKind.SEND
-        found = np.zeros((2, len(layout.index) - 1))
+        found = np.zeros((2, len(layout.part_of) - 1))
         for stage, crossing in enumerate(layout.crossings[:-1]):
             ends = layout.placement[stage], layout.placement[stage + 1]
             for way, (source, target) in enumerate((ends, ends[::-1])):
@@ -132,8 +133,10 @@ class Column:
 
     @property
     def _tied_s(self) -> float:
-        ends, num_bytes = (self.layout.placement[0], self.layout.placement[-1]), self._layers.tied_bytes
-        return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, *ends) if num_bytes and ends[0] != ends[1] else 0.0
+        first, last, num_bytes = self.layout.placement[0], self.layout.placement[-1], self._layers.tied_bytes
+        if not num_bytes or first == last:
+            return 0.0
+        return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, first, last)
 
     @cached_property
     def _changes(self) -> _Integers:
@@ -148,19 +151,20 @@ class Column:
 
     @cached_property
     def _sent_bytes(self) -> _Integers:
-        """What a rank holds of what it has sent, ``(2, stages)``: activations of a stage, and gradients of its input."""
+        """What a rank holds of what it has sent, ``(2, stages)``: outputs of a stage, and gradients of its input."""
         crossings = self.layout.crossings
         found = np.zeros((2, len(crossings)), np.int64)
         found[0] = [crossing.made_bytes for crossing in crossings]
         found[1, 1:] = [sum(crossing.sizes) for crossing in crossings[:-1]]
         return found
 
-    def _resting_bytes(self, num_microbatches: int) -> _Integers:
-        """By rank, between steps; receive buffers of all microbatches and a step of images are there, too."""
+    @cached_property
+    def _rank_bytes(self) -> tuple[_Integers, _Integers, _Integers]:
+        """By rank: between steps; the same for each microbatch, receive buffers and images; DDP's second buckets."""
         layout = self.layout
         crossed = np.array([sum(crossing.sizes) for crossing in layout.crossings])
         received = crossed + np.concatenate(([0], crossed[:-1]))
         of_rank = np.bincount(np.array(layout.placement), received, self._c.pp).astype(np.int64)
         of_rank[layout.placement[0]] += self._layers.batch_bytes
-        own = np.array([rank.resting_bytes for rank in self._ranks])[layout.rank_index]
-        return own + num_microbatches * of_rank
+        resting = np.array([rank.resting_bytes for rank in self._ranks])[layout.kind_of]
+        return resting, of_rank, np.array([rank.rebuild_bytes for rank in self._ranks])[layout.kind_of]

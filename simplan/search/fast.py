@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
 from simplan.search.column import Column
-from simplan.search.mesh import is_even
 from simplan.search.layers import Way
+from simplan.search.mesh import is_even
 from simplan.search.numbers import Kept, Numbers, mesh_key, split_key
+from simplan.search.question import Question
 from simplan.sim.pipeline.table import PipelineTable, Tables
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["FastEvaluator", "covers_job"]
 
@@ -25,15 +21,9 @@ _BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 _SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-v"})
 
 
-def covers_job(model: ModelSpec, cluster: ClusterSpec, software: SoftwareSpec, base: ParallelPlan) -> bool:
-    """Whether a ``FastEvaluator`` knows everything about a job: devices of their own, and nothing out of the ordinary.
-
-    Args:
-        model, cluster, software: The job.
-        base: What all plans have in common.
-    """
-    ordinary = ParallelPlan(bucket_bytes=base.bucket_bytes) if base.bucket_bytes else ParallelPlan()
-    fixed = ("grad_sync", "grad_dtype", "prefetch_depth", "stage_layers")
+def covers_job(question: Question) -> bool:
+    """Whether a ``FastEvaluator`` knows all about a job: devices of their own, and the usual way of sending."""
+    cluster, software = question.cluster, question.software
     return (
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
@@ -41,7 +31,6 @@ def covers_job(model: ModelSpec, cluster: ClusterSpec, software: SoftwareSpec, b
         and not model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
-        and all(getattr(base, field) == getattr(ordinary, field) for field in fixed)
     )
 
 
@@ -49,13 +38,13 @@ class FastEvaluator:
     """An ``Evaluator`` for devices that do not share cores, equal to ``predict`` up to rounding.
 
     Args:
-        numbers: Of the job.
-        context_bytes: Device memory beside what the training allocates.
+        question: The job.
     """
 
-    def __init__(self, numbers: Numbers, context_bytes: int) -> None:
-        self._numbers = numbers
-        self._context_bytes = context_bytes
+    def __init__(self, question: Question) -> None:
+        cluster, software = question.cluster, question.software
+        self._numbers = Numbers(question.model, cluster, question.training, software)
+        self._context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
         self._columns, self._uneven = Kept(5_000), Kept(5_000)
         self._tables = Tables()
 

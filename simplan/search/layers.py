@@ -14,6 +14,7 @@ from simplan.program.script import Scripts, Segment
 from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
 from simplan.program.units import padded_elements
 from simplan.search.candidate import Candidate
+from simplan.search.layer_changes import Change, layer_change
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -57,9 +58,9 @@ class Way(NamedTuple):
 
     def plan(self) -> ParallelPlan:
         """A plan of as few devices as go with it."""
-        sharding = {"dp_shard": 2, "zero_stage": 3} if self.shards_parameters else {}
         fields = {name: value for name, value in self._asdict().items() if name != "shards_parameters"}
-        return ParallelPlan(**fields, **sharding)
+        plan = ParallelPlan(**fields)
+        return plan.model_copy(update={"dp_shard": 2, "zero_stage": 3}) if self.shards_parameters else plan
 
 
 class Pass(NamedTuple):
@@ -103,6 +104,7 @@ class Layers:
         self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
+        self._changes: dict[tuple[int, tuple[bool, bool], Phase, bool], tuple[Change, int]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._held: dict[tuple[int, int, bool], int] = {}
         self._counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -159,6 +161,14 @@ class Layers:
         """Gradient of a weight that the first and the last layer share."""
         return self._stages.tied_bytes
 
+    def change(self, layer: int, ends: tuple[bool, bool], phase: Phase, *, tied: bool) -> tuple[Change, int]:
+        """What a pass does to memory; see ``layer_change``, and ``facts`` for the rest."""
+        key = (self.kinds[layer], ends, phase, tied)
+        found = self._changes.get(key)
+        if found is None:
+            found = self._changes[key] = layer_change(self.facts(layer, ends, tied=tied), phase)
+        return found
+
     def _left(self, layer: int) -> int:
         """See ``Stages``: autograd holds the head's gradient of a shared weight until it has the embedding's."""
         spec = self.specs[layer]
@@ -205,7 +215,7 @@ class Layers:
     @cached_property
     def block_times_s(self) -> list[float]:
         """By layer, forward and backward as the balanced split counts them: computation alone, nothing repeated."""
-        found = []
+        found: list[float] = []
         for layer, spec in enumerate(self.specs):
             if self.kinds[layer] == layer:
                 works = [LayerWork(spec, phase, self.way.microbatch_size, spec.num_parameters) for phase in _BOTH]

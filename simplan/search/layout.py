@@ -32,18 +32,18 @@ class Layout(NamedTuple):
 
     Attributes:
         parts: Those that differ.
-        index: By stage, which of them it is.
+        part_of: By stage, which of them it is.
         placement: By stage, its rank.
         ranks: Stages of a rank, for those ranks that differ.
-        rank_index: By rank, which of them it is.
+        kind_of: By rank, which of them it is.
         crossings: By stage, what it sends on to another rank.
     """
 
     parts: tuple[Part, ...]
-    index: NDArray[np.int64]
+    part_of: NDArray[np.int64]
     placement: tuple[int, ...]
     ranks: tuple[tuple[Part, ...], ...]
-    rank_index: NDArray[np.int64]
+    kind_of: NDArray[np.int64]
     crossings: tuple[Crossings, ...]
 
 
@@ -68,7 +68,7 @@ def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
     seen: dict[tuple[object, ...], int] = {}
     parts: list[Part] = []
     index: list[int] = []
-    crossings: list[Crossings] = []
+    crossed: list[Crossings] = []
     for stage in range(num_stages):
         start, stop = boundaries[stage], boundaries[stage + 1]
         receives = stage > 0 and placement[stage - 1] != placement[stage]
@@ -77,13 +77,13 @@ def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
         if key not in seen:
             seen[key] = len(parts)
             parts.append(Part(start, stop, receives, hands_on))
+            leaving = layers.leaving(start, stop) if hands_on else ()
+            made = sum(crossing.num_bytes for crossing in leaving if not crossing.passes)
+            crossed.append(Crossings(tuple(crossing.num_bytes for crossing in leaving), made))
         index.append(seen[key])
-        leaving = layers.leaving(start, stop) if hands_on else ()
-        made = sum(crossing.num_bytes for crossing in leaving if not crossing.passes)
-        crossings.append(Crossings(tuple(crossing.num_bytes for crossing in leaving), made))
     of_rank: list[tuple[Part, ...]] = [()] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
         of_rank[rank] += (parts[index[stage]],)
     ranks = tuple(dict.fromkeys(of_rank))
-    rank_index = np.array([ranks.index(parts_of_rank) for parts_of_rank in of_rank])
-    return Layout(tuple(parts), np.array(index), placement, ranks, rank_index, tuple(crossings))
+    kind_of = np.array([ranks.index(parts_of_rank) for parts_of_rank in of_rank])
+    return Layout(tuple(parts), np.array(index), placement, ranks, kind_of, tuple(crossed[i] for i in index))

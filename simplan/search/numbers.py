@@ -13,12 +13,12 @@ from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.compute import roofline
 from simplan.search.candidate import Candidate
-from simplan.search.changes import UnitBytes, sharding_changes, stage_changes
 from simplan.search.layers import Layers, Way
 from simplan.search.layout import Layout, layout_of, placement_of
 from simplan.search.mesh import Mesh
 from simplan.search.rank_numbers import RankNumbers, rank_numbers
 from simplan.search.sharding import ShardedStage, sharded_stage
+from simplan.search.stage_changes import UnitBytes, sharding_changes, stage_changes
 from simplan.search.stage_numbers import Part
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec

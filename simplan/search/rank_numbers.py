@@ -32,7 +32,9 @@ class RankNumbers(NamedTuple):
     after_s: float
 
 
-def rank_numbers(layers: Layers, mesh: Mesh, parts: Sequence[Part], candidate: Candidate, optimizer: str) -> RankNumbers:
+def rank_numbers(
+    layers: Layers, mesh: Mesh, parts: Sequence[Part], candidate: Candidate, optimizer: str
+) -> RankNumbers:
     """The rank that holds most, and how long the slowest takes.
 
     Args:

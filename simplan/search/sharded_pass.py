@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from simplan.sim.pipeline.jit import compiled
 
-__all__ = ["LayerArrays", "UnitArrays", "sharded_peak", "sharded_pass_s"]
+__all__ = ["LayerArrays", "UnitArrays", "sharded_pass_s", "sharded_peak"]
 
 
 class LayerArrays(NamedTuple):
@@ -127,7 +127,7 @@ def sharded_peak(
             unit = layers.begins[layer]
             if unit >= 0 and not gathered[unit]:
                 size = units.gathered[unit]
-                peak = max(peak, held + size + units.cast[unit] )
+                peak = max(peak, held + size + units.cast[unit])
                 held += size
                 peak = max(peak, held + size - forward_buffer)
                 held += size - forward_buffer

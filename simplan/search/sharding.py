@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.program.footprint import LayerFootprint, layers_effects
 from simplan.program.program import Phase
 from simplan.program.units import Unit, fsdp_units, unit_of_layer
+from simplan.search.layer_changes import Change, footprint_change
 from simplan.search.layers import Layers
 from simplan.search.mesh import Mesh
 from simplan.search.sharded_pass import LayerArrays, UnitArrays
-from simplan.search.stage_numbers import Change, Part, total
+from simplan.search.stage_numbers import Part
 from simplan.spec.layer import CollectiveKind, LayerKind
 
 __all__ = ["ShardedStage", "layer_arrays", "sharded_stage"]
@@ -84,10 +84,10 @@ def layer_arrays(layers: Layers, part: Part, units: tuple[Unit, ...]) -> LayerAr
         footprint = layers.facts(i, (False, False), tied=part.tied).footprint
         if layers.specs[i].kind is LayerKind.HEAD:
             loss = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
-            alone = [_change(loss, phase).during for phase in _BOTH]
+            alone = [footprint_change(loss, phase).during for phase in _BOTH]
             footprint = footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
         for phase in _BOTH:
-            changes[phase].append(_change(footprint, phase))
+            changes[phase].append(footprint_change(footprint, phase))
     return LayerArrays(
         _floats(times[Phase.FORWARD]),
         _floats(times[Phase.BACKWARD]),
@@ -101,10 +101,6 @@ def layer_arrays(layers: Layers, part: Part, units: tuple[Unit, ...]) -> LayerAr
 
 
 _BOTH = (Phase.FORWARD, Phase.BACKWARD)
-
-
-def _change(footprint: LayerFootprint, phase: Phase) -> Change:
-    return total(layers_effects([footprint], forward=phase is Phase.FORWARD))
 
 
 def _floats(values: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

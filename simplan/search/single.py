@@ -29,7 +29,8 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
         forward_s = pass_s(layers, part, Phase.FORWARD)
         each_s = last_s = forward_s + pass_s(layers, part, Phase.BACKWARD)
         if c.dp * c.cp > 1:
-            last_s = forward_s + reduced_backward_s(layers, part, Phase.BACKWARD, software, numbers.bucket_bytes, numbers.mesh(c).data_s)
+            data_s, limit = numbers.mesh(c).data_s, numbers.bucket_bytes
+            last_s = forward_s + reduced_backward_s(layers, part, Phase.BACKWARD, software, limit, data_s)
     rank = numbers.rank(c, (part,))
     completing = completing_s(layers, numbers.mesh(c), part, c, divides=m > 1)
     return (m - 1) * each_s + last_s + completing + rank.update_s + rank.after_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simplan.sim.pipeline.jit import compiled
 
@@ -22,7 +23,7 @@ def balanced_boundaries(layer_times_s: Sequence[float], num_stages: int) -> list
 
 
 @compiled
-def _split(before, num_stages):  # type: ignore[no-untyped-def]
+def _split(before: NDArray[np.float64], num_stages: int) -> NDArray[np.int64]:
     """Inner boundaries in blocks; ``before`` has the time before each block, and of all.
 
     First the smallest slowest stage by bisection over the times of all intervals, then the least sum of squares by

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from simplan.program.footprint import layers_effects
-from simplan.program.program import MemoryEffect, Phase
+from simplan.program.program import Phase
 from simplan.program.script import in_order
-from simplan.program.split_footprint import SplitFootprint, split_effects
+from simplan.search.layer_changes import Change
 from simplan.search.layers import Layers
 
-__all__ = ["Change", "Part", "Run", "Walk", "part_times", "pass_bytes", "pass_changes", "pass_s", "table_bytes"]
+__all__ = ["Part", "Run", "Walk", "part_times", "pass_bytes", "pass_changes", "pass_s", "table_bytes"]
 
 _NEVER = -(2**62)
 
@@ -42,24 +41,17 @@ class Part(NamedTuple):
         return self.receives and layer == self.start, self.hands_on and layer == self.stop - 1
 
 
-class Change(NamedTuple):
-    """Bytes more than before, at the worst moment of something and after it."""
-
-    during: int
-    after: int
-
-
 class Run(NamedTuple):
     """Layers of a stage, one after the other, that are alike.
 
     Attributes:
         layer: One of them.
-        count: How many.
+        num_layers: How many.
         change: What a pass through each does.
     """
 
     layer: int
-    count: int
+    num_layers: int
     change: Change
 
 
@@ -89,15 +81,6 @@ class Walk:
     def change(self) -> Change:
         """All of them; nothing at all changes nothing."""
         return Change(0 if self._during == _NEVER else self._during, self._held)
-
-
-def total(effects: Iterable[MemoryEffect]) -> Change:
-    """Effects of all categories together."""
-    during = after = 0
-    for effect in effects:
-        during += effect.during_bytes
-        after += effect.after_bytes
-    return Change(during, after)
 
 
 def pass_s(layers: Layers, part: Part, phase: Phase) -> float:
@@ -132,24 +115,19 @@ def pass_changes(layers: Layers, part: Part, phase: Phase) -> list[Run]:
     In a backward of two parts what layers keep to the end of the stage goes with the last layer, as
     ``simplan.program.script`` has it.
     """
-    runs = [(i, count) for i, count in _runs(layers, part)]
+    runs = _runs(layers, part)
     if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT):
         runs.reverse()
-    facts = [layers.facts(i, part.ends(i), tied=part.tied) for i, _ in runs]
-    if phase in (Phase.FORWARD, Phase.BACKWARD):
-        forward = phase is Phase.FORWARD
-        changes = [total(layers_effects([fact.footprint], forward=forward)) for fact in facts]
-        return [Run(i, count, change) for (i, count), change in zip(runs, changes, strict=True)]
     found, delayed = [], 0
-    for (i, count), fact in zip(runs, facts, strict=True):
-        split = fact.split()
-        during, after = total(split_effects([split], phase))
-        late = _late(split, phase)
-        found.append(Run(i, count, Change(during, after + late)))
+    for i, count in runs:
+        change, late = layers.change(i, part.ends(i), phase, tied=part.tied)
+        found.append(Run(i, count, change))
         delayed += count * late
+    if not delayed:
+        return found
     last = found.pop()
-    if last.count > 1:
-        found.append(last._replace(count=last.count - 1))
+    if last.num_layers > 1:
+        found.append(last._replace(num_layers=last.num_layers - 1))
     found.append(Run(last.layer, 1, Change(last.change.during, last.change.after - delayed)))
     return found
 
@@ -158,7 +136,7 @@ def pass_bytes(layers: Layers, part: Part, phase: Phase) -> Change:
     """Memory of a pass through a stage without hooks between its layers."""
     walk = Walk()
     for run in pass_changes(layers, part, phase):
-        walk.repeat([run.change], run.count)
+        walk.repeat([run.change], run.num_layers)
     return walk.change
 
 
@@ -181,10 +159,3 @@ def _runs(layers: Layers, part: Part) -> list[tuple[int, int]]:
         else:
             found.append((i, 1))
     return found
-
-
-def _late(split: SplitFootprint, phase: Phase) -> int:
-    """Activations and logits of a layer that stay until its stage is done."""
-    if phase is Phase.BACKWARD_INPUT:
-        return split.dropped + split.dropped_logits
-    return split.between_activations - split.released + split.between_logits

@@ -16,7 +16,7 @@ from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
 from simplan.sim.pipeline.slots import kind_of
 
-__all__ = ["PipelineTable", "compiled_table", "forget_tables"]
+__all__ = ["PipelineTable", "Tables", "compiled_table"]
 
 _MAKES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _UNSHARD = {"none": NONE, "once": ONCE, "window": WINDOW}

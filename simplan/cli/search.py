@@ -1,0 +1,224 @@
+"""``simplan search``: the best plan of a scenario, or the largest model, batch or sequence that fits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from simplan.cli.calibrations import read, refuse_unneeded
+from simplan.cli.output import emphasize, print_json, print_result, say
+from simplan.cli.progress import Progress as Bar
+from simplan.cost.calibration import Calibration
+from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
+from simplan.io import read_yaml, write_text
+from simplan.problems import parse_model
+from simplan.report.search import search_plan_words, search_text, search_verdict
+from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
+from simplan.search import Progress, Question, SearchResult, SearchSpace, largest, search
+from simplan.search.enumeration import Enumeration
+from simplan.search.inverse import QUANTITIES
+from simplan.spec.machine import THIS_MACHINE
+from simplan.spec.plan import ParallelPlan
+from simplan.units import format_time
+
+__all__ = ["SearchOptions", "scenarios_to_time", "search_command"]
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What flags say; None leaves what the scenario says.
+
+    Attributes:
+        top: Plans to rank.
+        objectives: One or two.
+        jobs: Processes.
+        save_plan: Where to write the scenario with the best plan.
+        largest: The quantity to make large, instead of searching for the best plan.
+    """
+
+    top: int | None = None
+    objectives: tuple[str, ...] = ()
+    jobs: int = 1
+    save_plan: Path | None = None
+    largest: str | None = None
+
+
+def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibration_file: Path | None) -> int:
+    """``simplan search``."""
+    scenario = load_search(file)
+    space = _space(scenario, options)
+    refuse_unneeded(scenario, calibration_file)
+    calibration = read(calibration_file) if scenario.cluster.cores_per_node is not None else None
+    if options.largest is not None:
+        return _largest(scenario, space, calibration, options, as_json=as_json)
+    with _Watch() as watch:
+        result = search(
+            scenario.model,
+            scenario.cluster,
+            scenario.training,
+            scenario.software,
+            space,
+            name=scenario.name,
+            calibration=calibration,
+            jobs=options.jobs,
+            on_progress=watch.update,
+        )
+    if result.best is not None and options.save_plan is not None:
+        _save(scenario, result.best.plan, options.save_plan)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        text, line = search_text(result, _next(scenario, result, options)), search_verdict(result)
+        print_result(text.replace(line, emphasize(line, result.best is not None), 1))
+    if result.interrupted:
+        return _INTERRUPTED
+    return NoFeasiblePlanError.exit_code if result.best is None else 0
+
+
+def _largest(
+    scenario: SearchScenario,
+    space: SearchSpace,
+    calibration: Calibration | None,
+    options: SearchOptions,
+    *,
+    as_json: bool,
+) -> int:
+    quantity = options.largest
+    if quantity not in QUANTITIES:
+        fix = did_you_mean(str(quantity), QUANTITIES)
+        raise SpecError(Problem(field="--largest", value=quantity, rule="is not a quantity to make large", fix=fix))
+    question = Question(scenario.model, scenario.cluster, scenario.training, scenario.software, calibration)
+    with _Watch() as watch:
+        found = largest(question, space, quantity, watch.trying)  # type: ignore[arg-type] # checked above
+    if options.save_plan is not None:
+        section = "plan" if quantity == "microbatch_size" else "model"
+        changed = {} if section == "plan" else {quantity: found.value}
+        _save(scenario, found.plan, options.save_plan, changed)
+    if as_json:
+        print_json(found.to_json())
+        return 0
+    where = "of all sizes" if found.exact else "of the values tried"
+    print_result(
+        f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
+        f"  plan         {search_plan_words(found.plan)}\n"
+        f"  fits         {_listed(found.fitting)}\n"
+        f"  does not     {_listed(found.failing)}"
+    )
+    return 0
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(f"{value:,}" for value in values) or "none"
+
+
+def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
+    """The scenario's space with what the flags say."""
+    update: dict[str, Any] = {}
+    if options.top is not None:
+        update["top"] = options.top
+    if len(options.objectives) == 1:
+        update |= {"objective": options.objectives[0], "objectives": None}
+    elif options.objectives:
+        update |= {"objective": options.objectives[0], "objectives": list(options.objectives)}
+    if not update:
+        return scenario.space
+    given = scenario.space.model_dump(mode="json", exclude_unset=True)
+    merged = {key: value for key, value in {**given, **update}.items() if value is not None}
+    return parse_model(SearchSpace, merged, prefix=("search",))
+
+
+def _save(scenario: SearchScenario, plan: ParallelPlan, file: Path, model: dict[str, int] | None = None) -> None:
+    document = plan_document(scenario, plan, file.resolve().parent)
+    if model:
+        document["model"] = {**document["model"], **model}
+    text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
+    write_text(file, f"# The best plan that `simplan search {scenario.file}` found.\n{text}")
+    say(f"wrote {file}")
+
+
+def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions) -> list[str]:
+    if result.best is None:
+        return []
+    if options.save_plan is None:
+        return [f"simplan search {scenario.file} --save-plan plan.yaml"]
+    here = scenario.cluster.id == THIS_MACHINE
+    return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
+
+
+def scenarios_to_time(file: Path) -> list[Scenario]:
+    """What a calibration for a scenario must time: its plan, or of a search one plan for each way to cut its layers.
+
+    Raises:
+        SpecError: The file is wrong.
+    """
+    data = read_yaml(file).data
+    if not isinstance(data, dict) or "search" not in data or "plan" in data:
+        return [load_scenario(file)]
+    asked = load_search(file)
+    question = Question(asked.model, asked.cluster, asked.training, asked.software)
+    question.check()
+    enumeration = Enumeration(asked.space, question)
+    one_of: dict[object, ParallelPlan] = {}
+    for candidate in enumeration.candidates(enumeration.meshes, Counter()):
+        c = candidate
+        cut = (c.tp, c.sequence_parallel, c.cp, c.cp_comm, c.ep, c.microbatch_size, c.shards_parameters)
+        ways = (c.dp_replicate > 1, c.dp_shard > 1, c.zero_stage, c.pp > 1)  # other collectives
+        if (cut, ways) not in one_of:
+            one_of[cut, ways] = candidate.plan()
+    return [
+        Scenario(
+            name=asked.name,
+            model=asked.model,
+            cluster=asked.cluster,
+            training=asked.training,
+            software=asked.software,
+            plan=plan,
+            file=asked.file,
+        )
+        for plan in one_of.values()
+    ]
+
+
+class _Watch:
+    """Progress on a terminal: candidates done, the best so far and the time left. Nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._bar: Bar | None = None
+        self._started_s = time.monotonic()
+
+    def __enter__(self) -> _Watch:
+        if sys.stderr.isatty():
+            self._bar = self._stack.enter_context(Bar("searching"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def update(self, progress: Progress) -> None:
+        """Shows how far a search is."""
+        if self._bar is None:
+            return
+        done, total = progress.done, progress.total
+        words = [f"{done:,} of {total:,}"]
+        if progress.best_step_time_s is not None:
+            words.append(f"best {format_time(progress.best_step_time_s)}")
+        if progress.doing != "searching":
+            words.append(progress.doing)
+        elif done:
+            words.append(f"{(time.monotonic() - self._started_s) * (total - done) / done:,.0f} s left")
+        self._bar.update(done, total, ", ".join(words))
+
+    def trying(self, value: int) -> None:
+        """Shows the value that is tried."""
+        if self._bar is not None:
+            self._bar.update(0, 1, f"trying {value:,}")

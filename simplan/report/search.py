@@ -1,0 +1,201 @@
+"""The answer of a search in words: the best plan first, then the others, and why not the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from simplan.report.table import format_table_text
+from simplan.report.text import plan_words
+from simplan.search.result import Explanation, NearestMiss, RankedPlan, SearchResult
+from simplan.search.rules import RULES
+from simplan.search.space import Objective
+from simplan.spec.plan import ParallelPlan
+from simplan.units import counted, format_bytes, format_percent, format_time
+
+__all__ = ["search_plan_words", "search_text", "search_verdict"]
+
+_GOALS: Mapping[Objective, str] = MappingProxyType(
+    {
+        "step_time": "step time",
+        "tokens_per_s_per_device": "throughput per device",
+        "num_devices": "number of devices",
+        "memory": "device memory",
+        "cost": "cost of the token budget",
+    }
+)
+_RESOURCES: Mapping[str, str] = MappingProxyType(
+    {
+        "flop_per_s": "FLOP/s",
+        "memory_bandwidth": "memory bandwidth",
+        "intra_link": "bandwidth within nodes",
+        "inter_link": "bandwidth between nodes",
+        "memory": "device memory",
+    }
+)
+_MOST_POINTS = 20
+
+
+def search_verdict(result: SearchResult) -> str:
+    """The best plan's step time, or that there is none, in one line."""
+    total = result.space.total
+    best = result.best
+    if best is None:
+        stopped = " before the search was stopped" if result.interrupted else ""
+        return f"no plan of {counted_plans(total)} is within the limits{stopped}"
+    of = f"best of {counted_plans(total)} by {_GOALS[result.objectives[0]]}"
+    if result.interrupted:
+        of = f"stopped; {of.replace('best of', 'best of the first')} so far"
+    return f"{of}: {format_time(best.step_time_s)} a step on {counted(best.num_devices, 'device')}"
+
+
+def counted_plans(number: int) -> str:
+    """``1 plan``, ``1,024 plans``."""
+    return f"{number:,} plan{'' if number == 1 else 's'}"
+
+
+def search_plan_words(plan: ParallelPlan) -> str:
+    """The plan with its microbatches."""
+    return f"{plan_words(plan)}, microbatches of {plan.microbatch_size}"
+
+
+def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
+    """The whole report.
+
+    Args:
+        result: What to print.
+        next_steps: Commands to suggest at the end.
+    """
+    parts = [f"{result.name}: {search_verdict(result)}"]
+    if result.best is not None:
+        parts[0] += "\n" + "\n".join(_best(result.best, result.unit))
+    if len(result.ranked) > 1:
+        parts.append(_ranked_table(result))
+    if len(result.objectives) == 2 and result.pareto:
+        parts.append(_front_table(result))
+    parts.append(_space_table(result))
+    if result.nearest_misses:
+        parts.append("Nearest misses\n" + _misses(result.nearest_misses))
+    if result.changes:
+        lines = (f"  - {change.words}: {search_plan_words(change.plan)}" for change in result.changes)
+        parts.append("What would make a plan, each tried\n" + "\n".join(lines))
+    suggestions = "\n".join(f"  {text}" for text in next_steps)
+    if suggestions:
+        parts.append("Next\n" + suggestions)
+    return "\n\n".join(parts)
+
+
+def _best(best: RankedPlan, unit: str) -> Iterator[str]:
+    yield f"  plan         {search_plan_words(best.plan)}"
+    why = best.explanation
+    if why is not None:
+        low_s, high_s = why.step_time_interval_s
+        yield (
+            f"  step time    {format_time(best.step_time_s)}  "
+            f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases)"
+        )
+    mfu = "" if why is None or why.mfu is None else f", MFU {format_percent(why.mfu)}"
+    yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {unit}/s per device{mfu}"
+    if best.cost_dollars is not None:
+        yield f"  cost         {best.cost_dollars:,.0f} dollars for the token budget"
+    rank = "the worst device" if why is None else f"rank {why.worst_rank}"
+    spare = ""
+    if best.headroom_bytes is not None:
+        usable = best.device_bytes + best.headroom_bytes
+        share = format_percent(best.headroom_bytes / usable)
+        spare = f" of {format_bytes(usable)}, {format_bytes(best.headroom_bytes)} ({share}) to spare"
+    yield f"  memory       {rank} needs {format_bytes(best.device_bytes)}{spare}"
+    if why is not None:
+        yield f"  limited by   {_shares(why)}"
+        yield f"  would help   {_helps(why)}"
+
+
+def _shares(why: Explanation) -> str:
+    """The shares of the busiest rank's step, largest first."""
+    shares = sorted(((share, name) for name, share in why.shares.items() if share >= 0.0005), reverse=True)
+    words = [f"{_share_name(name)} {format_percent(share)}" for share, name in shares]
+    return f"{words[0]} of the step of rank {why.busiest_rank}" + "".join(f", {word}" for word in words[1:])
+
+
+def _share_name(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _helps(why: Explanation) -> str:
+    """What 10 % more of each resource saves."""
+    if not why.saved:
+        return "nothing that was tried: prices come from this machine's calibration"
+    saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)
+    (most, name), *others = saved
+    words = "".join(f", {_RESOURCES[name]} {format_percent(share, 2)}" for share, name in others)
+    return f"10 % more {_RESOURCES[name]} makes a step {format_percent(most, 2)} shorter{words}"
+
+
+def _ranked_table(result: SearchResult) -> str:
+    best = result.ranked[0]
+
+    def row(rank: int, plan: RankedPlan) -> list[str]:
+        why = plan.explanation
+        return [
+            str(rank),
+            search_plan_words(plan.plan),
+            *_numbers(plan, result),
+            "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
+            "" if why is None else f"{_share_name(why.limit)} {100 * why.shares[why.limit]:.0f} %",
+            "" if why is None or why.help is None else _RESOURCES[why.help],
+        ]
+
+    headers = ["", "plan", *_headers(result), "to the best", "limited by", "helps most"]
+    rows = [row(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
+    return "Ranked\n" + _table(headers, rows)
+
+
+def _front_table(result: SearchResult) -> str:
+    names = " and ".join(_GOALS[objective] for objective in result.objectives)
+    rows = [[search_plan_words(plan.plan), *_numbers(plan, result)] for plan in result.pareto]
+    shown = rows if len(rows) <= _MOST_POINTS else [*rows[: _MOST_POINTS - 1], rows[-1]]
+    more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
+    title = f"Pareto front of {names}: nothing is better in both than one of these {len(rows)}\n"
+    return title + _table(["plan", *_headers(result)], shown, left=1) + more
+
+
+def _headers(result: SearchResult) -> list[str]:
+    several = len({plan.num_devices for plan in (*result.ranked, *result.pareto)}) > 1
+    cost = ["dollars"] if any(plan.cost_dollars is not None for plan in result.ranked) else []
+    return [*(["devices", f"{result.unit}/s per device"] if several else []), "step time", "device memory", *cost]
+
+
+def _numbers(plan: RankedPlan, result: SearchResult) -> list[str]:
+    cells = {
+        "devices": f"{plan.num_devices:,}",
+        f"{result.unit}/s per device": f"{plan.tokens_per_s_per_device:,.0f}",
+        "step time": format_time(plan.step_time_s),
+        "device memory": format_bytes(plan.device_bytes),
+        "dollars": "" if plan.cost_dollars is None else f"{plan.cost_dollars:,.0f}",
+    }
+    return [cells[header] for header in _headers(result)]
+
+
+def _space_table(result: SearchResult) -> str:
+    space = result.space
+    rows = [[f"{number:,}", f"rejected: {name}", RULES[name]] for name, number in space.rejected.items()]
+    rows.append([f"{space.bounded:,}", "bounded", "cannot be among the best: at least so slow by a lower bound"])
+    rows.append([f"{space.timed:,}", "timed", "within all limits"])
+    width = max(len(row[0]) for row in rows)
+    padded = [[number.rjust(width), *words] for number, *words in rows]
+    return f"Where the {counted_plans(space.total)} went\n" + _table(["plans", "", "why"], padded, left=3)
+
+
+def _misses(misses: Sequence[NearestMiss]) -> str:
+    lines = []
+    for miss in misses:
+        if miss.lacking_s is not None and miss.step_time_s is not None:
+            lack = f"takes {format_time(miss.step_time_s)}, {format_time(miss.lacking_s)} too long"
+        else:
+            lack = f"needs {format_bytes(miss.device_bytes)}, {format_bytes(miss.lacking_bytes or 0)} too much"
+        lines.append(f"  - {search_plan_words(miss.plan)}: {lack}")
+    return "\n".join(lines)
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 2) -> str:
+    return format_table_text(headers, rows, left=left)

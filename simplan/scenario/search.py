@@ -1,0 +1,119 @@
+"""A scenario that asks which plan is best: ``search:`` instead of ``plan:``.
+
+::
+
+    name: gpt3-on-1024
+    model: {preset: gpt3-175b, vocab_size: 51200, tied_embeddings: false}
+    cluster: {preset: dgx-a100-80gb, num_devices: 1024}
+    training: {global_batch_size: 1536}
+    search: {objective: step_time, tp: [4, 8], recompute: [none, full]}    # {} for all default ranges
+
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simplan.scenario.file import read_parts
+from simplan.search import SearchSpace
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["SearchScenario", "load_search", "plan_document"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchScenario:
+    """One question to ``simplan search``.
+
+    Attributes:
+        name: For people.
+        model, cluster, training, software: What is asked.
+        space: The plans to choose from.
+        document: The file's data, of which a plan makes a scenario.
+        file: The file it was read from.
+    """
+
+    name: str
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    software: SoftwareSpec
+    space: SearchSpace
+    document: dict[str, Any]
+    file: str
+
+
+def load_search(path: str | Path) -> SearchScenario:
+    """Reads a scenario file for a search.
+
+    Raises:
+        SpecError: The file cannot be read or is wrong; all problems at once, each with its line.
+    """
+    parts = read_parts(path)
+    sections, data = parts.sections, parts.data
+    if "search" not in data:
+        fix = "write search: {} in its place, which asks for all default ranges"
+        sections.refuse(("plan",) if "plan" in data else ("search",), "leaves nothing to search", fix=fix)
+    elif "plan" in data:
+        sections.refuse(("search",), "cannot go with plan", fix="keep one of the two")
+    if data.get("expect"):
+        rule = "is about the prediction of one plan"
+        sections.refuse(("expect",), rule, fix="add it to the scenario that --save-plan writes")
+    space = sections.read(SearchSpace, data.get("search", {}), ("search",))
+    sections.raise_problems()
+    model, cluster, training, software = parts.complete()
+    assert space is not None
+    return SearchScenario(
+        name=parts.name,
+        model=model,
+        cluster=cluster,
+        training=training,
+        software=software,
+        space=space,
+        document=data,
+        file=str(path),
+    )
+
+
+def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:
+    """The scenario with a plan in place of the search, complete for ``predict``, ``run`` and ``check``.
+
+    Args:
+        scenario: What was asked.
+        plan: The plan that was found.
+        folder: Where the file will be: paths in it are relative to its place.
+    """
+    document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
+    model = document["model"]
+    if "hf_config" in model:
+        config = Path(scenario.file).parent / model["hf_config"]
+        document["model"] = model | {"hf_config": os.path.relpath(config, folder)}
+    if plan.num_devices != scenario.cluster.num_devices:
+        kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}
+        document["cluster"] = kept | {"num_devices": plan.num_devices}
+    shown = plan.model_dump(mode="json")
+    assumed = ParallelPlan().model_dump(mode="json")
+    dependent = ("zero_stage", "sequence_parallel", "schedule", "virtual_stages")  # their defaults depend on others
+    kept_keys = {
+        key: value
+        for key, value in shown.items()
+        if value != assumed[key] or (key in dependent and _matters(key, plan))
+    }
+    return {"name": scenario.name, **document, "plan": kept_keys or {"dp_replicate": 1}}
+
+
+def _matters(key: str, plan: ParallelPlan) -> bool:
+    """Whether a plan would read differently without a key that has its usual value."""
+    return {
+        "zero_stage": plan.dp_shard > 1,
+        "sequence_parallel": plan.tp > 1,
+        "schedule": plan.pp > 1,
+        "virtual_stages": plan.pp > 1,
+    }[key]

@@ -1,0 +1,217 @@
+"""The search: questions of one or several sizes, their candidates, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from simplan.cost.calibration import Calibration
+from simplan.errors import Problem, SpecError
+from simplan.search.changes import changes
+from simplan.search.enumeration import Enumeration
+from simplan.search.evaluators import make_evaluator
+from simplan.search.explain import explain_candidate, more_memory
+from simplan.search.feasible import capacity_bytes
+from simplan.search.keep import Keep, Timed
+from simplan.search.objective import Goal
+from simplan.search.parallel import explore_in_parallel
+from simplan.search.question import Question
+from simplan.search.result import Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.run import Limits, Miss, Tally, explore
+from simplan.search.space import SearchSpace
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["Progress", "search"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a search is.
+
+    Attributes:
+        done: Candidates rejected, bounded or timed.
+        total: Candidates of the space.
+        best_step_time_s: Step time of the best so far; None while there is none.
+        doing: What is done at present.
+    """
+
+    done: int
+    total: int
+    best_step_time_s: float | None
+    doing: str = "searching"
+
+
+def search(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    software: SoftwareSpec,
+    space: SearchSpace | None = None,
+    *,
+    name: str = "search",
+    calibration: Calibration | None = None,
+    jobs: int = 1,
+    explain: bool = True,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The best plans of a space, exactly: no plan of the space is better by the model of ``predict``.
+
+    Layers are split into stages as ``predict`` splits them: the contiguous split whose slowest stage is fastest.
+    Ctrl-C ends the search with the best so far (``interrupted``).
+
+    Args:
+        model, cluster, training, software: What is asked.
+        space: The plans to choose from and what makes one better; by default all of the default ranges, by step time.
+        name: For people.
+        calibration: Timings of this machine, when the cluster is this machine.
+        jobs: Processes; -1 for one a core. Under ``joblib.parallel_config`` those of its backend (Dask, Ray).
+        explain: Say of the ranked plans what limits them, and what change would make a plan when there is none.
+        on_progress: Called often, from this process.
+
+    Raises:
+        SpecError: What is asked is wrong whatever the plan, or a price cannot be had.
+    """
+    question = Question(model, cluster, training, software, calibration)
+    return _Search(name, question, space or SearchSpace(), jobs, on_progress).result(explain=explain)
+
+
+class _Search:
+    """One search: what it is asked, and what it knows so far."""
+
+    def __init__(
+        self,
+        name: str,
+        question: Question,
+        space: SearchSpace,
+        jobs: int,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._name, self._space, self._jobs = name, space, jobs
+        self._on_progress = on_progress or (lambda _: None)
+        sizes = sorted(set(space.num_devices or _default_sizes(space, question)))
+        self._questions = {size: question.with_devices(size) for size in sizes}
+        for asked in self._questions.values():
+            asked.check()
+        self._question = question
+        self._enumerations = {size: Enumeration(space, asked) for size, asked in self._questions.items()}
+        self._goal = Goal.of(space, question)
+        if "cost" in space.goals and question.model.sample == "image":
+            rule = "is the price of a number of tokens, and the model is one of images"
+            raise SpecError(Problem(field="search.objective", value="cost", rule=rule, fix="use step_time"))
+        self._keep, self._tally = Keep(self._goal, space.top), Tally()
+        self._total = sum(enumeration.total for enumeration in self._enumerations.values())
+
+    def result(self, *, explain: bool) -> SearchResult:
+        interrupted = False
+        explanations: dict[Timed, Explanation] = {}
+        try:
+            for size in self._questions:
+                self._explore(size)
+            if explain:
+                explanations = self._explanations()
+        except KeyboardInterrupt:
+            interrupted = True
+        ranked = tuple(self._plan(timed, explanations.get(timed)) for timed in self._keep.ranked)
+        front = tuple(self._plan(timed, explanations.get(timed)) for timed in self._keep.front)
+        misses = self._misses()
+        asked_for_change = explain and not ranked and not interrupted
+        counts, asked = self._tally, self._question
+        return SearchResult(
+            name=self._name,
+            objectives=self._space.goals,
+            ranked=ranked,
+            pareto=front,
+            space=SpaceCount(
+                self._total if not interrupted else counts.done,
+                {rule: number for rule, number in counts.rejected.most_common() if number},
+                counts.bounded,
+                counts.timed,
+            ),
+            nearest_misses=misses,
+            changes=self._changes(misses) if asked_for_change else (),
+            interrupted=interrupted,
+            unit="images" if asked.model.sample == "image" else "tokens",
+            inputs={
+                "model": asked.model.model_dump(mode="json"),
+                "cluster": asked.cluster.model_dump(mode="json"),
+                "training": asked.training.model_dump(mode="json"),
+                "software": asked.software.id,
+                "search": self._space.model_dump(mode="json", exclude_none=True),
+            },
+        )
+
+    def _explore(self, size: int) -> None:
+        question, enumeration = self._questions[size], self._enumerations[size]
+        limits = Limits(capacity_bytes(question, self._space), self._space.max_step_time_s)
+
+        def told(tally: Tally, keep: Keep) -> None:
+            self._tell(tally, keep)
+
+        if self._jobs == 1:
+            evaluator = make_evaluator(question)
+            explore(enumeration, enumeration.meshes, evaluator, limits, self._keep, self._tally, told)
+        else:
+            explore_in_parallel(enumeration, question, self._space, limits, self._keep, self._tally, self._jobs, told)
+
+    def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
+        best = keep.ranked[0].step_time_s if keep.ranked else None
+        self._on_progress(Progress(tally.done, self._total, best, doing))
+
+    def _explanations(self) -> dict[Timed, Explanation]:
+        found = {}
+        for rank, timed in enumerate(self._keep.ranked):
+            self._tell(self._tally, self._keep, f"explaining plan {rank + 1} of {len(self._keep.ranked)}")
+            question = self._questions[timed.num_devices]
+            why = explain_candidate(self._name, question, timed)
+            if rank == 0 and len(self._questions) == 1:
+                share = more_memory(question, timed, self._tally.nearly)
+                why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
+            found[timed] = why
+        return found
+
+    def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[Change, ...]:
+        self._tell(self._tally, self._keep, "looking for what would make a plan")
+        return changes(self._question, self._space, misses)
+
+    def _plan(self, timed: Timed, explanation: Explanation | None) -> RankedPlan:
+        capacity = capacity_bytes(self._questions[timed.num_devices], self._space)
+        return RankedPlan(
+            plan=timed.candidate.plan(),
+            num_devices=timed.num_devices,
+            step_time_s=timed.step_time_s,
+            device_bytes=timed.device_bytes,
+            headroom_bytes=None if capacity is None else capacity - timed.device_bytes,
+            tokens_per_s_per_device=self._goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
+            cost_dollars=self._goal.cost_dollars(timed.num_devices, timed.step_time_s),
+            explanation=explanation,
+        )
+
+    def _misses(self) -> tuple[NearestMiss, ...]:
+        """What lacks memory; where nothing is within the deadline and something fits, what lacks time."""
+        late = not self._keep.ranked and bool(self._tally.late)
+
+        def told(miss: Miss) -> NearestMiss:
+            return NearestMiss(
+                plan=miss.candidate.plan(),
+                num_devices=miss.candidate.num_devices,
+                device_bytes=miss.device_bytes,
+                lacking_bytes=None if late else int(miss.lacking),
+                step_time_s=miss.step_time_s,
+                lacking_s=miss.lacking if late else None,
+            )
+
+        return tuple(told(miss) for miss in (self._tally.late if late else self._tally.misses))
+
+
+def _default_sizes(space: SearchSpace, question: Question) -> list[int]:
+    """The cluster's devices; where their number is an objective, also its halves down to one device."""
+    most = question.cluster.num_devices
+    if "num_devices" not in space.goals:
+        return [most]
+    sizes = [most]
+    while sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return sizes

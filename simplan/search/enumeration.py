@@ -1,0 +1,210 @@
+"""Every candidate of a space, one after the other, with the rules asked as early as their fields are known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+from simplan.search.candidate import Candidate
+from simplan.search.floor import MemoryFloor
+from simplan.search.question import Question
+from simplan.search.rules import Rules
+from simplan.search.space import SearchSpace
+from simplan.spec.models import FAMILIES
+from simplan.spec.numbers import divisors
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh"]
+
+LONG_SEQUENCE = 32_768
+"""Tokens from which on context parallelism is tried by default."""
+
+DEFAULT_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-v")
+_DEFAULT_RECOMPUTE = ("none", "selective", "full")
+
+T = TypeVar("T")
+
+
+class Mesh(NamedTuple):
+    """Ranks along each axis: candidates of one mesh differ in everything else."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    ep: int
+
+
+class Enumeration:
+    """The candidates of a space on the devices of one cluster.
+
+    Values that mean nothing in a plan are not candidates: a schedule without a pipeline, ZeRO with one shard,
+    sequence parallelism with tp = 1. ZeRO-3 that does not reshard is ZeRO-2, and is listed as that.
+
+    Args:
+        space: The ranges.
+        question: What is asked.
+    """
+
+    def __init__(self, space: SearchSpace, question: Question) -> None:
+        self._space, self._question = space, question
+        self.rules = Rules(question, tp_across_nodes=space.tp_across_nodes)
+        self.floor = MemoryFloor(question)
+        self.meshes = list(self._meshes())
+
+    @property
+    def total(self) -> int:
+        """How many candidates there are."""
+        return sum(self.size(mesh) for mesh in self.meshes)
+
+    def size(self, mesh: Mesh) -> int:
+        """Candidates of one mesh."""
+        options = (self._shardings, self._pipelines, self._exchanges, self._microbatch_sizes, self._recomputes)
+        total = 1
+        for option in options:
+            total *= len(option(mesh))
+        return total
+
+    def num_microbatches(self, candidate: Candidate) -> int:
+        """Microbatches of a step."""
+        return self._question.training.global_batch_size // (candidate.dp * candidate.microbatch_size)
+
+    def candidates(self, meshes: Iterable[Mesh], rejected: Counter[str]) -> Iterator[Candidate]:
+        """Candidates that break no rule.
+
+        Args:
+            meshes: Whose.
+            rejected: Counts the others, by rule.
+        """
+        for mesh in meshes:
+            why = self.rules.mesh(*mesh)
+            if why is None:
+                yield from self._of_mesh(mesh, rejected)
+            else:
+                rejected[why] += self.size(mesh)
+
+    def _of_mesh(self, mesh: Mesh, rejected: Counter[str]) -> Iterator[Candidate]:
+        tp, cp, pp, dp_replicate, dp_shard, ep = mesh
+        rules, dp, num_shards = self.rules, dp_replicate * dp_shard, dp_shard * cp
+        sizes, recomputes = self._microbatch_sizes(mesh), self._recomputes(mesh)
+        inner = len(sizes) * len(recomputes)
+
+        def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
+            """The options that break no rule; the others are counted, ``each`` candidates for one."""
+            kept = []
+            for option in options:
+                broken = why(option)
+                if broken is None:
+                    kept.append(option)
+                else:
+                    rejected[broken] += each
+            return kept
+
+        pipelines, exchanges = self._pipelines(mesh), self._exchanges(mesh)
+        shardings = allowed(
+            self._shardings(mesh),
+            lambda s: rules.sharding(num_shards, dp_shard, *s, pp, ep),
+            inner * len(pipelines) * len(exchanges),
+        )
+        for zero_stage, reshard in shardings:
+            sharded = zero_stage >= 2 and num_shards > 1
+            for schedule, virtual_stages in allowed(
+                pipelines,
+                lambda p: rules.pipeline(pp, *p) or rules.sharded_pipeline(*p, dp * cp, sharded, zero_stage, reshard),  # noqa: B023 - called at once
+                inner * len(exchanges),
+            ):
+                for sequence_parallel, cp_comm in allowed(exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), inner):
+                    layer_by_layer = (pp == 1 and sharded) or (cp > 1 and cp_comm == "ring")
+                    kept_sizes = allowed(
+                        sizes,
+                        lambda size: rules.microbatches(dp, size, pp, layer_by_layer=layer_by_layer),  # noqa: B023
+                        len(recomputes),
+                    )
+                    kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(kept_sizes))  # noqa: B023
+                    for size in kept_sizes:
+                        for recompute in kept:
+                            yield Candidate(
+                                dp_replicate, dp_shard, zero_stage, reshard, tp, sequence_parallel, cp, cp_comm, ep, pp,
+                                virtual_stages, schedule, size, recompute,
+                            )  # fmt: skip
+
+    def _meshes(self) -> Iterator[Mesh]:
+        space, model, cluster = self._space, self._question.model, self._question.cluster
+        devices = cluster.num_devices
+        in_node = devices if space.tp_across_nodes else min(cluster.devices_per_node, devices)
+        whole = bool(FAMILIES[model.family].whole_layers)
+        heads = [] if whole else [d for d in divisors(model.num_attention_heads or 1) if d <= in_node]
+        long = model.seq_len >= LONG_SEQUENCE and not whole
+        tps = space.tp or tuple(heads or [1])
+        cps = space.cp or ((1, 2, 4, 8) if long else (1,))
+        eps = space.ep or tuple(divisors(model.num_experts) if model.num_experts else [1])
+        for tp in _unique(tps):
+            for cp in _unique(cps):
+                for pp in _unique(space.pp) or divisors(devices):
+                    if devices % (tp * cp * pp) or (space.pp is None and pp > model.num_blocks):
+                        continue
+                    dp = devices // (tp * cp * pp)
+                    for dp_shard in divisors(dp):
+                        if not _in(dp_shard, space.dp_shard) or not _in(dp // dp_shard, space.dp_replicate):
+                            continue
+                        for ep in _unique(eps):
+                            if space.ep is not None or dp % ep == 0:
+                                yield Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
+
+    def _shardings(self, mesh: Mesh) -> list[tuple[int, bool]]:
+        """ZeRO stage, and whether parameters are resharded after forward."""
+        if mesh.dp_shard * mesh.cp == 1:
+            return [(0, True)]
+        stages = _unique(self._space.zero_stage) or (0, 1, 2, 3)
+        found = [(stage, True) for stage in stages if (stage < 3 and (stage or mesh.dp_shard == 1))]
+        if 3 in stages:
+            reshard = self._space.reshard_after_forward or (True, False)
+            found += [(3, kept) for kept in _unique(reshard) if kept or 2 not in stages]
+        return found
+
+    def _pipelines(self, mesh: Mesh) -> list[tuple[str, int]]:
+        """Schedule and stages of a rank."""
+        if mesh.pp == 1:
+            return [("none", 1)]
+        most = self._question.model.num_blocks // mesh.pp
+        found = []
+        for schedule in _unique(self._space.schedule) or DEFAULT_SCHEDULES:
+            wanted = SCHEDULE_FACTS[schedule].virtual_stages
+            stages = range(2, most + 1) if self._space.virtual_stages is None else _unique(self._space.virtual_stages)
+            choices = [wanted] if wanted is not None else [v for v in stages if v > 1]
+            found += [(schedule, v) for v in choices if _in(v, self._space.virtual_stages)]
+        return found
+
+    def _exchanges(self, mesh: Mesh) -> list[tuple[bool, str]]:
+        """Sequence parallelism, and how context-parallel ranks exchange keys."""
+        splits = _unique(self._space.sequence_parallel) or (True, False)
+        ways = _unique(self._space.cp_comm) or (self._default_cp_comm(),)
+        return [(split, way) for split in (splits if mesh.tp > 1 else (False,)) for way in _ways(mesh.cp, ways)]
+
+    def _default_cp_comm(self) -> str:
+        return "all_gather" if self._question.cluster.device.kind == "cpu" else "ring"
+
+    def _microbatch_sizes(self, mesh: Mesh) -> list[int]:
+        """Every divisor of the local batch; of a batch that cannot be dealt out, one candidate stands for all."""
+        if self._space.microbatch_size is not None:
+            return list(_unique(self._space.microbatch_size))
+        local, rest = divmod(self._question.training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
+        return [1] if rest else divisors(local)
+
+    def _recomputes(self, mesh: Mesh) -> list[str]:
+        del mesh
+        return list(_unique(self._space.recompute) or _DEFAULT_RECOMPUTE)
+
+
+def _unique(values: Iterable[T] | None) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(values or ()))
+
+
+def _in(value: T, values: tuple[T, ...] | None) -> bool:
+    return values is None or value in values
+
+
+def _ways(cp: int, ways: tuple[str, ...]) -> tuple[str, ...]:
+    return ways if cp > 1 else ("ring",)

@@ -1,0 +1,115 @@
+"""Why a plan takes as long as it does, and what would help most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from simplan.predict import predict
+from simplan.search.candidate import Candidate
+from simplan.search.evaluators import make_evaluator
+from simplan.search.keep import Timed
+from simplan.search.question import Question
+from simplan.search.result import Explanation
+from simplan.search.run import Waiting
+from simplan.spec.hardware import LinkSpec
+
+__all__ = ["MORE", "explain_candidate", "more_memory"]
+
+MORE = 1.1
+"""How much of a resource there would be, over what there is."""
+
+_NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
+
+
+def explain_candidate(name: str, question: Question, timed: Timed) -> Explanation:
+    """The prediction of a plan, and the step time again with 10 % more of every resource.
+
+    Args:
+        name: For people.
+        question: What is asked, of as many devices as the plan needs.
+        timed: The plan and its step time.
+    """
+    asked = question
+    plan = timed.candidate.plan()
+    prediction = predict(
+        name, asked.model, asked.cluster, asked.training, plan, asked.software, calibration=asked.calibration
+    )
+    busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
+    split = prediction.splits[busiest]
+    worst = prediction.worst_memory
+    shares = {
+        "compute": split.compute_s,
+        "recompute": split.recompute_s,
+        "exposed_communication": split.exposed_communication_s,
+        "wait": split.wait_s,
+        "host": split.host_s,
+        "optimizer": split.optimizer_s,
+    }
+    return Explanation(
+        step_time_interval_s=prediction.step_time_interval_s,
+        mfu=prediction.mfu,
+        allocated_bytes=worst.allocated_bytes,
+        reserved_bytes=worst.reserved_bytes,
+        worst_rank=worst.rank,
+        busiest_rank=prediction.memory[busiest].rank,
+        shares={key: seconds / prediction.step_time_s for key, seconds in shares.items()},
+        saved=_saved(question, timed.candidate, prediction.step_time_s),
+    )
+
+
+def more_memory(question: Question, best: Timed, nearly: list[Waiting]) -> float:
+    """Share of the step time that 10 % more memory saves: by the fastest plan that would then fit.
+
+    Args:
+        question: What is asked.
+        best: The best plan that fits.
+        nearly: Plans that would fit then, those of the least bounds.
+    """
+    evaluator = make_evaluator(question)
+    least_s = best.step_time_s
+    for waiting in sorted(nearly, key=lambda one: one.least_time_s):
+        if waiting.least_time_s >= least_s:
+            break
+        [step_time_s] = evaluator.step_times_s([waiting.candidate])
+        least_s = min(least_s, step_time_s)
+    return 1 - least_s / best.step_time_s
+
+
+def _saved(question: Question, candidate: Candidate, step_time_s: float) -> dict[str, float]:
+    """By resource, the share of the step that more of it saves; nothing for prices from a calibration."""
+    if question.cluster.cores_per_node is not None:
+        return {}
+    saved = {}
+    for resource, richer in _richer(question):
+        [less_s] = make_evaluator(richer).step_times_s([candidate])
+        share = 1 - less_s / step_time_s
+        if share > _NOTICED:
+            saved[resource] = share
+    return saved
+
+
+def _richer(question: Question) -> Iterator[tuple[str, Question]]:
+    """The question with 10 % more of each resource."""
+    cluster = question.cluster
+    device = cluster.device
+
+    def on(**update: object) -> Question:
+        return replace(question, cluster=cluster.model_copy(update=update))
+
+    rates = {
+        "peak_flop_per_s": {dtype: MORE * rate for dtype, rate in device.peak_flop_per_s.items()},
+        "matmul_flop_per_s": {dtype: MORE * rate for dtype, rate in device.matmul_flop_per_s.items()},
+    }
+    yield "flop_per_s", on(device=device.model_copy(update=rates))
+    if device.memory_bandwidth_bytes_per_s is not None:
+        faster = {"memory_bandwidth_bytes_per_s": MORE * device.memory_bandwidth_bytes_per_s}
+        yield "memory_bandwidth", on(device=device.model_copy(update=faster))
+    if cluster.intra_link is not None:
+        yield "intra_link", on(intra_link=_faster(cluster.intra_link))
+    if cluster.inter_link is not None:
+        yield "inter_link", on(inter_link=_faster(cluster.inter_link))
+
+
+def _faster(link: LinkSpec) -> LinkSpec:
+    return link.model_copy(update={"bytes_per_s": MORE * link.bytes_per_s})

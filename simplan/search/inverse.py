@@ -1,0 +1,179 @@
+"""The question turned round: the largest model, microbatch or sequence for which some plan fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from simplan.errors import NoFeasiblePlanError, Problem, SpecError
+from simplan.search.candidate import Candidate
+from simplan.search.enumeration import Enumeration
+from simplan.search.feasible import first_fit
+from simplan.search.question import Question
+from simplan.search.space import SearchSpace
+from simplan.spec.models import FAMILIES
+from simplan.spec.plan import ParallelPlan
+
+__all__ = ["QUANTITIES", "Largest", "largest"]
+
+Quantity = Literal["seq_len", "microbatch_size", "num_hidden_layers"]
+QUANTITIES: tuple[str, ...] = ("seq_len", "microbatch_size", "num_hidden_layers")
+
+_STEPS = {"seq_len": 1024, "num_hidden_layers": 1}
+_MOST = {"seq_len": 2**24, "num_hidden_layers": 2000}
+_PIECES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest value of a quantity with which a plan fits.
+
+    Attributes:
+        quantity: What was made large.
+        value: How large.
+        plan: A plan that fits then.
+        fitting, failing: Values that were tried. The memory of a plan grows with each quantity, but which plans there
+            are depends on divisors: so values between those tried are not claimed.
+        exact: All values were looked at.
+    """
+
+    quantity: str
+    value: int
+    plan: ParallelPlan
+    fitting: tuple[int, ...]
+    failing: tuple[int, ...]
+    exact: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of ``simplan search --largest --json``."""
+        return {
+            "schema_version": 1,
+            "kind": "largest",
+            "quantity": self.quantity,
+            "value": self.value,
+            "plan": self.plan.model_dump(mode="json"),
+            "fitting": list(self.fitting),
+            "failing": list(self.failing),
+            "exact": self.exact,
+        }
+
+
+def largest(
+    question: Question,
+    space: SearchSpace,
+    quantity: Quantity,
+    on_progress: Callable[[int], None] | None = None,
+) -> Largest:
+    """The largest value with which some plan of the space fits the devices' memory.
+
+    ``microbatch_size``: of all sizes of the space. ``seq_len`` in steps of 1,024 tokens and ``num_hidden_layers`` in
+    steps of one: doubled until nothing fits, then every eighth of the gap, of that gap again, down to the step. Every
+    value is a search of its own that ends at the first plan that fits.
+
+    Args:
+        question: What is asked.
+        space: The plans to choose from.
+        quantity: What to make large.
+        on_progress: Called with every value that is tried.
+
+    Raises:
+        SpecError: The model has no such quantity, or the memory of the devices is unknown.
+        NoFeasiblePlanError: Nothing fits, even with the smallest value.
+    """
+    question.check()
+    if question.cluster.device.memory_bytes is None:
+        rule = "does not say how much memory it has, so anything fits"
+        raise SpecError(Problem(field="cluster.device", value=question.cluster.device.id, rule=rule))
+    told = on_progress or (lambda _: None)
+    if quantity == "microbatch_size":
+        return _largest_microbatch(question, space, told)
+    return _Growth(question, space, quantity, told).largest()
+
+
+def _largest_microbatch(question: Question, space: SearchSpace, told: Callable[[int], None]) -> Largest:
+    enumeration = Enumeration(space, question)
+    sizes = {candidate.microbatch_size for candidate in enumeration.candidates(enumeration.meshes, Counter())}
+    failing: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        told(size)
+        found = first_fit(question, space.model_copy(update={"microbatch_size": (size,)}))
+        if found is not None:
+            return Largest(
+                quantity="microbatch_size",
+                value=size,
+                plan=found.plan(),
+                fitting=(size,),
+                failing=tuple(sorted(failing)),
+                exact=True,
+            )
+        failing.append(size)
+    raise NoFeasiblePlanError("no plan fits with any microbatch_size; `simplan search` says what would make one")
+
+
+class _Growth:
+    """Values of a field of the model, each tried once."""
+
+    def __init__(self, question: Question, space: SearchSpace, quantity: Quantity, told: Callable[[int], None]) -> None:
+        model = question.model
+        family = FAMILIES[model.family]
+        if not getattr(model, quantity) or (quantity == "seq_len" and model.sample == "image"):
+            rule = f"models of family {model.family} have no {quantity} of their own"
+            raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="use microbatch_size"))
+        self._question, self._space, self._quantity, self._told = question, space, quantity, told
+        self._positions = bool(family.position_rows)
+        self._found: dict[int, Candidate | None] = {}
+
+    def largest(self) -> Largest:
+        step = _STEPS[self._quantity]
+        low = self._smallest(step)
+        high = 2 * low
+        while high <= _MOST[self._quantity] and self._fits(high):
+            low, high = high, 2 * high
+        while high - low > step and high <= _MOST[self._quantity]:
+            piece = max(step, -(-(high - low) // _PIECES // step) * step)
+            for value in range(low + piece, high, piece):
+                if self._fits(value):
+                    low = value
+            high = min((value for value, found in self._found.items() if found is None and value > low), default=high)
+        fitting = tuple(sorted(value for value, found in self._found.items() if found))
+        plan = self._found[fitting[-1]]
+        assert plan is not None
+        return Largest(
+            quantity=self._quantity,
+            value=fitting[-1],
+            plan=plan.plan(),
+            fitting=fitting,
+            failing=tuple(sorted(value for value, found in self._found.items() if found is None)),
+            exact=False,
+        )
+
+    def _smallest(self, step: int) -> int:
+        """A value to start from that fits: the question's own in steps, else the largest half of it that does."""
+        value: int = max(step, getattr(self._question.model, self._quantity) // step * step)
+        while not self._fits(value):
+            if value == step:
+                raise NoFeasiblePlanError(
+                    f"no plan fits with {self._quantity} = {value:,} either; `simplan search` says what would make one"
+                )
+            value = max(step, value // 2 // step * step)
+        return value
+
+    def _fits(self, value: int) -> bool:
+        if value not in self._found:
+            self._told(value)
+            witness = next((found for found in reversed(self._found.values()) if found), None)
+            self._found[value] = self._first_fit(value, witness)
+        return self._found[value] is not None
+
+    def _first_fit(self, value: int, witness: Candidate | None) -> Candidate | None:
+        update: dict[str, int] = {self._quantity: value}
+        if self._quantity == "seq_len" and self._positions:
+            update["max_position_embeddings"] = max(value, self._question.model.max_position_embeddings)
+        try:
+            asked = replace(self._question, model=self._question.model.model_copy(update=update))
+            asked.check()
+        except SpecError:
+            return None
+        return first_fit(asked, self._space, witness)

@@ -1,0 +1,208 @@
+"""``check_plan`` for hundreds of thousands of candidates: the same rules in plain Python, each with a stable name.
+
+Every method looks at a few fields of a candidate and names the first rule they break, or None. An enumeration asks
+each as soon as its fields are known; ``first`` asks them all. A test holds both against ``check_plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from simplan.search.candidate import Candidate
+from simplan.search.question import Question
+from simplan.spec.models import FAMILIES
+from simplan.spec.rules import MAX_LAYER_PASSES, MAX_PIPELINE_CELLS
+from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
+
+__all__ = ["RULES", "Rules"]
+
+RULES: Mapping[str, str] = MappingProxyType(
+    {
+        "devices": "dp_replicate x dp_shard x tp x cp x pp must be the number of devices",
+        "tp_in_node": "tensor-parallel groups stay inside a node (search.tp_across_nodes lifts it)",
+        "tp_divides_heads": "tp must divide num_attention_heads and num_key_value_heads",
+        "tp_divides_sizes": "tp must divide intermediate_size, vocab_size and num_classes",
+        "tp_modelled": "tensor parallelism of this model is not modelled",
+        "cp_divides_sequence": "2 x cp must divide seq_len",
+        "cp_modelled": "context parallelism of this model is not modelled",
+        "cp_comm_needs_cp": "cp_comm is about context-parallel ranks, and cp = 1",
+        "ring_modelled": "ring attention of this model, or on CPU ranks, is not modelled",
+        "a2a_divides_heads": "cp x tp must divide the heads for all-to-all",
+        "sequence_parallel_needs_tp": "sequence_parallel is about tensor-parallel ranks, and tp = 1",
+        "sequence_parallel_divides_sequence": "tp x cp must divide seq_len for sequence parallelism",
+        "sequence_parallel_modelled": "sequence parallelism of this model is not modelled",
+        "ep_divides": "ep must divide num_experts and dp_replicate x dp_shard",
+        "ep_covers_shards": "ep must be a multiple of dp_shard where something is sharded",
+        "stages_within_layers": "every stage needs a layer",
+        "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
+        "schedule_modelled": "this schedule is not modelled, or not for this model",
+        "virtual_stages_of_schedule": "virtual_stages must be what the schedule takes",
+        "split_backward_recompute": "a split backward cannot recompute whole layers",
+        "split_backward_reshard": "torch loses gradients of a split backward with reshard_after_forward",
+        "split_backward_ddp": "DistributedDataParallel does not reduce what a split backward makes",
+        "virtual_stages_ddp": "DistributedDataParallel fails with several stages on a rank",
+        "zero_stage_of_shards": "dp_shard > 1 needs zero_stage 1, 2 or 3",
+        "reshard_needs_shards": "reshard_after_forward is about sharded parameters",
+        "tied_embeddings_sharded": "FSDP of embeddings tied over two pipeline ranks is not modelled",
+        "recompute_modelled": "this recomputation of this model is not modelled",
+        "sharded_precision_modelled": "FSDP of batch norms in half precision is not modelled",
+        "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
+        "layer_passes": f"microbatches x layers with collectives of their own must be at most {MAX_LAYER_PASSES:,}",
+        "pipeline_cells": f"microbatches x pipeline ranks must be at most {MAX_PIPELINE_CELLS:,}",
+        "memory": "the worst device must hold it",
+        "max_step_time_s": "a step must be within the deadline",
+    }
+)
+"""What rejects a candidate: name and rule. Those of ``check_plan``, and what a search itself asks."""
+
+_SPLITS = frozenset(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
+
+
+class Rules:
+    """The rules for one question.
+
+    Args:
+        question: Model, cluster, training and software.
+        tp_across_nodes: Tensor-parallel groups may span nodes.
+    """
+
+    def __init__(self, question: Question, *, tp_across_nodes: bool = False) -> None:
+        model, cluster, software = question.model, question.cluster, question.software
+        family = FAMILIES[model.family]
+        self._num_devices = cluster.num_devices
+        self._tp_fills = None if tp_across_nodes or cluster.num_nodes == 1 else cluster.devices_per_node
+        self._heads = (model.num_attention_heads, model.num_key_value_heads)
+        self._sizes = (model.intermediate_size, model.vocab_size, model.num_classes)
+        self._seq_len = model.seq_len
+        self._blocks = model.num_blocks
+        self._experts = model.num_experts
+        self._of_classes = family.task == "class"
+        self._latent = model.family == "deepseek"
+        self._convolutions = bool(model.depths)
+        self._tied = model.tied_embeddings
+        self._half = question.training.precision not in ("fp32", "tf32")
+        self._batch = question.training.global_batch_size
+        self._ddp_splits, self._ddp_stages = software.ddp_splits, software.ddp_stages
+        whole = bool(family.whole_layers)
+        normed = model.qk_norm == "projection" and not model.num_experts
+        self._no_tp = whole or bool(model.num_experts) or normed
+        self._no_cp = whole or self._of_classes or family.task == "masked_token"
+        self._no_ring = family.alibi or any(model.windows) or cluster.device.kind == "cpu"
+
+    def first(self, c: Candidate) -> str | None:
+        """The first rule that a candidate breaks; None when it is a plan."""
+        whys = (
+            self.mesh(c.tp, c.cp, c.pp, c.dp_replicate, c.dp_shard, c.ep),
+            self.sharding(c.dp_shard * c.cp, c.dp_shard, c.zero_stage, c.reshard_after_forward, c.pp, c.ep),
+            self.pipeline(c.pp, c.schedule, c.virtual_stages),
+            self.sharded_pipeline(
+                c.schedule, c.virtual_stages, c.dp * c.cp, c.shards_parameters, c.zero_stage, c.reshard_after_forward
+            ),
+            self.tokens(c.tp, c.sequence_parallel, c.cp, c.cp_comm),
+            self.microbatches(c.dp, c.microbatch_size, c.pp, layer_by_layer=_layer_by_layer(c)),
+            self.recompute(c.schedule, c.recompute),
+        )
+        return next((why for why in whys if why is not None), None)
+
+    def mesh(self, tp: int, cp: int, pp: int, dp_replicate: int, dp_shard: int, ep: int) -> str | None:
+        """Ranks along each axis."""
+        if dp_replicate * dp_shard * tp * cp * pp != self._num_devices:
+            return "devices"
+        if self._tp_fills is not None and self._tp_fills % tp:
+            return "tp_in_node"
+        if any(heads % tp for heads in self._heads):
+            return "tp_divides_heads"
+        if any(size % tp for size in self._sizes):
+            return "tp_divides_sizes"
+        if tp > 1 and self._no_tp:
+            return "tp_modelled"
+        if cp > 1:
+            if self._no_cp or (self._experts and (ep > 1 or self._latent)):
+                return "cp_modelled"
+            if self._seq_len % (2 * cp):
+                return "cp_divides_sequence"
+        if ep > 1 and (not self._experts or self._experts % ep or dp_replicate * dp_shard % ep):
+            return "ep_divides"
+        return "stages_within_layers" if pp > self._blocks else None
+
+    def sharding(self, num_shards: int, dp_shard: int, zero_stage: int, reshard: bool, pp: int, ep: int) -> str | None:
+        """What is sharded."""
+        sharded = zero_stage >= 2 and num_shards > 1
+        if dp_shard > 1 and not zero_stage:
+            return "zero_stage_of_shards"
+        if not reshard and not sharded:
+            return "reshard_needs_shards"
+        if sharded and pp > 1 and self._tied:
+            return "tied_embeddings_sharded"
+        if sharded and self._convolutions and self._half:
+            return "sharded_precision_modelled"
+        if ep > 1 and zero_stage and num_shards > 1 and ep % dp_shard:
+            return "ep_covers_shards"
+        return None
+
+    def pipeline(self, pp: int, schedule: str, virtual_stages: int) -> str | None:
+        """Stages and their schedule."""
+        if schedule in REFUSED_SCHEDULES:
+            return "schedule_modelled"
+        if (pp > 1) != (schedule != "none"):
+            return "schedule_goes_with_pipeline"
+        if pp == 1:
+            return None if virtual_stages == 1 else "virtual_stages_of_schedule"
+        wanted = SCHEDULE_FACTS[schedule].virtual_stages
+        if virtual_stages != wanted and (wanted is not None or virtual_stages == 1):
+            return "virtual_stages_of_schedule"
+        if pp * virtual_stages > self._blocks:
+            return "stages_within_layers"
+        return "schedule_modelled" if schedule in _SPLITS and (self._experts or self._convolutions) else None
+
+    def sharded_pipeline(
+        self, schedule: str, virtual_stages: int, num_replicas: int, sharded: bool, zero_stage: int, reshard: bool
+    ) -> str | None:
+        """Stages whose gradients several ranks average."""
+        if schedule in _SPLITS:
+            if sharded and zero_stage == 3 and reshard:
+                return "split_backward_reshard"
+            if num_replicas > 1 and not sharded and not self._ddp_splits:
+                return "split_backward_ddp"
+        if virtual_stages > 1 and num_replicas > 1 and not sharded and not self._ddp_stages:
+            return "virtual_stages_ddp"
+        return None
+
+    def tokens(self, tp: int, sequence_parallel: bool, cp: int, cp_comm: str) -> str | None:
+        """How tokens are split over ranks."""
+        if sequence_parallel:
+            if tp == 1:
+                return "sequence_parallel_needs_tp"
+            if self._of_classes:
+                return "sequence_parallel_modelled"
+            if self._seq_len % (tp * cp):
+                return "sequence_parallel_divides_sequence"
+        if cp == 1:
+            return None if cp_comm == "ring" else "cp_comm_needs_cp"
+        if cp_comm == "ring" and self._no_ring:
+            return "ring_modelled"
+        if cp_comm == "a2a" and any(heads % (cp * tp) for heads in self._heads):
+            return "a2a_divides_heads"
+        return None
+
+    def microbatches(self, dp: int, microbatch_size: int, pp: int, *, layer_by_layer: bool) -> str | None:
+        """How the batch is cut."""
+        if self._batch % (dp * microbatch_size):
+            return "batch_divides"
+        number = self._batch // (dp * microbatch_size)
+        if layer_by_layer and number * (self._blocks + 2) > MAX_LAYER_PASSES:
+            return "layer_passes"
+        return "pipeline_cells" if number * pp > MAX_PIPELINE_CELLS else None
+
+    def recompute(self, schedule: str, recompute: str) -> str | None:
+        """What is computed again."""
+        if self._convolutions and recompute != "none":
+            return "recompute_modelled"
+        if schedule in _SPLITS and recompute not in ("none", "selective"):
+            return "split_backward_recompute"
+        return None
+
+
+def _layer_by_layer(c: Candidate) -> bool:
+    return (c.pp == 1 and c.shards_parameters) or (c.cp > 1 and c.cp_comm == "ring")

@@ -1,0 +1,145 @@
+"""``simplan search`` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import yaml
+
+from simplan.search import RANGES, SearchSpace
+
+Simplan = Callable[..., "CompletedProcess[str]"]
+
+SCENARIO = """\
+name: small
+model: {family: gpt, num_hidden_layers: 4, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
+cluster: {preset: dgx-h100, num_devices: 2}
+training: {global_batch_size: 8}
+search: {microbatch_size: [1, 2], schedule: [1f1b, zb-h1], recompute: [none, full], top: 3}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "search.yaml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, file: Path) -> None:
+    result = simplan("search", file)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("small: best of ")
+    for words in ("limited by", "would help", "Ranked", "Where the", "rejected: split_backward_recompute", "Next"):
+        assert words in result.stdout
+    assert "\033" not in result.stdout
+
+
+def test_a_saved_plan_is_a_scenario(simplan: Simplan, file: Path, tmp_path: Path) -> None:
+    result = simplan("search", file, "--save-plan", "plan.yaml", "--json", "--top", "2")
+    assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
+    document = json.loads(result.stdout)
+    assert len(document["ranked"]) == 2
+    predicted = json.loads(simplan("predict", "plan.yaml", "--json").stdout)
+    assert predicted["step_time_s"] == pytest.approx(document["best"]["step_time_s"], rel=1e-9)
+    assert predicted["peak_memory_gib"] == document["best"]["peak_memory_gib"]
+    assert predicted["inputs"]["plan"] == document["best"]["plan"]
+    assert "search" not in yaml.safe_load((tmp_path / "plan.yaml").read_text())
+
+
+def test_two_objectives_are_a_front(simplan: Simplan, file: Path) -> None:
+    result = simplan("search", file, "--objective", "memory", "--objective", "step_time", "--jobs", "2")
+    assert result.returncode == 0
+    assert "Pareto front of device memory and step time" in result.stdout
+
+
+def test_no_plan_is_exit_code_3_and_says_what_would_make_one(simplan: Simplan, file: Path) -> None:
+    text = SCENARIO.replace("preset: dgx-h100", "preset: dgx-h100, device: {memory_bytes: 800000000}")
+    file.write_text(text)
+    result = simplan("search", file)
+    assert (result.returncode, result.stderr) == (3, "")
+    assert result.stdout.startswith("small: no plan of ")
+    for words in ("Nearest misses", "too much", "What would make a plan, each tried", "devices with "):
+        assert words in result.stdout
+
+
+def test_the_largest_that_fits(simplan: Simplan, file: Path) -> None:
+    result = simplan("search", file, "--largest", "microbatch_size", "--save-plan", "plan.yaml")
+    assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
+    assert result.stdout.startswith("small: microbatch_size = 2 is the largest of all sizes")
+    assert yaml.safe_load((file.parent / "plan.yaml").read_text())["plan"]["microbatch_size"] == 2
+    wrong = simplan("search", file, "--largest", "seqlen")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "did you mean seq_len?" in wrong.stderr
+
+
+def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None:
+    text = SCENARIO.replace("[1f1b, zb-h1], recompute: [none, full], top: 3", "1f1b, recompute: none, top: 1")
+    times = {}
+    for size in (1, 2, 4):
+        file.write_text(text.replace("num_devices: 2", f"num_devices: {size}"))
+        times[size] = json.loads(simplan("search", file, "--json").stdout)["best"]["step_time_s"]
+    assert times[2] < times[1]
+    sizes = f"top: 1, num_devices: [1, 2, 4], max_step_time_s: {times[2]!r}"
+    file.write_text(text.replace("top: 1", sizes))
+    found = json.loads(simplan("search", file, "--fewest-devices", "--json").stdout)
+    assert (found["best"]["num_devices"], found["best"]["step_time_s"]) == (2, pytest.approx(times[2]))
+    assert found["space"]["rejected"]["max_step_time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        ("{objectiv: memory}", "search.objectiv: is not a known key; did you mean objective"),
+        ("{schedule: [1f1c]}", 'search.schedule.0 = "1f1c": is not a known choice; did you mean 1f1b?'),
+        ("{tp: 0}", "search.tp.0 = 0: must be at least 1"),
+        ("{objective: cost}", "give dollars_per_device_hour and token_budget"),
+        ("{}\nplan: {}", "search: cannot go with plan; keep one of the two"),
+        ("{}\nexpect: [{metric: fits, value: true}]", "expect: is about the prediction of one plan"),
+    ],
+)
+def test_a_wrong_search_is_refused_with_its_line(simplan: Simplan, file: Path, search: str, message: str) -> None:
+    file.write_text("".join(SCENARIO.partition("search: ")[:2]) + search + "\n")
+    result = simplan("search", file)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{file}:" in result.stderr
+    assert message in result.stderr
+
+
+def test_predict_and_search_send_each_other_their_files(simplan: Simplan, file: Path, scenario: Path) -> None:
+    assert "run `simplan search FILE --save-plan PLAN.yaml`" in simplan("predict", file).stderr
+    assert "write search: {} in its place" in simplan("search", scenario).stderr
+
+
+def test_show_lists_every_key(simplan: Simplan) -> None:
+    rows = json.loads(simplan("show", "search-space", "--json").stdout)["entries"]
+    assert {row["name"] for row in rows} == set(SearchSpace.model_fields)
+    assert [row["name"] for row in rows][: len(RANGES)] == list(RANGES)
+
+
+@pytest.mark.slow
+def test_search_then_predict_run_and_compare_the_plan_it_saved(simplan: Simplan, file: Path) -> None:
+    text = SCENARIO.replace("preset: dgx-h100", "preset: this-machine").replace("size: 8}", "size: 8, precision: fp32}")
+    file.write_text(
+        text.replace(
+            "microbatch_size: [1, 2], schedule: [1f1b, zb-h1], recompute: [none, full]",
+            "microbatch_size: 2, recompute: none, tp: 1, schedule: 1f1b",
+        )
+    )
+    refused = simplan("search", file)
+    assert refused.returncode == 2
+    assert "run `simplan calibrate SCENARIO` first" in refused.stderr
+    calibration = ("--calibration", "calibration.json")
+    assert simplan("calibrate", file, "--budget", "5", *calibration).returncode == 0
+    found = json.loads(simplan("search", file, "--save-plan", "plan.yaml", "--json", *calibration).stdout)
+    predicted = json.loads(simplan("predict", "plan.yaml", "-o", "prediction.json", "--json", *calibration).stdout)
+    assert predicted["step_time_s"] == pytest.approx(found["best"]["step_time_s"])
+    run = simplan("run", "plan.yaml", "-o", "out", "--steps", "3", *calibration)
+    assert run.returncode == 0, run.stderr
+    compared = simplan("compare", "prediction.json", "out/measurement.json")
+    assert compared.returncode == 0
+    assert "step time" in compared.stdout

@@ -1,0 +1,68 @@
+"""No plan: what would make one, and that it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simplan.predict import predict
+from simplan.search import Change, Question, SearchSpace, search
+from simplan.spec.plan import ParallelPlan
+from simplan.units import MIB
+from tests.search.questions import question
+
+
+def changes_of(asked: Question, space: SearchSpace) -> dict[str, Change]:
+    result = search(asked.model, asked.cluster, asked.training, asked.software, space)
+    assert result.best is None
+    return {change.what: change for change in result.changes}
+
+
+def needs(asked: Question, plan: ParallelPlan) -> int:
+    one = predict("x", asked.model, asked.cluster, asked.training, plan, asked.software)
+    return one.worst_memory.device_bytes
+
+
+def asked_for(memory_mib: int) -> Question:
+    sizes: dict[str, Any] = {"hidden_size": 512, "vocab_size": 8192, "seq_len": 512, "intermediate_size": 2048}
+    return question(num_devices=2, memory_bytes=memory_mib * MIB, **sizes)
+
+
+def test_every_change_makes_a_plan() -> None:
+    asked = asked_for(1500)
+    space = SearchSpace(recompute=("none",), microbatch_size=(4,), schedule=("1f1b",), max_memory_fraction=0.9)
+    found = changes_of(asked, space)
+    assert set(found) == {"memory_bytes", "recompute", "ranges", "num_devices"}
+    limit = int(1500 * MIB * 0.9)
+    memory = found["memory_bytes"]
+    assert limit < needs(asked, memory.plan) <= float(memory.value) * 0.9 < needs(asked, memory.plan) + 1
+    for what in ("recompute", "ranges"):
+        assert needs(asked, found[what].plan) <= limit, what
+    assert found["recompute"].plan.recompute == "full"
+    more = asked.with_devices(int(found["num_devices"].value))
+    assert needs(more, found["num_devices"].plan) <= limit
+
+
+def test_a_smaller_batch_is_a_change_where_it_helps() -> None:
+    asked = asked_for(1310)
+    space = SearchSpace(pp=(2,), schedule=("gpipe",), microbatch_size=(1,), recompute=("none", "full"))
+    found = changes_of(asked, space)
+    size = int(found["global_batch_size"].value)
+    assert size < asked.training.global_batch_size
+    less = replace(asked, training=asked.training.model_copy(update={"global_batch_size": size}))
+    assert needs(less, found["global_batch_size"].plan) <= 1310 * MIB
+    twice = replace(asked, training=asked.training.model_copy(update={"global_batch_size": 2 * size}))
+    result = search(twice.model, twice.cluster, twice.training, twice.software, space, explain=False)
+    assert result.best is None, "it is the largest that works"
+
+
+def test_a_deadline_is_told_by_the_fastest_plan() -> None:
+    asked = question(num_devices=2)
+    found = changes_of(asked, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
+    assert set(found) == {"max_step_time_s"}
+    deadline_s = float(found["max_step_time_s"].value)
+    space = SearchSpace(max_step_time_s=deadline_s, recompute=("none",), microbatch_size=(1,))
+    result = search(asked.model, asked.cluster, asked.training, asked.software, space, explain=False)
+    assert [plan.step_time_s for plan in result.ranked] == [pytest.approx(deadline_s)]

@@ -1,0 +1,56 @@
+"""The largest that fits, against trying all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simplan.errors import NoFeasiblePlanError, SpecError
+from simplan.search import SearchSpace, largest, search
+from simplan.units import MIB
+from tests.search.questions import question
+
+SPACE = SearchSpace(tp=(1,), recompute=("none",), schedule=("1f1b",), zero_stage=(3,), microbatch_size=(1, 2, 4))
+ASKED = question(num_devices=2, memory_bytes=1300 * MIB, hidden_size=512, vocab_size=8192, seq_len=512)
+
+
+def fits(**changes: int) -> bool:
+    asked = replace(ASKED, model=ASKED.model.model_copy(update=changes))
+    return search(asked.model, asked.cluster, asked.training, asked.software, SPACE, explain=False).best is not None
+
+
+def test_the_largest_model() -> None:
+    found = largest(ASKED, SPACE, "num_hidden_layers")
+    assert found.value == max(value for value in range(1, found.value + 12) if fits(num_hidden_layers=value)) > 4
+    assert set(found.fitting) & set(found.failing) == set()
+    assert found.plan.num_devices == 2
+
+
+def test_the_longest_sequence() -> None:
+    space = SPACE.model_copy(update={"microbatch_size": (1,)})
+    found = largest(ASKED, space, "seq_len")
+    assert found.value % 1024 == 0
+    assert found.value + 1024 in found.failing
+    long = replace(
+        ASKED, model=ASKED.model.model_copy(update={"seq_len": found.value, "max_position_embeddings": 10**6})
+    )
+    assert search(long.model, long.cluster, long.training, long.software, space, explain=False).best is not None
+
+
+def test_the_largest_microbatch() -> None:
+    asked = replace(ASKED, training=ASKED.training.model_copy(update={"global_batch_size": 64}))
+    space = SPACE.model_copy(update={"microbatch_size": None})
+    found = largest(asked, space, "microbatch_size")
+    wide = search(asked.model, asked.cluster, asked.training, asked.software, space.model_copy(update={"top": 1000}))
+    assert found.value == max(plan.plan.microbatch_size for plan in wide.ranked) < 64
+    assert found.exact
+
+
+def test_nothing_fits_or_there_is_no_such_thing() -> None:
+    tiny = question(num_devices=2, memory_bytes=1000)
+    for quantity in ("seq_len", "microbatch_size", "num_hidden_layers"):
+        with pytest.raises(NoFeasiblePlanError, match=quantity):
+            largest(tiny, SPACE, quantity)
+    with pytest.raises(SpecError, match="models of family resnet have no num_hidden_layers"):
+        largest(question("resnet", precision="fp32"), SearchSpace(), "num_hidden_layers")

@@ -1,0 +1,82 @@
+"""What a search returns, how it is stopped, and where it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import joblib
+import pytest
+
+import simplan
+from simplan.search import Progress, SearchSpace, search
+from tests.search.questions import question
+
+SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
+ASKED = question(num_devices=4)
+PARTS = (ASKED.model, ASKED.cluster, ASKED.training, ASKED.software)
+
+
+def test_a_result_goes_into_pandas_and_json() -> None:
+    package: Any = simplan.search
+    result = package(*PARTS, SPACE)
+    frame = result.to_dataframe()
+    assert list(frame["rank"][:3]) == [1, 2, 3]
+    assert list(frame["step_time_s"][:3]) == [plan.step_time_s for plan in result.ranked]
+    assert frame["on_front"].sum() == len(result.pareto)
+    assert set(frame.columns) >= {"pp", "tp", "zero_stage", "schedule", "device_gib", "tokens_per_s_per_device"}
+    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert document["best"] == document["ranked"][0]
+    assert {"plan", "step_time_s", "peak_memory_gib"} <= set(document["best"])
+    space = document["space"]
+    assert space["total"] == sum(space["rejected"].values()) + space["bounded"] + space["timed"]
+
+
+def test_a_stopped_search_gives_the_best_so_far() -> None:
+    def stop(progress: Progress) -> None:
+        if progress.best_step_time_s is not None:
+            raise KeyboardInterrupt
+
+    result = search(*PARTS, SPACE, on_progress=stop)
+    assert result.interrupted
+    assert result.best is not None
+    assert 0 < result.space.timed < search(*PARTS, SPACE, explain=False).space.total
+    assert result.space.total == sum(result.space.rejected.values()) + result.space.bounded + result.space.timed
+
+
+def test_progress_ends_at_the_total() -> None:
+    seen: list[Progress] = []
+    result = search(*PARTS, SPACE, explain=False, on_progress=seen.append)
+    assert [progress.done for progress in seen] == sorted(progress.done for progress in seen)
+    assert seen[-1].done == seen[-1].total == result.space.total
+    assert result.best is not None
+    assert seen[-1].best_step_time_s == result.best.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"objective": "cost"}, "give dollars_per_device_hour and token_budget"),
+        ({"objectives": ["memory", "memory"]}, "has memory twice"),
+        ({"objective": "memory", "objectives": ["step_time", "memory"]}, "keep one of the two"),
+    ],
+)
+def test_objectives_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SearchSpace.model_validate(given)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what dask says about its ports and its memory is not ours
+def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
+    distributed: Any = pytest.importorskip("distributed")
+
+    alone = search(*PARTS, SPACE, explain=False)
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+        joblib.parallel_config(backend="dask"),
+    ):
+        spread = search(*PARTS, SPACE, jobs=2, explain=False)
+    assert (spread.ranked, spread.pareto) == (alone.ranked, alone.pareto)
+    assert spread.space.rejected == alone.space.rejected

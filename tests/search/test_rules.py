@@ -1,0 +1,148 @@
+"""The rules of a search against ``check_plan``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from simplan.errors import SpecError
+from simplan.search import Question, SearchSpace
+from simplan.search.candidate import Candidate
+from simplan.search.enumeration import Enumeration
+from simplan.search.rules import RULES, Rules
+from simplan.spec.rules import check_plan
+from simplan.spec.schedules import SCHEDULE_FACTS
+from tests.search.questions import FAMILIES, question
+
+
+def is_plan(asked: Question, candidate: Candidate) -> bool:
+    try:
+        check_plan(asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+    except SpecError:
+        return False
+    return True
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Candidate:
+    schedule = draw(st.sampled_from(["none", "none", "1f1b", "1f1b", "interleaved_1f1b", "zb-v", *SCHEDULE_FACTS]))
+    facts = SCHEDULE_FACTS.get(schedule)
+    stages = (1 if facts is None else facts.virtual_stages) or 2
+    return Candidate(
+        dp_replicate=draw(st.sampled_from([1, 1, 2, 3])),
+        dp_shard=draw(st.sampled_from([1, 1, 2, 4])),
+        zero_stage=draw(st.integers(0, 3)),
+        reshard_after_forward=draw(st.sampled_from([True, True, False])),
+        tp=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+        sequence_parallel=draw(st.sampled_from([False, False, True])),
+        cp=draw(st.sampled_from([1, 1, 1, 2, 4])),
+        cp_comm=draw(st.sampled_from(["ring", "ring", "all_gather", "a2a"])),
+        ep=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        pp=1 if schedule == "none" and draw(st.booleans()) else draw(st.sampled_from([1, 2, 2, 3])),
+        virtual_stages=draw(st.sampled_from([stages, stages, stages, 1, 2, 3])),
+        schedule=schedule,
+        microbatch_size=draw(st.integers(1, 2)),
+        recompute=draw(st.sampled_from(["none", "none", "selective", "full", "selective_op"])),
+    )
+
+
+@given(
+    candidates(),
+    st.sampled_from(sorted(FAMILIES)),
+    st.booleans(),
+    st.sampled_from(["bf16", "fp32"]),
+    st.sampled_from([8, 12, 600_000]),
+)
+@settings(max_examples=600, deadline=None)
+def test_a_candidate_is_rejected_exactly_when_check_plan_refuses_it(
+    candidate: Candidate, family: str, enough: bool, precision: str, batch: int
+) -> None:
+    changes: dict[str, Any] = {"qk_norm": "projection"} if family == "moe" and batch == 12 else {}
+    changes |= {"sliding_window": 8} if family == "llama" and batch == 12 else {}
+    devices = candidate.num_devices if enough else 4
+    asked = question(family, devices, batch=batch, precision=precision, **changes)
+    why = Rules(asked, tp_across_nodes=True).first(candidate)
+    assert (why is None) == is_plan(asked, candidate), why
+    assert why is None or why in RULES
+    event(str(why))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_candidates_are_all_plans_of_the_ranges(family: str) -> None:
+    """Against all combinations of values, those left out that mean nothing in a plan."""
+    asked = question(family, 4, batch=4)
+    enumeration = Enumeration(SearchSpace(), asked)
+    rejected: Counter[str] = Counter()
+    found = list(enumeration.candidates(enumeration.meshes, rejected))
+    assert len(set(found)) == len(found)
+    assert len(found) + rejected.total() == enumeration.total
+    assert set(rejected) <= set(RULES)
+    degrees, eps = (1, 2, 4), (1, 2, 4) if asked.model.num_experts else (1,)
+    every = set()
+    for dp_replicate, dp_shard, tp, pp, ep in product(degrees, degrees, degrees, degrees, eps):
+        if dp_replicate * dp_shard * tp * pp != 4:
+            continue
+        shardings = [(0, True)] if dp_shard == 1 else [(1, True), (2, True), (3, True)]
+        pipelines = [("none", 1)]
+        if pp > 1:
+            pipelines = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
+            pipelines += [("interleaved_1f1b", v) for v in range(2, asked.model.num_blocks + 1)]
+        for sharding, pipeline, split, size, recompute in product(
+            shardings, pipelines, {False, tp > 1}, (1, 2, 4), ("none", "selective", "full")
+        ):
+            one = Candidate(dp_replicate, dp_shard, *sharding, tp, split, 1, "ring", ep, pp)
+            every.add(
+                one._replace(
+                    schedule=pipeline[0], virtual_stages=pipeline[1], microbatch_size=size, recompute=recompute
+                )
+            )
+    assert set(found) == {candidate for candidate in every if is_plan(asked, candidate)}
+
+
+def test_ranges_narrow_and_widen() -> None:
+    asked = question(num_devices=4)
+    space = SearchSpace(
+        tp=(2, 3), zero_stage=(3,), reshard_after_forward=(False,), schedule=("naive", "zb-2p"), recompute=("minimal",)
+    )
+    enumeration = Enumeration(space, asked)
+    found = list(enumeration.candidates(enumeration.meshes, Counter()))
+    assert {c.tp for c in found} == {2}
+    assert {(c.zero_stage, c.reshard_after_forward) for c in found if c.dp_shard > 1} == {(3, False)}
+    assert {c.schedule for c in found} == {"none", "naive"}  # zb-2p cannot recompute whole layers
+    assert {c.recompute for c in found} == {"minimal"}
+
+
+def test_tensor_parallel_groups_stay_inside_a_node_unless_asked_otherwise() -> None:
+    asked = question(num_devices=32, num_attention_heads=16, hidden_size=256, num_key_value_heads=16)
+
+    def degrees(space: SearchSpace) -> tuple[set[int], int]:
+        enumeration, rejected = Enumeration(space, asked), Counter[str]()
+        found = {c.tp for c in enumeration.candidates(enumeration.meshes, rejected)}
+        return found, rejected["tp_in_node"]
+
+    assert degrees(SearchSpace()) == ({1, 2, 4, 8}, 0)
+    assert degrees(SearchSpace(tp_across_nodes=True)) == ({1, 2, 4, 8, 16}, 0)
+    found, number = degrees(SearchSpace(tp=(16,)))
+    assert (found, number > 0) == (set(), True)
+
+
+def test_context_parallelism_is_tried_for_long_sequences() -> None:
+    def degrees(seq_len: int) -> set[int]:
+        asked = question("llama", 8, seq_len=seq_len)
+        return {mesh.cp for mesh in Enumeration(SearchSpace(), asked).meshes}
+
+    assert (degrees(32_767), degrees(32_768)) == ({1}, {1, 2, 4, 8})
+
+
+def test_what_no_plan_could_mend_is_refused() -> None:
+    asked = question(num_devices=16)
+    asked = replace(asked, cluster=asked.cluster.model_copy(update={"inter_link": None}))
+    with pytest.raises(SpecError, match="2 nodes need a network"):
+        asked.check()
+    question(num_devices=16, batch=3).check()
