@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.jit import jit
 
 __all__ = ["LayerArrays", "UnitArrays", "sharded_pass_s", "sharded_peak"]
 
@@ -51,7 +51,7 @@ class UnitArrays(NamedTuple):
     output: NDArray[np.int64]
 
 
-@compiled
+@jit
 def sharded_pass_s(layers: LayerArrays, units: UnitArrays, reshards: bool, prefetch: int, reduces: bool) -> float:
     """Time of forward and backward of one microbatch.
 
@@ -107,7 +107,7 @@ def sharded_pass_s(layers: LayerArrays, units: UnitArrays, reshards: bool, prefe
     return max(now_s, reduced_s)
 
 
-@compiled
+@jit
 def sharded_peak(
     layers: LayerArrays, units: UnitArrays, reshards: bool, prefetch: int, num_microbatches: int, replicated: bool
 ) -> int:

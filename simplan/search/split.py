@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import compiled
+from simplan.sim.jit import jit
 
 __all__ = ["balanced_boundaries"]
 
@@ -22,7 +22,7 @@ def balanced_boundaries(layer_times_s: Sequence[float], num_stages: int) -> list
     return [0, *(int(block) + 1 for block in inner), len(layer_times_s)]
 
 
-@compiled
+@jit
 def _split(before: NDArray[np.float64], num_stages: int) -> NDArray[np.int64]:
     """Inner boundaries in blocks; ``before`` has the time before each block, and of all.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import Bytes, Ints, Longs, compiled
+from simplan.sim.pipeline.jit import Bytes, Ints, Longs
 
 __all__ = ["is_again", "skip", "times_more", "with_live"]
 
@@ -18,7 +18,7 @@ RunState = tuple[Ints, Ints, Longs, NDArray[np.uint64], Ints, Bytes]
 Rows = tuple[Bytes, Ints, Ints, Ints, Ints, Bytes, Ints]
 
 
-@compiled
+@jit
 def is_again(
     state: RunState, old: RunState, now: int, old_now: int, made: Ints, moved: int, higher: int, num_stages: int
 ) -> bool:
@@ -65,7 +65,7 @@ def is_again(
     return True
 
 
-@compiled
+@jit
 def times_more(rows: Rows, length: int, old_position: Ints, moved: int, higher: int) -> int:
     """How many times more all rows do what they did in their last ``moved`` actions, with the next action too."""
     kind, stage, microbatch, last_use, shard_first, shard_slot, shard_stage = rows
@@ -101,7 +101,7 @@ def times_more(rows: Rows, length: int, old_position: Ints, moved: int, higher: 
     return max(fewest, 0)
 
 
-@compiled
+@jit
 def skip(state: RunState, made: Ints, times: int, taken: int, moved: int, higher: int, old_num_made: Ints) -> None:
     """Changes the state to what it is after the last ``moved`` actions of every rank have come ``times`` times more."""
     position, free, waits_for, ready, num_made, _ = state
@@ -127,7 +127,7 @@ def skip(state: RunState, made: Ints, times: int, taken: int, moved: int, higher
                 num_made[way, s] += times * higher
 
 
-@compiled
+@jit
 def with_live(live: Longs, segment: int, num_made: Ints) -> Longs:
     """Adds what has been made and not been used when a segment begins."""
     num_stages = num_made.shape[1]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simplan.sim.pipeline.again import is_again, skip, times_more, with_live
-from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Steps, compiled
+from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Steps
 from simplan.sim.pipeline.orders import B, F, I, Order, W
 from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.sharding import Sharding, shard_rows
@@ -73,7 +73,7 @@ def complete(order: Order, unshard: int, num_microbatches: int) -> Events:
     return Events(slot, stage, microbatch, segments, live, int(most_waiting))
 
 
-@compiled
+@jit
 def _find_last_use(length: int, stage: Ints, last_use: Ints) -> None:
     """By stage, the place of its last action, which is the backward that completes its gradients."""
     for r in range(len(stage)):
@@ -81,7 +81,7 @@ def _find_last_use(length: int, stage: Ints, last_use: Ints) -> None:
             last_use[stage[r, i]] = i
 
 
-@compiled
+@jit
 def _complete(
     order: Order, last_use: Ints, sharding: Sharding, made: Ints, out: Steps
 ) -> tuple[Bytes, Ints, Ints, Longs, Longs, int]:
@@ -224,12 +224,12 @@ def _complete(
     return *events, segments[: num_segments + 1].copy(), live, most_waiting
 
 
-@compiled
+@jit
 def _set(segment: Longs, first: int, length: int, repeats: int, shift: int) -> None:
     segment[0], segment[1], segment[2], segment[3] = first, length, repeats, shift
 
 
-@compiled
+@jit
 def _slot(k: int, s: int, is_last: bool, grown: Bytes) -> int:
     """What an action is to its stage, and what that leaves behind: see ``Slot``."""
     if k == F:
@@ -257,7 +257,7 @@ for _bit in range(64):
     _INDEX[((int(_DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
 
 
-@compiled
+@jit
 def _index(lowest: np.uint64) -> int:
     """Index of the only bit that is set (Leiserson, Prokop and Randall 1998, de Bruijn sequences)."""
     index: int = _INDEX[(lowest * _DE_BRUIJN) >> np.uint64(58)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Bytes, Ints, compiled
+from simplan.sim.pipeline.jit import Bytes, Ints
 from simplan.sim.pipeline.scratch import scratch
 
 __all__ = ["COMPILED_SCHEDULES", "B", "F", "I", "Order", "W", "compute_order"]
@@ -71,7 +71,7 @@ def _period(schedule: str, p: int, m: int, v: int) -> tuple[int, int]:
     return COMPILED_SCHEDULES[schedule][0] * v, 1
 
 
-@compiled
+@jit
 def _naive(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         for j in range(m):
@@ -80,7 +80,7 @@ def _naive(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -
         stage[r, :] = r
 
 
-@compiled
+@jit
 def _gpipe(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         for j in range(m):
@@ -89,7 +89,7 @@ def _gpipe(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -
         stage[r, :] = r
 
 
-@compiled
+@jit
 def _one_f_one_b(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         warmup = min(p - r - 1, m)
@@ -105,7 +105,7 @@ def _one_f_one_b(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: I
         stage[r, :] = r
 
 
-@compiled
+@jit
 def _interleaved(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     num_rounds = max(1, m // p)
     size, longer = m // num_rounds, m % num_rounds
@@ -136,21 +136,21 @@ def _interleaved(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: I
             i += 1
 
 
-@compiled
+@jit
 def _zb_h1(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         _split_row(m, p - r, r, kind[r], microbatch[r])
         stage[r, :] = r
 
 
-@compiled
+@jit
 def _zb_h2(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     for r in range(p):
         _split_row(m, 2 * (p - r) - 1, 2 * r, kind[r], microbatch[r])
         stage[r, :] = r
 
 
-@compiled
+@jit
 def _split_row(m: int, warmup: int, lag: int, kind: Bytes, microbatch: Ints) -> None:
     i = 0
     for j in range(min(warmup, m)):
@@ -187,7 +187,7 @@ for _number, _phase in enumerate(_PHASES):
     _ZB_V[_number, : len(_phase)] = [2 * kind + leg for kind, leg in _phase]
 
 
-@compiled
+@jit
 def _zb_v(p: int, m: int, v: int, kind: Bytes, stage: Ints, microbatch: Ints) -> None:
     full = max(m, 2 * p - 1)  # steps past the last microbatch are left out
     done = np.empty((4, 2), np.int32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Flags, Longs, Places, Steps, compiled
+from simplan.sim.pipeline.jit import Flags, Longs, Places, Steps
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 from simplan.sim.pipeline.table import PipelineTable
 
@@ -87,7 +87,7 @@ def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> Longs:
     return most
 
 
-@compiled
+@jit
 def _walk(
     events: Steps,
     places: Places,
@@ -138,7 +138,7 @@ def pipeline_in_flight(table: PipelineTable) -> Longs:
     return most
 
 
-@compiled
+@jit
 def _count(events: Steps, alive: Longs, top: Longs) -> None:
     slots, stages, _ = events
     for e in range(len(slots)):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Bytes, Ints, compiled
+from simplan.sim.pipeline.jit import Bytes, Ints
 from simplan.sim.pipeline.orders import Order
 from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.slots import Slot
@@ -53,7 +53,7 @@ def shard_rows(order: Order, last_use: Ints, unshard: int) -> Sharding:
     return sharding
 
 
-@compiled
+@jit
 def _write(
     length: int, stage: Ints, last_use: Ints, unshard: int, shard_first: Ints, shard_slot: Bytes, shard_stage: Ints
 ) -> None:
@@ -64,7 +64,7 @@ def _write(
             _window(stage[r, :length], last_use, shard_first[r], shard_slot[r], shard_stage[r])
 
 
-@compiled
+@jit
 def _once(row: Ints, last_use: Ints, first: Ints, slot: Bytes, stage: Ints) -> None:
     first[0] = n = 0
     for i in range(len(row)):
@@ -79,7 +79,7 @@ def _once(row: Ints, last_use: Ints, first: Ints, slot: Bytes, stage: Ints) -> N
     first[len(row) + 1] = n
 
 
-@compiled
+@jit
 def _window(row: Ints, last_use: Ints, first: Ints, slot: Bytes, stage: Ints) -> None:
     # before each action, the stages that come next, in order of their next use
     wanted = np.full((len(row) + 1, _WIDTH), -1, np.int32)
@@ -114,7 +114,7 @@ def _window(row: Ints, last_use: Ints, first: Ints, slot: Bytes, stage: Ints) ->
     first[len(wanted)] = n
 
 
-@compiled
+@jit
 def _holds(stages: Ints, stage: int) -> bool:
     for other in stages:  # noqa: SIM110 - compiled as it stands
         if stage >= 0 and other == stage:

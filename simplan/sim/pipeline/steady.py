@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Flags, Floats, Longs, Places, Steps, compiled
+from simplan.sim.pipeline.jit import Flags, Floats, Longs, Places, Steps
 from simplan.sim.pipeline.slots import Slot
 from simplan.sim.pipeline.walk import WAY, State, walk
 
@@ -23,7 +23,7 @@ _ROUNDING = 1e-11
 _UNSHARD = int(Slot.UNSHARD)
 
 
-@compiled
+@jit
 def repeat(
     events: Steps,
     repeats: int,
@@ -66,7 +66,7 @@ def repeat(
             return
 
 
-@compiled
+@jit
 def _touched(events: Steps, places: Places, state: State) -> Touched:
     """Which pairs, streams, gathers of ranks and gathers of stages a segment writes."""
     slots, stages, _ = events
@@ -86,7 +86,7 @@ def _touched(events: Steps, places: Places, state: State) -> Touched:
     return pairs, streams, shards, gathers
 
 
-@compiled
+@jit
 def _read(touched: Touched, live: Longs, offset: int, depth: int, state: State) -> Floats:
     """Everything that a segment reads and writes, one row each; ranks' clocks come first."""
     pairs, streams, shards, gathers = touched
@@ -117,7 +117,7 @@ def _read(touched: Touched, live: Longs, offset: int, depth: int, state: State) 
     return rows
 
 
-@compiled
+@jit
 def _write(touched: Touched, live: Longs, offset: int, depth: int, state: State, rows: Floats) -> None:
     """The inverse of ``_read``."""
     pairs, streams, shards, gathers = touched
@@ -145,7 +145,7 @@ def _write(touched: Touched, live: Longs, offset: int, depth: int, state: State,
         state.arrival_s[live[i, 0] * depth + ((live[i, 1] + offset) & (depth - 1))] = rows[n + i]
 
 
-@compiled
+@jit
 def _is_steady(before: Floats, after: Floats, later: Floats) -> bool:
     for i in range(len(before)):
         for k in range(len(later)):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Flags, Floats, Places, Steps, compiled
+from simplan.sim.pipeline.jit import Flags, Floats, Places, Steps
 from simplan.sim.pipeline.slots import Slot
 
 __all__ = ["DURATIONS", "WAY", "State", "walk"]
@@ -46,7 +46,7 @@ class State(NamedTuple):
     is_gathering: Flags
 
 
-@compiled
+@jit
 def walk(
     events: Steps,
     offset: int,
