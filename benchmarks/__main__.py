@@ -12,13 +12,17 @@ from pathlib import Path
 from benchmarks.accuracy import accuracy
 from benchmarks.closed_forms import closed_forms
 from benchmarks.cold_start import cold_start
+from benchmarks.compiled_speed import compiled_speed
 from benchmarks.engine_speed import engine_speed
 from benchmarks.large_plan import large_plan
+from benchmarks.pipeline_speed import pipeline_speed
 from benchmarks.table import Row, to_markdown
 
 _ALL: dict[str, Callable[[], list[Row]]] = {
     "closed-forms": closed_forms,
     "engine-speed": engine_speed,
+    "compiled-speed": compiled_speed,
+    "pipeline-speed": pipeline_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,
     "accuracy": accuracy,

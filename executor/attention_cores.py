@@ -11,13 +11,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from executor.context_parallel import AttentionCore, ContextAttention, causal_attention
+from executor.documents import DocumentAttention
 from executor.parallel import Parallel
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 
 __all__ = ["Attentions", "MaskedAttention", "alibi_slopes", "full_attention"]
 
-_HEADS = 1  # the dimension
+_HEADS, _TOKENS = 1, 2  # the dimensions
 _LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2^-8
 
 
@@ -52,6 +53,10 @@ class Attentions:
         return self._by_window[window]
 
     def _core(self, window: int) -> AttentionCore:
+        core, lengths = self._core_of_documents(window), self._spec.segments
+        return core if len(lengths) == 1 else DocumentAttention(core, lengths)
+
+    def _core_of_documents(self, window: int) -> AttentionCore:
         family = FAMILIES[self._spec.family]
         if family.alibi or window:
             return MaskedAttention(self._spec, self._parallel, window, self._device)
@@ -76,7 +81,7 @@ class MaskedAttention:
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, window: int, device: torch.device) -> None:
         self._window = window
-        whole = torch.arange(spec.seq_len)
+        whole = torch.arange(max(spec.segments))
         gathers = parallel.cp.size > 1 and parallel.shard.cp_comm == "all_gather"
         self._keys = (parallel.all_positions(spec.seq_len).flatten() if gathers else whole).to(device)
         self._queries = (parallel.positions(spec.seq_len) if gathers else whole).to(device)
@@ -92,7 +97,8 @@ class MaskedAttention:
         """As ``causal_attention``, whose mask is a part of the table."""
         del mask
         grouped = q.shape[_HEADS] != k.shape[_HEADS]
-        return functional.scaled_dot_product_attention(q, k, v, self._table_like(q), enable_gqa=grouped)
+        table = self._table_like(q)[..., : q.shape[_TOKENS], : k.shape[_TOKENS]]  # shorter documents have its corner
+        return functional.scaled_dot_product_attention(q, k, v, table, enable_gqa=grouped)
 
     def _table_like(self, q: Tensor) -> Tensor:
         """(1, heads, queries, keys), or (queries, keys) for all heads; made once, in the precision of the queries."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from executor.attention_cores import Attentions
+from executor.documents import token_positions
 from executor.norms import RMSNorm, make_norm
 from executor.parallel import Parallel
 from executor.tensor_parallel import column_linear, row_linear
@@ -177,7 +178,7 @@ class Rotary(Block):
     """Has tables for rotating queries and keys by their positions."""
 
     def _make_tables(self, spec: ModelSpec, width: int) -> None:
-        cos, sin = _rotary_tables(self._parallel.positions(spec.seq_len), width)
+        cos, sin = _rotary_tables(token_positions(spec, self._parallel), width)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", cos, persistent=False)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from executor.environment import environment
 from executor.heartbeat import Heartbeat, RankState
+from executor.host_timing import time_host_copies
 from executor.layer_timing import time_layers
 from executor.link_timing import time_links
 from executor.matmul_timing import time_matmuls
@@ -24,6 +25,7 @@ from simplan.cost.calibration import (
     Calibration,
     CalibrationRequest,
     CommunicationTiming,
+    HostCopyTiming,
     LayerTiming,
     MatmulTiming,
     TimedDtype,
@@ -34,7 +36,7 @@ __all__ = ["main"]
 _LEAST_ROUNDS = 5
 _MOST_OVERRUN = 3  # times the share of the budget that the least rounds may take
 _MOST_ROUNDS = 200
-_SHARES = {"layers": 0.6, "matmuls": 0.1, "links": 0.3}
+_SHARES = {"layers": 0.6, "matmuls": 0.1, "links": 0.3, "copies": 0.1}
 
 
 def main(argv: list[str]) -> None:
@@ -53,8 +55,14 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
     layers: list[LayerTiming] = []
     matmuls: list[MatmulTiming] = []
     links: list[CommunicationTiming] = []
+    copies: list[HostCopyTiming] = []
     with_links = bool(request.communication) and num_ranks > 1
-    wanted = {"layers": bool(request.shapes), "matmuls": request.matmuls, "links": with_links}
+    wanted = {
+        "layers": bool(request.shapes),
+        "matmuls": request.matmuls,
+        "links": with_links,
+        "copies": request.host_copies,
+    }
     total = sum(_SHARES[part] for part, is_wanted in wanted.items() if is_wanted) or 1.0
     spent = 0.0
 
@@ -82,7 +90,8 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
         going = budget(f"layers of {shape.model.name}", _SHARES["layers"] / len(request.shapes))
         layers += time_layers(shape, num_ranks, device, going)
     if request.matmuls:
-        dtypes = sorted({shape.dtype for shape in request.shapes}) or ["fp32"]
+        # products in fp8 are timed with the layers that they are in
+        dtypes = sorted({"bf16" if shape.dtype == "fp8" else shape.dtype for shape in request.shapes}) or ["fp32"]
         for dtype in dtypes:
             _compute_in(dtype)
             going = budget(f"matmuls in {dtype}", _SHARES["matmuls"] / len(dtypes))
@@ -90,6 +99,9 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
     if with_links:
         going = budget("collectives and sends", _SHARES["links"])
         links += time_links(request.communication, num_ranks, device, going)
+    if request.host_copies:
+        going = budget("copies between device and host", _SHARES["copies"])
+        copies += time_host_copies(num_ranks, device, going)
     if rank == 0:
         result = Calibration(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -101,6 +113,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
             layers=tuple(layers),
             matmuls=tuple(matmuls),
             communication=tuple(links),
+            host_copies=tuple(copies),
         )
         result_file.write_text(result.model_dump_json())
     dist.barrier()

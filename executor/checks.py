@@ -10,14 +10,17 @@ import torch
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
+from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
+from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model_rules import model_rules
+from simplan.spec.offload_rules import unmodelled_offload
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
 
 __all__ = ["check_job", "runs_on_cuda"]
 
-_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16"}  # by precision, the dtype of a job
+_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by precision, the dtype of a job
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
 
 
@@ -49,6 +52,8 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_splits(job.model, plan)
     yield from unmodelled_convolutions(job.model, training, plan)
     yield from unmodelled_expert_parallelism(job.model, plan)
+    yield from unmodelled_offload(job.model, plan)
+    yield from unmodelled_adapters(job.model, training, plan)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -102,17 +107,14 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor does not shard an embedding whose two copies are on different stages",
             fix="use false, or plan.zero_stage = 1",
         )
-    if training.task != "pretrain":
-        yield Problem(
-            field="training.task", value=training.task, rule="the executor only pretrains", fix="use pretrain"
-        )
     if training.precision not in _DTYPES and job.dtype != "fp64":
         yield Problem(
             field="training.precision",
             value=training.precision,
             rule="the executor does not run this precision",
-            fix="use bf16 or fp32 (or tf32 on CUDA devices)",
+            fix="use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
         )
+    yield from _unmodelled_fp8(job)
     if job.software.id != "torch":
         yield Problem(
             field="software",
@@ -122,10 +124,37 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
         )
 
 
+def _unmodelled_fp8(job: Job) -> Iterator[Problem]:
+    """The executor's fp8 layers have one scale for all of a tensor, and each rank all of it."""
+    plan, training = job.plan, job.training
+    yield from unmodelled_low_precision(job.model, training, plan, job.software)
+    if training.precision != "fp8":
+        return
+    if training.fp8_recipe not in (None, "tensorwise"):
+        yield Problem(
+            field="training.fp8_recipe",
+            value=training.fp8_recipe,
+            rule="the executor's linear layers have no such recipe",
+            fix="use tensorwise",
+        )
+    for axis, number, what in (("tp", plan.tp, "matrices"), ("cp", plan.cp, "sequences")):
+        if number > 1:
+            yield Problem(
+                field=f"plan.{axis}",
+                value=str(number),
+                rule=f"the executor does not split {what} whose scale in fp8 is one for all of them",
+                fix="use 1, or precision bf16",
+            )
+
+
 def _inconsistent(job: Job) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
     yield from model_rules(job.model)
+    yield from adapter_task_rules(job.model, job.training)
     yield from parallel_rules(job.model, plan, job.software)
+    linear = job.software.state(job.training, plan).linear
+    if linear is not None:
+        yield from low_precision_sizes(job.model, plan, linear)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):
         yield Problem(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
+from executor.documents import has_target
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.shard import Shard
@@ -45,10 +46,11 @@ def make_batch(
 def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
     """What a model takes, and the targets of its head.
 
-    Tokens as ``make_batch`` has them. Of masked language models as many tokens of every sequence are masked, and all
-    other targets are ``IGNORED``. Of an encoder and a decoder the tokens of both, one after the other; the decoder's
-    are the targets, one place later. Images (num_samples, channels, height, width) in fp32 and their classes
-    (num_samples, 1) int64.
+    Tokens as ``make_batch`` has them. Documents that share sequences have the same places in all of them; targets of
+    padding, which is tokens like others, and of the last tokens of documents are ``IGNORED``. Of masked language models
+    as many tokens of every sequence are masked, and all other targets are ``IGNORED``. Of an encoder and a decoder the
+    tokens of both, one after the other; the decoder's are the targets, one place later. Images (num_samples, channels,
+    height, width) in fp32 and their classes (num_samples, 1) int64.
 
     Args:
         spec: The model.
@@ -74,7 +76,7 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
 
     match FAMILIES[spec.family].task:
         case "next_token":
-            return make_batch(
+            tokens, targets = make_batch(
                 spec.vocab_size,
                 spec.seq_len,
                 seed=seed,
@@ -82,6 +84,9 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
                 first_sample=first_sample,
                 num_samples=num_samples,
             )
+            if spec.document_lengths:
+                targets.masked_fill_(~has_target(spec), IGNORED)
+            return tokens, targets
         case "masked_token":
             return _stacked(masked, seed, step, first_sample, num_samples)
         case "target_tokens":

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.blocks import LayerRequest
+from executor.documents import token_positions
 from executor.norms import make_norm
 from executor.parallel import Parallel
 from executor.tensor_parallel import column_linear, embed_tokens
@@ -141,5 +142,5 @@ class ClassHead(nn.Module):
 
 def _own_positions(spec: ModelSpec, parallel: Parallel) -> Tensor:
     """Of the tokens that this rank has between attention and MLP."""
-    positions = parallel.positions(spec.seq_len)
+    positions = token_positions(spec, parallel)
     return (parallel.own_part(positions, 0) if parallel.splits_tokens else positions).clone()

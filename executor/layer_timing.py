@@ -19,6 +19,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from executor.data import model_batch
 from executor.fsdp_timing import FsdpBench
+from executor.lora import trained_parameters
 from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.parallel import Parallel
@@ -72,25 +73,40 @@ class _LayerBench:
         self._parallel = Parallel.silent(shape.shard)
         self._watch = Stopwatch(device)
         self._mixed = way_of_mixing(shape.dtype, sharded=shape.mixed == "cast")
-        autocast = shape.dtype in ("bf16", "fp16") and self._mixed == "autocast"
+        autocast = shape.dtype in ("bf16", "fp16", "fp8") and self._mixed == "autocast"
         dtype = torch.float32 if autocast else TIMED_DTYPES[shape.dtype]
         saved = sum(tensor.elements * (tensor.bytes_per_element or dtype.itemsize) for tensor in layer.saved)
         footprint = 2 * layer.num_parameters * dtype.itemsize + saved * shape.microbatch_size
         repeats = Counter(layers)[layer]
         num_copies = min(_MOST_COPIES, repeats, 1 + _CACHE_BYTES // max(1, footprint))
+        frozen = TIMED_DTYPES[shape.dtype]
         self._copies: list[nn.Module] = [
-            build_stage(shape.model, [index], dtype, device, seed, self._parallel) for seed in range(num_copies)
+            build_stage(
+                shape.model,
+                [index],
+                dtype,
+                device,
+                seed,
+                self._parallel,
+                fp8=shape.dtype == "fp8",
+                frozen_dtype=frozen,
+            )
+            for seed in range(num_copies)
         ]
-        weights = [parameter for copy in self._copies for parameter in copy.parameters()]
+        weights = [parameter for copy in self._copies for parameter in trained_parameters(copy)]
         # what the optimizer updates: the weights themselves, or the fp32 copies that they were cast from
         self._masters = weights if self._mixed == "autocast" else [nn.Parameter(w.detach().float()) for w in weights]
         for master in self._masters:
             master.grad = torch.zeros_like(master)
-        self._optimizer = make_optimizer(shape.optimizer, self._masters)
+        self._optimizer = make_optimizer(shape.optimizer, self._masters) if self._masters else None
         compute_dtype = dtype if self._mixed == "cast" else None
         self._sharded = [
             FsdpBench(
-                build_stage(shape.model, [index], torch.float32, device, seed, self._parallel), compute_dtype, device
+                build_stage(
+                    shape.model, [index], torch.float32, device, seed, self._parallel, frozen_dtype=compute_dtype
+                ),
+                compute_dtype,
+                device,
             )
             for seed in range(num_copies)
         ]
@@ -100,10 +116,14 @@ class _LayerBench:
         inputs, self._targets = (self._parallel.local_tokens(x).to(device) for x in batch)
         self._first_input = inputs.to(dtype) if inputs.is_floating_point() else inputs
         self._given: list[Tensor] = []  # what the layer before gives, if there is one
+        self._gives_gradients = index > 0
         if index:
             before = layers[index - 1]
+            # nothing below of a frozen embedding is trained
+            self._gives_gradients = before.kind is not LayerKind.EMBEDDING or before.num_trained > 0
             for number, given in enumerate(before.output_shapes):
-                width = TIMED_DTYPES[shape.dtype] if number in before.product_outputs else dtype
+                narrow = number in before.product_outputs or shape.model.lora_rank
+                width = frozen if narrow else dtype
                 self._given.append(torch.randn(shape.microbatch_size, *given, device=device, dtype=width))
         self._seconds: dict[str, list[float]] = {}
         self.forget()
@@ -120,7 +140,7 @@ class _LayerBench:
             with_split: Forward and backward also once with backward in two parts.
         """
         self._backward()
-        if with_split and self._given:
+        if with_split and self._gives_gradients and not self._shape.model.lora_rank:
             self._split_backward()
         for copy in self._copies:
             if self._mixed == "cast":
@@ -139,7 +159,8 @@ class _LayerBench:
         gradients = [_gradients(y) for y in outputs]
         while outputs:
             y, gradient = outputs.pop(), gradients.pop()
-            self._seconds["backward"].append(self._watch(torch.autograd.backward, y, gradient))
+            run = torch.autograd.backward if y[0].requires_grad else _no_backward
+            self._seconds["backward"].append(self._watch(run, y, gradient))
             del y, gradient
             inputs.pop()
 
@@ -184,10 +205,10 @@ class _LayerBench:
         )
 
     def _split_sample(self, part: str) -> Sample | None:
-        return sample_of(self._seconds[part], len(self._copies)) if self._given else None
+        return sample_of(self._seconds[part], len(self._copies)) if self._seconds[part] else None
 
     def _input(self) -> list[Tensor]:
-        return [x.clone().requires_grad_() for x in self._given] or [self._first_input]
+        return [x.clone().requires_grad_(self._gives_gradients) for x in self._given] or [self._first_input]
 
     def _forward(self, copy: nn.Module, x: list[Tensor], outputs: list[list[Tensor]]) -> None:
         y: Tensor | tuple[Tensor, ...] = copy(*x)
@@ -212,8 +233,13 @@ class _LayerBench:
             master.grad.div_(_SCALE)
 
     def _optimize(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=False)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=False)
+
+
+def _no_backward(outputs: list[Tensor], gradients: list[Tensor] | None) -> None:
+    """Of a layer in which nothing is trained, nor below it."""
 
 
 def _gradients(outputs: list[Tensor]) -> list[Tensor] | None:

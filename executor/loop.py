@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from executor.lora import trained_parameters
 from executor.recorder import Recorder
 from simplan.program.action import Action, ActionKind
 
@@ -96,7 +97,7 @@ class LoopEngine:
         """Sums of gradients become means over microbatches, as torch's pipelining runtime does it."""
         if self._num_microbatches == 1:
             return
-        for parameter in self._module.parameters():
+        for parameter in trained_parameters(self._module):
             gradient = parameter.grad
             assert gradient is not None
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

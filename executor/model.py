@@ -7,7 +7,7 @@ tokens (batch, tokens) int64, blocks take and give hidden states (batch, own tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from executor.attention_cores import Attentions
 from executor.blocks import BertBlock, GptBlock, LayerRequest, LlamaBlock, MptBlock, Rotary
 from executor.ends import BertEmbedding, ClassHead, Embedding, Head, MaskedHead, PatchEmbedding, PositionEmbedding
+from executor.lora import add_adapters, freeze
 from executor.loss import cross_entropy
+from executor.low_precision import with_fp8_linears
 from executor.mla import deepseek_block
 from executor.moe import moe_block
 from executor.parallel import Parallel
@@ -50,14 +52,21 @@ class Stage(nn.Module):
 
     Attributes:
         layers: The modules, by the index of their LayerSpec (as text).
+        around_layers: Runs the layers instead of ``forward``, given each and its index; None for just running them.
     """
+
+    around_layers: Callable[[Sequence[tuple[int, nn.Module]], Tensor], Tensor] | None
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
         super().__init__()
+        self.around_layers = None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Applies the layers in order; where layers hand on several tensors, they take a tuple and give one."""
+        if self.around_layers is not None:
+            (only,) = inputs
+            return self.around_layers([(int(index), layer) for index, layer in self.layers.items()], only)
         x: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in self.layers.values():
             x = layer(x)
@@ -73,6 +82,9 @@ def build_stage(
     seed: int,
     parallel: Parallel = _SINGLE,
     recompute: Recompute = "none",
+    *,
+    fp8: bool = False,
+    frozen_dtype: torch.dtype | None = None,
 ) -> Stage:
     """A stage with its weights, which depend on the seed and the layers' indices only, not on how layers are split.
 
@@ -86,6 +98,8 @@ def build_stage(
         seed: Of the weights.
         parallel: Which part of each layer this rank has.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` (every block).
+        fp8: Linear layers of blocks are in fp8.
+        frozen_dtype: Of weights that are not trained; None for the same.
     """
     assert recompute in ("none", "selective", "full")
     attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
@@ -93,8 +107,11 @@ def build_stage(
     for index in layer_range:
         make = MODULES[spec.family][spec.layers[index].kind]
         layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
+        add_adapters(layer, spec.layers[index], spec.lora_rank)
         _draw_weights(layer, spec, index, seed, parallel)
-        layers[index] = layer.to(device=device, dtype=dtype)
+        layer = layer.to(device=device, dtype=dtype)
+        freeze(layer, spec.layers[index], frozen_dtype or dtype)
+        layers[index] = with_fp8_linears(layer, spec.layers[index]) if fp8 else layer
     blocks = [layer for layer in layers.values() if isinstance(layer, Rotary)]
     for block in blocks[1:]:  # one pair of tables per stage
         block.cos, block.sin = blocks[0].cos, blocks[0].sin
@@ -128,7 +145,10 @@ def own_weights(whole: Tensor, name: str, shape: tuple[int, ...], spec: ModelSpe
 
 
 def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int, parallel: Parallel) -> None:
-    """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator."""
+    """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator.
+
+    Adapters too, of which a training would begin with B = 0: no gradient of A would then say anything.
+    """
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         source = (layer_index, number)
         if name == "lm_head.weight" and spec.tied_embeddings:

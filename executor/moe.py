@@ -17,6 +17,7 @@ from torch.nn import functional
 from executor.blocks import Block, LayerRequest, LlamaBlock, RotaryAttention
 from executor.context_parallel import exchange
 from executor.parallel import Peers
+from executor.streamed_optimizer import StreamedOptimizer
 from executor.tensor_parallel import compute_dtype
 from executor.zero import ShardedOptimizer
 from simplan.errors import Problem, SpecError
@@ -224,6 +225,9 @@ def expert_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[n
     return [parameter for name, parameter in stage.named_parameters() if name in names]
 
 
+_Optimizer = torch.optim.Optimizer | StreamedOptimizer | ShardedOptimizer
+
+
 class SeparateOptimizers:
     """An optimizer of parameters that are sharded, or whose states are, and one of experts, which are neither.
 
@@ -232,7 +236,7 @@ class SeparateOptimizers:
         whole: Of the experts.
     """
 
-    def __init__(self, sharded: torch.optim.Optimizer | ShardedOptimizer, whole: torch.optim.Optimizer) -> None:
+    def __init__(self, sharded: _Optimizer, whole: _Optimizer) -> None:
         self._optimizers = (sharded, whole)
 
     def step(self) -> None:

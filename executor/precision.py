@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from simplan.program.job import Job
 
-__all__ = ["Autocast", "compute_dtype", "weight_dtype"]
+__all__ = ["Autocast", "compute_dtype", "computes_in_fp8", "weight_dtype"]
 
 
 def weight_dtype(job: Job) -> torch.dtype:
@@ -20,6 +20,11 @@ def compute_dtype(job: Job) -> torch.dtype | None:
     return torch.bfloat16 if job.dtype == "bf16" else None
 
 
+def computes_in_fp8(job: Job) -> bool:
+    """Whether linear layers of blocks are in fp8, and all else as in bf16."""
+    return job.training.precision == "fp8" and job.dtype == "bf16"
+
+
 class Autocast(nn.Module):
     """A module run under ``torch.autocast``: weights are cast for matrix products, once for each forward.
 
@@ -27,15 +32,16 @@ class Autocast(nn.Module):
         module: The module.
         dtype: What matrix products are computed in.
         device_type: Where.
+        keeps_copies: Autocast holds the cast weights to the end of forward, whatever else becomes of them.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str, *, keeps_copies: bool = True) -> None:
         super().__init__()
         self.module = module
-        self._dtype, self._device_type = dtype, device_type
+        self._dtype, self._device_type, self._keeps_copies = dtype, device_type, keeps_copies
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The module's output."""
-        with torch.autocast(self._device_type, self._dtype):
+        with torch.autocast(self._device_type, self._dtype, cache_enabled=self._keeps_copies):
             out: Tensor | tuple[Tensor, ...] = self.module(*inputs)
         return out

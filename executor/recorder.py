@@ -79,6 +79,11 @@ class Recorder:
         self._spans: list[tuple[Action, Stamp, Stamp]] = []
         self._issued: list[_Issued] = []
 
+    @property
+    def current(self) -> Action:
+        """The action that runs or ran last."""
+        return self._current
+
     def waiting(self, doing: str, step: int) -> None:
         """The rank waits for the others outside of any action."""
         self._heartbeat.beat(RankState.WAITING, doing, step)

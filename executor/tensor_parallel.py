@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from executor.lora import LoraLinear
 from executor.parallel import Parallel, Peers
 
 __all__ = ["column_linear", "compute_dtype", "embed_tokens", "row_linear"]
@@ -36,11 +37,15 @@ def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: Parallel) -
         if parallel.tp.size > 1:
             x = _SumGradients.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
         return [linear(x) for linear in linears]
-    weights = [compute_dtype(linear.weight) for linear in linears]
+    adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+    weights = [compute_dtype(weight) for weight in [x.weight for x in linears] + [x.lora_a.weight for x in adapted]]
     outputs: tuple[Tensor, ...] = _GatheredLinears.apply(x, parallel.tp, *weights)  # type: ignore[no-untyped-call]
-    return [
-        y if linear.bias is None else y + compute_dtype(linear.bias) for linear, y in zip(linears, outputs, strict=True)
-    ]
+    narrow = iter(outputs[len(linears) :])
+    products = []
+    for linear, product in zip(linears, outputs, strict=False):
+        y = linear.adapted(product, next(narrow)) if isinstance(linear, LoraLinear) else product
+        products.append(y if linear.bias is None else y + compute_dtype(linear.bias))
+    return products
 
 
 def row_linear(x: Tensor, linear: nn.Linear, parallel: Parallel) -> Tensor:
@@ -56,7 +61,10 @@ def row_linear(x: Tensor, linear: nn.Linear, parallel: Parallel) -> Tensor:
     """
     if parallel.tp.size == 1:
         return linear(x)  # type: ignore[no-any-return]
-    y = _reduced(functional.linear(x, linear.weight), parallel)
+    product = functional.linear(x, linear.weight)
+    if isinstance(linear, LoraLinear):
+        product = linear.adapted(product, linear.lora_a(x))
+    y = _reduced(product, parallel)
     return y if linear.bias is None else y + compute_dtype(linear.bias)
 
 
@@ -127,21 +135,32 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _GatheredLinears(torch.autograd.Function):
-    """Products of all tokens with weights, of which only the own tokens are kept; backward gathers them again."""
+    """Products of all tokens with weights, of which only the own tokens are kept; backward gathers them again.
+
+    Where all weights are frozen it does neither.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Peers, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.tp = tp
-        ctx.save_for_backward(x, *weights)
+        needs_x, _, *needed = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(needed) else None, *(weights if needs_x else ()))
         gathered = tp.all_gather(x, _TOKENS)
         return tuple(functional.linear(gathered, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathered = ctx.tp.all_gather(x, _TOKENS)
-        grad_weights = [grad.flatten(0, -2).T @ gathered.flatten(0, -2) for grad in grad_outputs]
-        del gathered
+        needs_x, _, *needed = ctx.needs_input_grad
+        grad_weights: list[Tensor | None] = [None] * len(needed)
+        if any(needed):
+            gathered = ctx.tp.all_gather(x, _TOKENS)
+            for index, grad in enumerate(grad_outputs):
+                if needed[index]:
+                    grad_weights[index] = grad.flatten(0, -2).T @ gathered.flatten(0, -2)
+            del gathered
+        if not needs_x:
+            return None, None, *grad_weights
         grad_x = grad_outputs[0] @ weights[0]
         for grad, weight in zip(grad_outputs[1:], weights[1:], strict=True):
             grad_x += grad @ weight

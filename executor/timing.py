@@ -19,6 +19,7 @@ TIMED_DTYPES: dict[TimedDtype, torch.dtype] = {
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # all but the linear layers of blocks
 }
 _P10_TO_P90 = 2.563  # of a normal distribution, in standard deviations
 

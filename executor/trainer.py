@@ -9,20 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.activation_offload import ActivationOffload
 from executor.data import input_shape, model_batch
 from executor.ddp import wrap_ddp
 from executor.fsdp import shard_stage
 from executor.groups import Groups
+from executor.host_link import HostLink
 from executor.loop import LoopEngine
+from executor.lora import trained_parameters
 from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
 from executor.moe import SeparateOptimizers, average_expert_gradients, check_places, expert_parameters
 from executor.parallel import Parallel, Peers, partial_parameters, sum_partial_gradients
-from executor.precision import Autocast, compute_dtype, weight_dtype
+from executor.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.recorder import Recorder
+from executor.streamed_optimizer import StreamedOptimizer, by_layer
 from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
 from simplan.program.job import Job
+from simplan.program.offload import backward_follows
+from simplan.spec.layer import LayerKind
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import RankMapping
 
@@ -71,11 +77,17 @@ class Trainer:
         self._optim_action = row[-1]
         assert self._optim_action.kind is ActionKind.OPTIM
 
+        self._rank, self._link = rank, HostLink(device)
         self.stages: dict[int, Stage] = {}
         for index in sorted({action.stage for action in row}):
             self.stages[index] = self._build_stage(index)
+        if plan.offload_activations:
+            blocks = {i for i, layer in enumerate(job.model.layers) if layer.kind is LayerKind.BLOCK}
+            offload = ActivationOffload(self._link, recorder, rank, blocks, backward_follows(row))
+            for stage in self.stages.values():
+                stage.around_layers = offload.forward
         self._tied = self._tied_weights()
-        parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+        parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self.optimizer = self._make_optimizer(parameters)
@@ -151,6 +163,8 @@ class Trainer:
             job.seed,
             self._parallel,
             plan.recompute,
+            fp8=computes_in_fp8(job),
+            frozen_dtype=compute_dtype(job),
         )
         if plan.shards_parameters:
             assert self._groups.shard is not None
@@ -169,11 +183,17 @@ class Trainer:
 
     def _make_optimizer(
         self, parameters: list[nn.Parameter]
-    ) -> torch.optim.Optimizer | ShardedOptimizer | SeparateOptimizers:
-        def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
+    ) -> torch.optim.Optimizer | StreamedOptimizer | ShardedOptimizer | SeparateOptimizers:
+        def make_whole(some: list[nn.Parameter]) -> torch.optim.Optimizer:
             return make_optimizer(self._job.training.optimizer, some)
 
-        def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
+        def make(some: list[nn.Parameter]) -> torch.optim.Optimizer | StreamedOptimizer:
+            if not self._job.plan.offload_optimizer:
+                return make_whole(some)
+            layers = [layer for stage in self.stages.values() for layer in stage.layers.values()]
+            return StreamedOptimizer(by_layer(some, layers), make_whole, self._link, self._recorder, self._rank)
+
+        def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | StreamedOptimizer | ShardedOptimizer:
             if not plan.shards_optimizer_only:
                 return make(some)
             assert self._groups.shard is not None
@@ -193,7 +213,7 @@ class Trainer:
             return stage
         module: nn.Module = stage
         if dtype is not None:
-            module = Autocast(stage, dtype, self._device.type)
+            module = Autocast(stage, dtype, self._device.type, keeps_copies=not job.plan.offload_activations)
         if self._groups.dp is not None:
             experts = expert_parameters(stage, job.model, job.plan.shard)
             module = wrap_ddp(module, self._groups.dp, job.plan.bucket_bytes, self._recorder, experts)
@@ -221,7 +241,8 @@ class Trainer:
 
         job, plan, model = self._job, self._job.plan, self._job.model
         computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
-        residual = computed if plan.shards_parameters else kept  # autocast keeps the residual stream in fp32
+        # autocast keeps the residual stream in fp32, but for that of a frozen embedding, which is not
+        residual = computed if plan.shards_parameters or model.lora_rank else kept
         layers, boundaries = model.layers_of(plan.shard), job.boundaries
 
         def between(boundary: int) -> list[Boundary]:
@@ -260,7 +281,7 @@ class Trainer:
         """This rank's copies of a weight that the first and the last stage share: both where it has both, else one."""
         last = self._job.plan.num_stages - 1
         ends = [stage for index, stage in self.stages.items() if index in (0, last)]
-        if not self._job.model.tied_embeddings or last == 0:
+        if not self._job.model.tied_embeddings or self._job.model.lora_rank or last == 0:
             return []
         names = ("wte.weight", "lm_head.weight")
         return [p for stage in ends for name, p in stage.named_parameters() if name.endswith(names)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from executor.groups import Group
 from executor.recorder import Recorder
+from executor.streamed_optimizer import StreamedOptimizer
 from simplan.program.partition_states import partition_states
 
 __all__ = ["ShardedOptimizer"]
@@ -32,7 +33,7 @@ class ShardedOptimizer:
         self,
         parameters: Sequence[nn.Parameter],
         group: Group,
-        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer | StreamedOptimizer],
         recorder: Recorder,
     ) -> None:
         self._parameters = list(parameters)

@@ -251,6 +251,8 @@ class _Builder:
             level.key = None
 
     def _set_key(self, level: _Open, key: Any, place: Place) -> None:
+        if isinstance(key, int) and not isinstance(key, bool):
+            key = str(key)  # as JSON has it
         if not isinstance(key, str):
             shown = "null" if key is None else repr(key) if not isinstance(key, dict | list) else "a list or mapping"
             self._refuse(place, f"the key {shown} is not text", "write a word, or put it in quotes")

@@ -25,6 +25,7 @@ __all__ = [
     "parse_model",
     "read_json",
     "read_model",
+    "read_text",
     "read_yaml",
     "write_json",
     "write_model",
@@ -44,7 +45,7 @@ def read_yaml(path: str | Path) -> Document:
         SpecError: The file cannot be read, is not UTF-8 text, is not YAML, or exceeds a limit (4 MiB, 40 levels,
             300,000 values with aliases written out).
     """
-    return parse_yaml(_read_text(Path(path), MAX_YAML_BYTES), str(path))
+    return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
 
 
 def read_json(path: str | Path, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def read_json(path: str | Path, *, schema_version: int | None = None, kind: str 
         SpecError: The file cannot be read, is not JSON, holds NaN or infinity, or is of another kind or version.
     """
     file = str(path)
-    text = _read_text(Path(path), MAX_JSON_BYTES)
+    text = read_text(path, MAX_JSON_BYTES)
     try:
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
@@ -133,9 +134,13 @@ def _check_header(data: dict[str, Any], key: str, wanted: object, file: str) -> 
     raise SpecError(Problem(field=key, value=render_value(data[key]), rule=rule), file=file)
 
 
-def _read_text(path: Path, max_bytes: int) -> str:
-    """The whole file as UTF-8 text."""
-    file = str(path)
+def read_text(path: str | Path, max_bytes: int) -> str:
+    """The whole file as UTF-8 text.
+
+    Raises:
+        SpecError: It cannot be read, is not UTF-8 text, or is larger than ``max_bytes``.
+    """
+    path, file = Path(path), str(path)
 
     def refuse(rule: str, fix: str = "") -> SpecError:
         return SpecError(Problem(field="", rule=rule, fix=fix), file=file)

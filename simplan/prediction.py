@@ -32,6 +32,7 @@ class RankMemory:
         device_bytes: On the device: reserved plus context.
         peak_action: The action during which the peak occurs, text form; empty for the time between steps.
         activations_in_flight: Most microbatches whose activations were alive at once, by stage.
+        host_bytes: Most bytes in memory of the host, of what is offloaded; on a CPU they are device memory as well.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankMemory:
     device_bytes: int
     peak_action: str
     activations_in_flight: dict[int, int]
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Prediction:
         fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
         memory: Per rank.
         splits: Per rank, in the order of ``memory``.
-        tokens_per_s_per_device: Throughput; 0 for a model of images that has no tokens.
+        tokens_per_s_per_device: Throughput, padding of packed sequences included; 0 for a model of images that has no
+            tokens.
         mfu: Model FLOPs utilization, causal attention counted half; None when the peak is unknown.
         mfu_full_attention: The same with full attention counted (PaLM, most papers).
         hfu: As ``mfu``, recomputed FLOPs counted.
@@ -123,9 +126,30 @@ class Prediction:
         return next(m for m in self.memory if m.rank == self.worst_rank)
 
     @property
+    def worst_host_bytes(self) -> int:
+        """What is offloaded to the memory of one node, by all its ranks together, where it is most."""
+        totals: dict[int, int] = {}
+        for memory in self.memory:
+            node = self.cluster.node_of(memory.rank)
+            totals[node] = totals.get(node, 0) + memory.host_bytes
+        return max(totals.values())
+
+    @property
+    def host_fits(self) -> bool | None:
+        """Whether what is offloaded is within the memory of every node; None when that is unknown."""
+        capacity = self.cluster.host_memory_bytes
+        return None if capacity is None else self.worst_host_bytes <= capacity
+
+    @property
     def samples_per_s_per_device(self) -> float:
         """Throughput in sequences or images."""
         return self.training.global_batch_size / self.step_time_s / self.cluster.num_devices
+
+    @property
+    def document_tokens_per_s_per_device(self) -> float:
+        """Throughput in tokens of documents, padding left out."""
+        packs = self.model.packs
+        return self.tokens_per_s_per_device * (self.model.document_share if packs is None else packs.document_share)
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as the JSON document the command line prints and files hold."""
@@ -143,6 +167,8 @@ class Prediction:
             },
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": self.num_microbatches,
+            "num_parameters": self.model.num_parameters,
+            "num_trained_parameters": self.model.num_trained_parameters,
             "table": format_table(self.table),
             "step_time_s": self.step_time_s,
             "step_time_interval_s": list(self.step_time_interval_s),
@@ -155,8 +181,15 @@ class Prediction:
                 "reserved": worst.reserved_bytes / GIB,
                 "device": worst.device_bytes / GIB,
             },
+            "host_memory_gib": {
+                "rank": max(memory.host_bytes for memory in self.memory) / GIB,
+                "node": self.worst_host_bytes / GIB,
+                "capacity": None if (host := self.cluster.host_memory_bytes) is None else host / GIB,
+            },
+            "host_fits": self.host_fits,
             "worst_rank": self.worst_rank,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "document_tokens_per_s_per_device": self.document_tokens_per_s_per_device,
             "samples_per_s_per_device": self.samples_per_s_per_device,
             "mfu": self.mfu,
             "mfu_full_attention": self.mfu_full_attention,
@@ -178,6 +211,7 @@ class Prediction:
                         "reserved": memory.reserved_bytes / GIB,
                         "device": memory.device_bytes / GIB,
                     },
+                    "host_memory_gib": memory.host_bytes / GIB,
                     "peak_action": memory.peak_action,
                     "activations_in_flight": {str(k): v for k, v in memory.activations_in_flight.items()},
                 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,10 +11,22 @@ import pytest
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
+from simplan.sim.compiled import compile_program
+from simplan.sim.engine import simulate
+from simplan.sim.memory import memory_peak, peak_position
+from simplan.sim.memory_arrays import memory_peaks
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.plan import ParallelPlan
 
-__all__ = ["check_bytes", "check_memory", "check_prediction", "check_reductions", "check_same", "check_times"]
+__all__ = [
+    "check_bytes",
+    "check_engines",
+    "check_memory",
+    "check_prediction",
+    "check_reductions",
+    "check_same",
+    "check_times",
+]
 
 _GRADIENT_BYTES = 4  # torch's, in every precision
 _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
@@ -114,6 +127,24 @@ def check_times(simulated: Simulated) -> None:
             assert end_s[before] <= start_s[after], (program.ops[before], program.ops[after])
     for indices in program.meetings.values():
         assert len({(start_s[index], end_s[index]) for index in indices}) == 1, program.ops[indices[0]]
+
+
+def check_engines(program: Program, durations_s: Sequence[float]) -> None:
+    """Compiled is as simulated: the times of all operations to the last bit, and every rank's peak of memory.
+
+    Args:
+        program: A static one.
+        durations_s: Of its operations.
+    """
+    times = simulate(program, durations_s)
+    compiled = compile_program(program)
+    assert compiled.times(durations_s) == times
+    assert compiled.step_times_s([durations_s, durations_s]) == [times.step_time_s] * 2
+    peaks = memory_peaks(program)
+    assert tuple(peaks.ranks) == program.ranks
+    for rank, position, by_category in zip(program.ranks, peaks.position, peaks.by_category, strict=True):
+        assert position == peak_position(program, rank)
+        assert list(by_category) == list(memory_peak(program, rank).by_category.values())
 
 
 def check_prediction(prediction: Prediction) -> None:

@@ -131,7 +131,16 @@ def test_files_are_small(path: Path) -> None:
 
 def test_import_simplan_brings_no_torch_and_no_rich() -> None:
     program = (
-        "import sys, simplan.cli; print(*sorted({'torch', 'rich', 'numpy', 'simpy', 'executor'} & set(sys.modules)))"
+        "import sys, simplan.cli; "
+        "print(*sorted({'torch', 'rich', 'numpy', 'numba', 'simpy', 'executor'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.split() == []
+
+
+@pytest.mark.parametrize("run", ["None", "main(['--help'])", "main(['predict', 'scenarios/1f1b.yaml'])"])
+def test_small_commands_bring_no_numba(run: str) -> None:
+    """Its import takes longer than they do."""
+    program = f"import sys; from simplan.cli import main; {run}; print('numba' in sys.modules, file=sys.stderr)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stderr.split() == ["False"]

@@ -1,4 +1,4 @@
-"""Folded and unfolded Programs of every scenario that is small enough: one step time, and one memory of all ranks."""
+"""Every scenario: folded as unfolded if that is small enough, one step time and one memory; compiled as simulated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from simplan.cli.execute import predict_scenario
+from simplan.cost.pricing import price_program
 from simplan.predict import build_program, cost_model, simulate_program
 from simplan.scenario import load_scenario
 from simplan.sim.memory import memory_peak
+from tests.laws import check_engines
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.yaml"))
 MOST_OPERATIONS = 40_000
@@ -28,3 +30,12 @@ def test_folded_is_unfolded(file: Path) -> None:
     assert prediction.step_time_s == pytest.approx(times.step_time_s, rel=1e-9)
     for rank, memory in enumerate(prediction.memory):
         assert memory_peak(whole, rank).total_bytes == memory.allocated_bytes
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
+def test_compiled_is_simulated(file: Path, level: int) -> None:
+    scenario = load_scenario(file)
+    program = build_program(predict_scenario(scenario, None), level=level)
+    asked = (scenario.cluster, scenario.training, scenario.plan, scenario.software)
+    check_engines(program, price_program(program, cost_model(*asked, None)).durations_s)

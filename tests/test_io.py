@@ -113,7 +113,7 @@ def test_the_growth_limit_counts_what_aliases_repeat() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("1: a", "f:1:1: the key 1 is not text; write a word, or put it in quotes"),
+        ("1.5: a", "f:1:1: the key 1.5 is not text; write a word, or put it in quotes"),
         ("null: a", "f:1:1: the key null is not text; write a word, or put it in quotes"),
         ("? [a]\n: b", "f:1:3: a key must be text, not a list or a mapping; write key: value"),
         ("a: *b", "f:1:4: the alias *b repeats nothing above it; define &b first"),

@@ -19,6 +19,7 @@ from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.training import TrainingSpec
 from tests.laws import (
     check_bytes,
+    check_engines,
     check_memory,
     check_prediction,
     check_reductions,
@@ -106,6 +107,7 @@ def keeps_the_laws(model: ModelSpec, cluster: str, devices: int, training: Train
         simulated = simulate_program(made, cost, found)
         check_memory(made)
         check_times(simulated)
+        check_engines(made, simulated.pricing.durations_s)
         return simulated
 
     folding = folding_of(model, plan, found)

@@ -79,7 +79,8 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
         calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=plan.num_devices, mixed=shape.mixed
     )
     keys = {layer.key for layer in shape.model.layers_of(shape.shard)}
-    return cost.covers(keys, shape.microbatch_size, kinds_needed(plan, scenario.model))
+    kinds = kinds_needed(plan, scenario.model)
+    return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
 def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float) -> list[CalibrationRequest]:
@@ -97,6 +98,7 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
         return [CalibrationRequest(shapes=(), num_ranks=num_ranks or 2, budget_s=budget_s)]
     shapes: dict[int, dict[str, ShapeRequest]] = defaultdict(dict)
     kinds: dict[int, set[CollectiveKind]] = defaultdict(set)
+    copies: set[int] = set()
     for scenario in scenarios:
         if num_ranks is None and not is_needed(scenario):
             rule = f"is not the CPU ranks of {THIS_MACHINE}, so the number of ranks to time here is unknown"
@@ -105,12 +107,15 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
         ranks, shape = num_ranks or scenario.plan.num_devices, _shape(scenario)
         shapes[ranks][shape.model_dump_json()] = shape
         kinds[ranks] |= kinds_needed(scenario.plan, scenario.model)
+        if _copies_to_host(scenario):
+            copies.add(ranks)
     return [
         CalibrationRequest(
             shapes=tuple(found.values()),
             num_ranks=ranks,
             budget_s=budget_s / len(shapes),
             communication=tuple(sorted(kinds[ranks])),
+            host_copies=ranks in copies,
         )
         for ranks, found in shapes.items()
     ]
@@ -155,12 +160,16 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = Q
     return measure(requests_for(missing, None, budget_s), file) if missing else calibration
 
 
+def _copies_to_host(scenario: Scenario) -> bool:
+    return scenario.plan.offload_optimizer or scenario.plan.offload_activations
+
+
 def _shape(scenario: Scenario) -> ShapeRequest:
     training, plan = scenario.training, scenario.plan
     precision = training.precision
-    if precision not in ("fp32", "tf32", "bf16"):
+    if precision not in ("fp32", "tf32", "bf16", "fp8"):
         problem = Problem(
-            field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32 or bf16"
+            field="training.precision", value=precision, rule="cannot be timed here yet", fix="use fp32, bf16 or fp8"
         )
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(

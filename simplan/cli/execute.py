@@ -134,9 +134,9 @@ def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job
                 field="cluster.device", value=device.id, rule="cannot be run: the executor drives CPUs and CUDA GPUs"
             )
         )
-    if precision not in ("fp32", "tf32", "bf16"):
-        rule = "cannot be run yet: the executor has no loss scaling and no narrower formats"
-        problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16 or fp32"))
+    if precision not in ("fp32", "tf32", "bf16", "fp8"):
+        rule = "cannot be run yet: the executor has no loss scaling, and of narrower formats only fp8"
+        problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16, fp8 or fp32"))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
     return job_of(

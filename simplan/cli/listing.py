@@ -143,7 +143,7 @@ def _software() -> list[Row]:
     return [
         {
             "name": software.id,
-            "precisions": ", ".join(software.state_bytes),
+            "precisions": ", ".join([*software.state_bytes, *software.low_precision]),
             "gradient bucket": format_bytes(software.bucket_bytes),
             "buckets overlap backward": "yes" if software.grad_overlap else "no",
         }

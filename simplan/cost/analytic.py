@@ -5,7 +5,8 @@ from __future__ import annotations
 from simplan.cost.base import Price
 from simplan.cost.collectives import message_price
 from simplan.cost.compute import Roofline
-from simplan.program.program import LayerWork, Message
+from simplan.cost.host_link import host_copy_price
+from simplan.program.program import HostCopy, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec
 
 __all__ = ["AnalyticCost"]
@@ -30,3 +31,7 @@ class AnalyticCost:
     def message(self, message: Message) -> Price:
         """See ``CostModel``."""
         return message_price(message, self._cluster)
+
+    def host_copy(self, copy: HostCopy) -> Price:
+        """See ``CostModel``."""
+        return host_copy_price(copy, self._cluster)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from simplan.program.program import LayerWork, Message
+from simplan.program.program import HostCopy, LayerWork, Message
 
 __all__ = ["CostModel", "Price", "Provenance"]
 
@@ -46,4 +46,8 @@ class CostModel(Protocol):
 
     def message(self, message: Message) -> Price:
         """Time of a collective or a send once all its members are ready."""
+        ...
+
+    def host_copy(self, copy: HostCopy) -> Price:
+        """Time of a copy between a device and its host."""
         ...

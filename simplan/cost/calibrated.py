@@ -6,11 +6,19 @@ import statistics
 from collections.abc import Collection, Sequence
 
 from simplan.cost.base import Price, Provenance
-from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample, way_of_mixing
+from simplan.cost.calibration import (
+    Calibration,
+    CommunicationTiming,
+    HostCopyTiming,
+    LayerTiming,
+    Mixed,
+    Sample,
+    way_of_mixing,
+)
 from simplan.cost.collectives import bus_factor
 from simplan.cost.kernel_weights import weight_share
 from simplan.errors import Problem, SpecError
-from simplan.program.program import LayerWork, Message, Phase
+from simplan.program.program import HostCopy, LayerWork, Message, Phase
 from simplan.spec.layer import CollectiveKind
 from simplan.units import format_bytes, format_time
 
@@ -49,14 +57,24 @@ class CalibratedCost:
             and timing.mixed == way_of_mixing(dtype, sharded=mixed == "cast")
         }
 
-    def covers(self, layer_keys: Collection[str], microbatch_size: int, kinds: Collection[CollectiveKind] = ()) -> bool:
+    def covers(
+        self,
+        layer_keys: Collection[str],
+        microbatch_size: int,
+        kinds: Collection[CollectiveKind] = (),
+        *,
+        host_copies: bool = False,
+    ) -> bool:
         """Whether all of this was timed with so many ranks on the machine.
 
         Args:
             layer_keys: Layers.
             microbatch_size: Sequences.
             kinds: Ways in which bytes move (``simplan.cost.kinds``).
+            host_copies: Whether bytes move between device and host.
         """
+        if host_copies and not self._host_copies():
+            return False
         timed = {t.kind for t in self._calibration.communication if t.world_size == self._num_ranks}
         return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
 
@@ -76,7 +94,8 @@ class CalibratedCost:
         if sample is None:
             return Price(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
         if work.phase in _OF_PARAMETERS:
-            factor = work.num_parameters / work.layer.num_parameters
+            timed = work.layer.num_parameters if work.phase is Phase.GATHER_COPY else work.layer.num_trained
+            factor = work.num_parameters / (timed or 1)
         else:
             factor *= weight_share(work)
         std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5
@@ -152,6 +171,32 @@ class CalibratedCost:
             f"{format_bytes(curve[0].num_bytes)} and {format_bytes(curve[-1].num_bytes)}",
         )
 
+    def host_copy(self, copy: HostCopy) -> Price:
+        """See ``CostModel``.
+
+        Raises:
+            SpecError: No such copy was timed with so many ranks.
+        """
+        curve = self._host_copies()
+        if not curve:
+            rule = f"has no timing of copies between device and host on {self._num_ranks} ranks"
+            fix = "run `simplan calibrate SCENARIO` with this scenario"
+            raise SpecError(Problem(field="calibration", rule=rule, fix=fix))
+        seconds, inside = _interpolate(curve, copy.num_bytes)
+        spread = statistics.median(t.seconds.round_std for t in curve)
+        return Price(
+            seconds / self._crowding(self._num_ranks, 1),
+            Provenance.CALIBRATED if inside else Provenance.EXTRAPOLATED,
+            (spread**2 + (0.1 if inside else _EXTRAPOLATED_STD) ** 2) ** 0.5,
+            f"copy of {format_bytes(copy.num_bytes)}, between timed sizes {format_bytes(curve[0].num_bytes)} and "
+            f"{format_bytes(curve[-1].num_bytes)}",
+        )
+
+    def _host_copies(self) -> list[HostCopyTiming]:
+        """Timings with as many ranks, smallest first."""
+        found = (t for t in self._calibration.host_copies if t.world_size == self._num_ranks)
+        return sorted(found, key=lambda timing: timing.num_bytes)
+
 
 def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
     """None for nothing to do: where the input has no gradient, the whole backward is in its second part."""
@@ -168,7 +213,7 @@ def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
     }[phase]
 
 
-def _interpolate(curve: Sequence[CommunicationTiming], num_bytes: int) -> tuple[float, bool]:
+def _interpolate(curve: Sequence[CommunicationTiming | HostCopyTiming], num_bytes: int) -> tuple[float, bool]:
     """Time of a message between timed sizes, linear in bytes; beyond the largest along the last slope."""
     first, last = curve[0], curve[-1]
     if num_bytes <= first.num_bytes or len(curve) == 1:

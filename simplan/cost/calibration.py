@@ -19,6 +19,7 @@ __all__ = [
     "Calibration",
     "CalibrationRequest",
     "CommunicationTiming",
+    "HostCopyTiming",
     "LayerTiming",
     "MatmulTiming",
     "Mixed",
@@ -28,7 +29,7 @@ __all__ = [
     "way_of_mixing",
 ]
 
-TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Mixed = Literal["autocast", "cast"]
 """How half precision comes about: fp32 weights under torch.autocast, or weights cast to it, as FSDP gathers them."""
 
@@ -44,7 +45,7 @@ def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
         dtype: Precision of the run.
         sharded: FSDP shards the parameters.
     """
-    return "cast" if sharded and dtype in ("bf16", "fp16") else "autocast"
+    return "cast" if sharded and dtype in ("bf16", "fp16", "fp8") else "autocast"
 
 
 class Sample(Spec):
@@ -136,6 +137,19 @@ class CommunicationTiming(Spec):
     seconds: Sample
 
 
+class HostCopyTiming(Spec):
+    """A copy from the device to its host, which on a CPU is one from memory to memory.
+
+    Attributes:
+        world_size: Ranks on the machine, all copying at the same time.
+        num_bytes: Of the tensor.
+    """
+
+    world_size: Count
+    num_bytes: Count
+    seconds: Sample
+
+
 class ShapeRequest(Spec):
     """A model whose layers are to be timed at one microbatch size.
 
@@ -166,6 +180,7 @@ class CalibrationRequest(Spec):
         budget_s: Time to spend on the measurements, start-up excluded.
         communication: Kinds of collectives and messages to time too.
         matmuls: Time a grid of matrix products too.
+        host_copies: Time copies between device and host too.
     """
 
     schema_version: Literal[1] = 1
@@ -175,6 +190,7 @@ class CalibrationRequest(Spec):
     budget_s: Positive = 60.0
     communication: tuple[CollectiveKind, ...] = (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND)
     matmuls: bool = True
+    host_copies: bool = False
 
 
 class Calibration(Spec):
@@ -188,7 +204,7 @@ class Calibration(Spec):
         memory_bytes: Memory of the machine (CPU) or of one device (GPU).
         context_bytes: What a rank takes of it before it holds a tensor: the program (CPU) or the driver's context,
             and the communication library.
-        layers, matmuls, communication: The timings.
+        layers, matmuls, communication, host_copies: The timings.
     """
 
     schema_version: Literal[1] = 1
@@ -201,6 +217,7 @@ class Calibration(Spec):
     layers: tuple[LayerTiming, ...] = ()
     matmuls: tuple[MatmulTiming, ...] = ()
     communication: tuple[CommunicationTiming, ...] = ()
+    host_copies: tuple[HostCopyTiming, ...] = ()
 
     def merged(self, newer: Calibration) -> Calibration:
         """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts.
@@ -217,6 +234,7 @@ class Calibration(Spec):
                 "layers": _merge(self.layers, newer.layers, layer_values),
                 "matmuls": _merge(self.matmuls, newer.matmuls, seconds),
                 "communication": _merge(self.communication, newer.communication, seconds),
+                "host_copies": _merge(self.host_copies, newer.host_copies, seconds),
             }
         )
 

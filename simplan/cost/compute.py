@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simplan.cost.base import Price, Provenance
+from simplan.cost.low_precision import LinearCost, LinearRates
 from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.hardware import DeviceSpec
-from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
+from simplan.spec.low_precision import linears
 from simplan.spec.software import StateBytes
 from simplan.spec.training import Precision
-from simplan.units import format_count, format_flop_per_s, format_rate
+from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
 __all__ = ["Roofline", "roofline"]
 
@@ -20,13 +22,13 @@ _MATMUL_SHARE_OF_PEAK = 0.77  # where no matmul ceiling was published: the media
 _ATTENTION_SHARE_OF_MATMUL = 0.6  # FlashAttention-2 forward against cuBLAS on A100 (Dao 2023, figure 5)
 _BANDWIDTH_SHARE = 0.85  # of the datasheet, for streaming kernels (STREAM-like tests on A100 and H100)
 _LAUNCH_S = 5e-6  # a kernel launched alone takes no less on any recent GPU
-_BACKWARD_GEMMS = 2  # gradients of input and weight
 _BACKWARD_ATTENTION = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
 _BACKWARD_POINTWISE = 2
 _BACKWARD_EAGER = 2  # four products against two, and as many more passes over the scores
 _SCORE_PASSES = 6  # scores are written, read and written with a bias, read by the softmax; weights written and read
 _SOFTMAX_BYTES = 8  # the softmax in fp32, written and read
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+_BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
@@ -42,7 +44,9 @@ class Roofline:
         bytes_per_s: What streaming kernels reach.
         state: Element widths.
         optimizer: Which optimizer.
-        provenance: Of the matmul rate.
+        provenance: Of the matmul rates.
+        linear_flop_per_s: What large products of the linear layers reach where ``state.linear`` says that they are in a
+            lower precision; 0 where they are not.
     """
 
     matmul_flop_per_s: float
@@ -50,6 +54,7 @@ class Roofline:
     state: StateBytes
     optimizer: str
     provenance: Provenance
+    linear_flop_per_s: float = 0.0
 
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run of max(FLOPs / rate, bytes / bandwidth, launch).
@@ -74,22 +79,51 @@ class Roofline:
             kernels = [kernel for kernel in kernels if kernel in weighted]
         elif work.phase is Phase.BACKWARD_INPUT:
             kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
-        flops = sum(kernel.computed_flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
+        if work.phase in _BACKWARD:
+            kernels = [kernel for kernel in kernels if has_backward(kernel)]
+        low = linears(work.layer) if self.state.linear is not None else []
+        linear = LinearCost()
+        for kernel in kernels:
+            if kernel in low:
+                linear = linear.plus(self._linear_rates.cost(kernel, work.microbatch_size, work.phase))
+        wide = [kernel for kernel in kernels if kernel not in low]
+        flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
+        flops *= work.microbatch_size
+        wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
         return Price(
-            sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in kernels),
+            wide_s + linear.products_s + linear.casts_s,
             self.provenance,
             _RELATIVE_STD[self.provenance],
-            self._formula(len(kernels), flops * work.microbatch_size * (2 if work.phase is Phase.BACKWARD else 1)),
+            self._formula(len(kernels), flops + linear.wide_flops, linear),
         )
 
-    def _formula(self, num_kernels: int, flops: int) -> str:
-        counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
-        if not flops:
-            return f"{counted} at {format_rate(self.bytes_per_s)}"
-        return (
-            f"{counted}, {format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmul_flop_per_s)}, "
-            f"the rest at {format_rate(self.bytes_per_s)}"
+    @property
+    def _linear_rates(self) -> LinearRates:
+        assert self.state.linear is not None
+        return LinearRates(
+            self.state.linear,
+            self.state,
+            self.linear_flop_per_s,
+            self.matmul_flop_per_s,
+            self.bytes_per_s,
+            _LAUNCH_S,
         )
+
+    def _formula(self, num_kernels: int, flops: int, linear: LinearCost) -> str:
+        counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
+        if not flops and not linear.flops:
+            return f"{counted} at {format_rate(self.bytes_per_s)}"
+        found = [counted]
+        if linear.flops:
+            assert self.state.linear is not None
+            precision, rate = self.state.linear.precision, format_flop_per_s(self.linear_flop_per_s)
+            found.append(f"{format_count(linear.flops)} FLOPs in {precision} at up to {rate}")
+            moved = f"{format_bytes(linear.cast_bytes)} of {linear.num_casts} casts to {precision}"
+            found.append(f"{moved} in {format_time(linear.casts_s)}")
+        if flops:
+            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmul_flop_per_s)}")
+        found.append(f"the rest at {format_rate(self.bytes_per_s)}")
+        return ", ".join(found)
 
     def _streamed_bytes(self, phase: Phase) -> int:
         """Bytes read and written for each parameter; 0 for phases that run kernels."""
@@ -110,14 +144,15 @@ class Roofline:
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
                 elements = b * (m * n + kernel.input_elements) + kernel.weight_elements
                 byte_s = elements * width / self.bytes_per_s
-                return max(flop_s, byte_s, _LAUNCH_S) * (_BACKWARD_GEMMS if phase is Phase.BACKWARD else 1)
+                return max(flop_s, byte_s, _LAUNCH_S) * (kernel.backward_products if phase is Phase.BACKWARD else 1)
             case Attention(eager=True):  # two products, four in backward, and the scores between them
                 flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
                 byte_s = b * kernel.num_scores * (_SCORE_PASSES * width + _SOFTMAX_BYTES) / self.bytes_per_s
                 return max((flop_s + byte_s) * (_BACKWARD_EAGER if propagates else 1), _LAUNCH_S)
             case Attention():
                 rate = self.matmul_flop_per_s * _ATTENTION_SHARE_OF_MATMUL
-                return max(b * kernel.computed_flops / rate * (_BACKWARD_ATTENTION if propagates else 1), _LAUNCH_S)
+                times = b / rate * (_BACKWARD_ATTENTION if propagates else 1)
+                return sum(max(flops * times, _LAUNCH_S) for flops in kernel.calls)
             case Pointwise(reads=reads, writes=writes):
                 num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if propagates else 1)
                 return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
@@ -128,24 +163,32 @@ class Roofline:
                 raise AssertionError("an exchange is a message")
 
 
+def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
+    """What a formula says of a kernel; of attention as many products as model FLOPs count."""
+    if phase is not Phase.BACKWARD:
+        return kernel.computed_flops
+    return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)
+
+
 def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimizer: str) -> Roofline:
     """The roofline of a catalogue device.
 
     Raises:
         SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
     """
+    wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
     problems = []
-    peak = device.peak_flop_per_s.get(precision)
-    if peak is None and precision not in device.matmul_flop_per_s:
-        known = ", ".join(sorted(device.peak_flop_per_s)) or "none"
-        problems.append(
-            Problem(
-                field="training.precision",
-                value=precision,
-                rule=f"{device.id} has no published dense peak for it",
-                fix=f"known: {known}; or give cluster.device.peak_flop_per_s yourself",
+    for dtype in wanted:
+        if dtype not in device.peak_flop_per_s and dtype not in device.matmul_flop_per_s:
+            known = ", ".join(sorted(device.peak_flop_per_s)) or "none"
+            problems.append(
+                Problem(
+                    field="training.precision",
+                    value=precision,
+                    rule=f"{device.id} has no published dense peak for {'it' if dtype == precision else dtype}",
+                    fix=f"known: {known}; or give cluster.device.peak_flop_per_s yourself",
+                )
             )
-        )
     if device.memory_bandwidth_bytes_per_s is None:
         problems.append(
             Problem(
@@ -158,10 +201,20 @@ def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimi
     if problems:
         raise SpecError(problems)
     assert device.memory_bandwidth_bytes_per_s is not None
-    ceiling = device.matmul_flop_per_s.get(precision)
-    if ceiling is None:
-        assert peak is not None
-        rate, provenance = peak * _MATMUL_SHARE_OF_PEAK, Provenance.DATASHEET
-    else:
-        rate, provenance = ceiling, Provenance.PUBLISHED
-    return Roofline(rate, device.memory_bandwidth_bytes_per_s * _BANDWIDTH_SHARE, state, optimizer, provenance)
+    rates = [_matmul_rate(device, dtype) for dtype in wanted]
+    return Roofline(
+        matmul_flop_per_s=rates[0][0],
+        bytes_per_s=device.memory_bandwidth_bytes_per_s * _BANDWIDTH_SHARE,
+        state=state,
+        optimizer=optimizer,
+        provenance=rates[-1][1],
+        linear_flop_per_s=rates[1][0] if len(rates) > 1 else 0.0,
+    )
+
+
+def _matmul_rate(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
+    """What large products reach: the best that was published, else a share of the peak."""
+    ceiling = device.matmul_flop_per_s.get(dtype)
+    if ceiling is not None:
+        return ceiling, Provenance.PUBLISHED
+    return device.peak_flop_per_s[dtype] * _MATMUL_SHARE_OF_PEAK, Provenance.DATASHEET

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
-from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise, has_backward
 
 __all__ = ["weight_share"]
 
@@ -31,13 +31,17 @@ def weight_share(work: LayerWork) -> float:
 def _times(layer: LayerSpec, kernel: Kernel, phase: Phase) -> int:
     """How often a phase does what forward does of a kernel, as far as kernels differ in it.
 
-    A whole backward does all of them about twice. Of its two parts, each has one product of every matrix; gradients of
-    activations are all in the first one, and what is left for the second is to sum up what reached other weights.
+    A whole backward does all of them about twice, but of a matrix one product where its weight is frozen or its input
+    needs no gradient, and what nothing trained is below of not at all. Of its two parts, each has one product of every
+    matrix; gradients of activations are all in the first one, and what is left for the second is to sum up what
+    reached other weights.
     """
     if phase is Phase.BACKWARD_INPUT:
         return 0 if isinstance(kernel, Lookup) else 1 if isinstance(kernel, Gemm) else 2
     if phase is Phase.BACKWARD_WEIGHT:
         return int(kernel in weighted_kernels(layer))
+    if phase is Phase.BACKWARD:
+        return kernel.backward_products if isinstance(kernel, Gemm) else 2 * has_backward(kernel)
     return 1
 
 

@@ -19,7 +19,7 @@ def kinds_needed(plan: ParallelPlan, model: ModelSpec) -> frozenset[CollectiveKi
     kinds = _of_layers(plan, model) | _of_gradients(plan)
     if plan.pp > 1:
         kinds.add(CollectiveKind.SEND)
-        if model.tied_embeddings:
+        if model.tied_embeddings and not model.lora_rank:
             kinds.add(CollectiveKind.ALL_REDUCE)
     return frozenset(kinds)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simplan.cost.base import CostModel, Price
-from simplan.program.program import LayerWork, Op, Program, Work
+from simplan.program.program import HostCopy, LayerWork, Op, Program, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 
@@ -98,6 +98,8 @@ def _sum(op: Op, terms: dict[Work, PricedTerm], cost: CostModel) -> _Sum:
 def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
     if isinstance(part, LayerWork):
         return PricedTerm(_name(part), op.kind, cost.compute(part))
+    if isinstance(part, HostCopy):
+        return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", op.kind, cost.host_copy(part))
     alone = part.kind is CollectiveKind.SEND
     return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", op.kind, cost.message(part))
 

@@ -87,6 +87,9 @@ def _figures(prediction: Prediction) -> Iterator[Part]:
         found, each = prediction.tokens_per_s_per_device, f" x {model.seq_len} tokens"
     what = f"{'tokens' if each else 'images'} per second and device"
     yield Part("figures", what, found, "", f"{samples}{each} / ({step} x {devices})")
+    if (documents := prediction.document_tokens_per_s_per_device) < prediction.tokens_per_s_per_device:
+        share = f"the same x {documents / found:.4g}, the share of documents in all tokens"
+        yield Part("figures", "tokens of documents per second and device", documents, "", share)
     peak = cluster.device.peak_flop_per_s.get(training.precision)
     if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None or peak is None:
         return

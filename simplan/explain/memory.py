@@ -26,6 +26,8 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
     state = prediction.software.state(prediction.training, prediction.plan)
     resting = program.resting_bytes[rank]
     optimizer = state.optimizer_bytes(prediction.training.optimizer)
+    trained = resting[MemoryCategory.GRADIENTS] // state.gradient
+    frozen = (resting[MemoryCategory.PARAMETERS] - trained * state.parameter) // state.frozen
     widths = {
         MemoryCategory.PARAMETERS: state.parameter,
         MemoryCategory.GRADIENTS: state.gradient,
@@ -35,8 +37,16 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         if not num_bytes:
             continue
         kept = resting.get(category, 0)
-        if category in widths:
+        if category is MemoryCategory.HOST:
+            formula = "offloaded to the host, whose memory is the device's own here"
+        elif category is MemoryCategory.OPTIMIZER and prediction.plan.offload_optimizer:
+            formula = "of the layers that are updated then; the others are on the host"
+        elif category in widths:
             formula = f"{kept // widths[category]:,} parameters x {widths[category]} B"
+            if frozen and category is MemoryCategory.PARAMETERS:
+                formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
+            elif frozen:
+                formula = f"{kept // widths[category]:,} parameters trained x {widths[category]} B"
             if prediction.plan.shards_parameters:
                 formula += f" (one of {prediction.plan.dp_shard * prediction.plan.cp} shards)"
             if num_bytes > kept:

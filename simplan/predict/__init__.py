@@ -1,17 +1,24 @@
 """One plan -> a Prediction."""
 
 from simplan.predict.build import build_program, core_use, cost_model, folding_of
+from simplan.predict.critical_path import CriticalPath, critical_path
 from simplan.predict.evaluate import predict, rank_memory
 from simplan.predict.job import job_of
+from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
 from simplan.predict.simulated import Simulated, simulate_again, simulate_program
 
 __all__ = [
+    "CriticalPath",
+    "MarginalValue",
+    "Resource",
     "Simulated",
     "build_program",
     "core_use",
     "cost_model",
+    "critical_path",
     "folding_of",
     "job_of",
+    "marginal_values",
     "predict",
     "rank_memory",
     "simulate_again",

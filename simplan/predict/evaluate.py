@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
 from simplan.cost.base import Provenance
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
-from simplan.predict.build import assign_layers, core_use, cost_model, expands_all, folding_of
+from simplan.predict.build import assign_layers, cost_model, expands_all, folding_of
+from simplan.predict.packing import attention_s, packing_assumptions
 from simplan.predict.simulated import Simulated, simulate_program
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction, RankMemory, Term
@@ -18,8 +20,9 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
-from simplan.sim.engine import CoreUse, simulate, timeline
-from simplan.sim.memory import memory_peak
+from simplan.program.uncollected import uncollected
+from simplan.sim.engine import timeline
+from simplan.sim.memory import host_peak_bytes, memory_peak
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.model import ModelSpec
@@ -36,6 +39,7 @@ _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 9
 _BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
 
 
+@uncollected()
 def predict(
     name: str,
     model: ModelSpec,
@@ -86,7 +90,7 @@ def predict(
     simulated = simulate_program(fine, cost, cluster)
     spans = timeline(fine, simulated.times)
     step_time_s = simulated.times.step_time_s
-    half_width_s = _NINE_IN_TEN * _deviation_s(simulated, core_use(fine, cluster))
+    half_width_s = _NINE_IN_TEN * _deviation_s(simulated)
 
     memory = rank_memory(fine, cluster, software, calibration)
     of_rank = spans.by_rank()
@@ -124,7 +128,15 @@ def predict(
         hfu=None if mfu is None else mfu * (1 + _recomputed_share(model, plan)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
-        assumptions=_assumptions(cluster, plan, simulated.pricing),
+        assumptions=(
+            *_assumptions(cluster, plan, simulated.pricing),
+            *packing_assumptions(
+                model,
+                plan,
+                microbatches,
+                attention_s(model, plan, assignment, table, microbatches, cost) / step_time_s,
+            ),
+        ),
     )
 
 
@@ -134,24 +146,24 @@ def _recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
     for number, layer in enumerate(model.layers_of(plan.shard)):
         kernels = recomputation(layer, plan.recompute, number - 1).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
-        total += 3 * layer.flops()
+        total += layer.flops() + layer.backward_flops()
     return again / total
 
 
-def _deviation_s(simulated: Simulated, cores: CoreUse | None) -> float:
+def _deviation_s(simulated: Simulated) -> float:
     """Standard deviation of the step time: how much it moves when costs of one source are one deviation higher.
 
     Prices of computation share their source and err together, so do those of messages; the two err independently.
     """
     program, pricing, step_time_s = simulated.program, simulated.pricing, simulated.times.step_time_s
-    variance = 0.0
-    for of_messages in {op.kind is SpanKind.COMMUNICATION for op in program.ops}:
-        moved = [
+    moved = [
+        [
             duration_s + (deviation_s if (op.kind is SpanKind.COMMUNICATION) is of_messages else 0.0)
             for op, duration_s, deviation_s in zip(program.ops, pricing.durations_s, pricing.deviations_s, strict=True)
         ]
-        variance += (simulate(program, moved, cores).step_time_s - step_time_s) ** 2
-    return float(variance**0.5)
+        for of_messages in {op.kind is SpanKind.COMMUNICATION for op in program.ops}
+    ]
+    return math.dist(simulated.engine.step_times_s(moved), [step_time_s] * len(moved))
 
 
 def rank_memory(
@@ -180,6 +192,7 @@ def rank_memory(
             device_bytes=reserved + context_bytes,
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
+            host_bytes=host_peak_bytes(program, rank),
         )
     return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
 
@@ -232,4 +245,11 @@ def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, pricing: Pricing) -> 
         found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
         found.append("links are not shared with other jobs, and flows do not slow each other down")
+    if plan.offload_optimizer or plan.offload_activations:
+        found.append(
+            "host and device are one memory here: offloading copies inside of it and saves nothing"
+            if cluster.device.kind == "cpu"
+            else "buffers on the host are pinned, every device has its host link to itself, and the memory of the host "
+            "is as fast as all links together"
+        )
     return tuple(found)

@@ -27,6 +27,6 @@ def job_of(prediction: Prediction, **options: Any) -> Job:
         "software": prediction.software,
         "boundaries": prediction.assignment.boundaries,
         "table": tuple(tuple(row) for row in format_table(prediction.table)),
-        "dtype": "fp32" if precision == "tf32" else precision,
+        "dtype": {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision),
     }
     return Job(**(fields | options))

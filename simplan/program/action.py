@@ -63,7 +63,7 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

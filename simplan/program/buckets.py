@@ -30,7 +30,8 @@ def ddp_buckets(
     After the first step DDP rebuilds its buckets in the order in which gradients became ready: a bucket takes
     gradients until it holds at least its limit; the first bucket's limit is small so that reduction starts early
     (torch/csrc/distributed/c10d/reducer.cpp, ``compute_bucket_assignment_by_size``). A weight tied to the embedding
-    of the same list is ready only with the embedding. Experts of which other ranks have others are not among them.
+    of the same list is ready only with the embedding. Experts of which other ranks have others are not among them, nor
+    are frozen weights, which ``gradient_order`` has none of.
 
     Args:
         layers: The stage's layers in forward order.

@@ -6,8 +6,10 @@ tokens take back from them. The attention and the shared expert need less than t
 
 from __future__ import annotations
 
+from simplan.program.low_precision_footprint import kept_weight_bytes
 from simplan.program.moment import Moment
 from simplan.spec.layer import Exchange, Gemm, LayerSpec
+from simplan.spec.low_precision import linears
 from simplan.spec.software import StateBytes
 
 __all__ = ["copied_weight_bytes", "expert_moments", "has_experts"]
@@ -21,8 +23,14 @@ def has_experts(layer: LayerSpec) -> bool:
 def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
     """The copy of a matrix that forward makes, in the precision of the activations, and keeps for backward.
 
-    FSDP gathers weights in that precision; experts that it leaves alone are copied.
+    FSDP gathers weights in that precision; experts that it leaves alone are copied. Frozen weights are in it already,
+    and a weight that backward makes no gradient with is not kept. Linear layers in a lower precision quantize weights
+    as they are.
     """
+    if not (kernel.trained and kernel.propagates):
+        return 0
+    if state.linear is not None and kernel in linears(layer):
+        return kept_weight_bytes(state.linear, kernel)
     spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")
     narrows = spread and state.gathered != state.parameter
     return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))

@@ -64,6 +64,8 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
 
     def tiers(group: tuple[int, ...]) -> Hashable:
         """Ranks by node, for the group on every pipeline stage."""
+        if len(group) == 1:
+            return ()
         return tuple(
             tuple(sorted(Counter(node_of(first + member) for member in group).values()))
             for first in range(0, mapping.world_size, width)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from simplan.program.adapter_footprint import adapted_moments, has_adapters
 from simplan.program.attention_footprint import eager_attention_bytes
 from simplan.program.convolution_footprint import convolution_moments, has_convolutions
 from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
+from simplan.program.low_precision_footprint import backward_moments, forward_cast_bytes
 from simplan.program.moment import Moment
 from simplan.program.norm_footprint import norm_workspace
 from simplan.program.program import MemoryCategory, MemoryEffect
@@ -83,6 +85,8 @@ def layer_footprint(
             forward, backward = _head_moments(layer, b, state)
         case LayerKind.EMBEDDING:
             forward, backward = _embedding_moments(layer, b, state)
+        case LayerKind.BLOCK if has_adapters(layer):
+            forward, backward = adapted_moments(layer, b, state, recomputation)
         case LayerKind.BLOCK if has_experts(layer):
             forward, backward = expert_moments(layer, b, state, drops=whole_again)
         case LayerKind.BLOCK:
@@ -138,20 +142,21 @@ def _block_moments(
     widened_branch = narrow + (wide if narrow < wide else 0)
     # a norm after the last sum keeps it, and its output comes when the branch is gone
     ending = output * (max(wide, widened_branch) if _keeps_sum(layer, last) else wide + widened_branch)
-    forward = max(ending, result * narrow)
+    copied, cast = copied_weight_bytes(layer, last, state), forward_cast_bytes(layer, last, b, state)
+    forward = max(ending, cast + result * narrow)
     dropped = b * _dropped_in_forward(layer, recomputation, state)
     if dropped:
-        multiplied = dropped - (writes - inner) * narrow + weight * state.weight_copy + result * narrow
+        multiplied = dropped - (writes - inner) * narrow + copied + cast + result * narrow
         forward = max(ending + output * wide, dropped, multiplied)
     narrowed = output * (narrow if narrow < wide else 0)
     incoming = b * last.m * last.n * narrow if scattered else narrowed
-    widened = weight * state.gradient if state.weight_copy else 0
-    released = weight * state.weight_copy
+    widened = weight * state.gradient if copied else 0
     incoming_gradient = output * wide - b * _kept_after(layer, last, state)
     return (Moment(forward),), (
         Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * narrow),
-        Moment(incoming_gradient + writes * narrow - released),
+        Moment(incoming_gradient + writes * narrow - copied),
         Moment(incoming_gradient, gradients=widened),
+        *backward_moments(layer, last, b, state, incoming_gradient + incoming),
         *(Moment(b * workspace) for workspace in _norms_after(layer, last, state)),
     )
 
@@ -214,8 +219,8 @@ def _head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments
     copy = logits * _LOSS_BYTES if narrow < _LOSS_BYTES else 0
     loss_gradients = Moment(logits=logits * _LOSS_BYTES * (1 if exchanges else 2))
     gone = logits * _LOSS_BYTES
-    products = [Moment(hidden * narrow, logits * narrow - gone, weight * narrow)]
-    if state.weight_copy:
+    products = [Moment(hidden * narrow, logits * narrow - gone, weight * narrow * matrix.trained)]
+    if copied_weight_bytes(layer, matrix, state):
         products.append(Moment(hidden * narrow, -gone, weight * state.gradient))
     whole = b * _input_elements(layer)
     if hidden < whole:  # gradients of all tokens after and before the norm, if any, of which the matrix uses a few
@@ -240,11 +245,11 @@ def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Mo
     if len(lookups) > 1:
         forward += output + lookups[1].rows * lookups[1].width
     forward -= b * sum(t.elements for t in layer.saved if t.residual)  # a sum that is kept for a norm
-    weight = max(p.num_elements for p in layer.parameters) * state.residual
+    weight = max((p.num_elements for p in layer.parameters if not p.frozen), default=0) * state.residual
     scattered = _scatter_elements(tokens, output, b) if output < tokens else 0
-    gradient = output + (tokens if exchanged else 0)
+    gradient = (output + (tokens if exchanged else 0)) if layer.num_trained else 0
     return (Moment(max(forward, scattered) * state.residual),), (
-        Moment(scattered * state.residual),
+        Moment(scattered * state.residual if gradient else 0),
         Moment(gradient * state.residual, gradients=weight),
     )
 
@@ -291,10 +296,19 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
     return tuple(effect for effect in effects if effect.during_bytes or effect.after_bytes)
 
 
-def owned_parameters(layers: Sequence[LayerSpec]) -> list[int]:
-    """Weights each layer of a stage brings; a head tied to an embedding of the same stage does not bring its copy."""
+def owned_parameters(layers: Sequence[LayerSpec], *, trained: bool = False) -> list[int]:
+    """Weights each layer of a stage brings; a head tied to an embedding of the same stage does not bring its copy.
+
+    Args:
+        layers: The stage.
+        trained: Only those that are not frozen.
+    """
     holds_embedding = any(layer.kind is LayerKind.EMBEDDING for layer in layers)
     return [
-        sum(p.num_elements for p in layer.parameters if not (holds_embedding and p.name in layer.tied))
+        sum(
+            p.num_elements
+            for p in layer.parameters
+            if not ((holds_embedding and p.name in layer.tied) or (trained and p.frozen))
+        )
         for layer in layers
     ]

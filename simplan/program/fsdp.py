@@ -3,14 +3,16 @@
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard and torch/distributed/pipelining/stage.py. Without a pipeline a
 unit is gathered before its forward, and, if it was resharded, before its backward, one unit ahead; its gradients are
 reduced after it. In a pipeline a whole stage is gathered at UNSHARD, its gradients add up unsharded and are reduced at
-REDUCE_GRAD.
+REDUCE_GRAD. Frozen weights are gathered as others are, and have nothing to reduce; a frozen embedding is even asked for
+in backward, which does not come to it, and let go at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.hooks import Hooks
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
 from simplan.program.stage import Stages
@@ -42,7 +44,8 @@ class FsdpHooks(Hooks):
         self._num_shards = len(self._shard_group)
         self._casts = state.gathered != state.parameter
         self._units: dict[int, tuple[Unit, ...]] = {
-            stage: units if level == 2 else (_one(units),) for stage, units in enumerate(stages.units)
+            stage: stages.units[stage] if level == 2 else (_one(stages.units[stage]),)
+            for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
         }
         self._unit_of = {stage: unit_of_layer(units) for stage, units in self._units.items()}
         self._first = {s: {unit.layers[0]: i for i, unit in enumerate(units)} for s, units in self._units.items()}
@@ -59,9 +62,15 @@ class FsdpHooks(Hooks):
         self._last_reduction: int | None = None
 
     def expands(self, action: Action) -> bool:
-        """Without a pipeline, units are gathered and reduced between layers."""
-        del action
-        return not self._in_pipeline
+        """Without a pipeline, units are gathered and reduced between layers.
+
+        In one, whole gradients pile up from layer to layer in the first backward of a stage, and in every one where
+        they come in another precision than that in which they are added up.
+        """
+        if not self._in_pipeline or self.stages.state.gathered != self.stages.state.accumulated:
+            return not self._in_pipeline or action.kind is not ActionKind.FORWARD
+        units = range(len(self._units[action.stage]))
+        return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
 
     def before_forward(self, action: Action, part: range) -> None:
         """Gathers the units that begin here."""
@@ -107,7 +116,7 @@ class FsdpHooks(Hooks):
             self._settle(action)
             return
         unit = self._units[stage][index]
-        if unit.layers[-1] not in part:
+        if unit.layers[-1] not in part or not unit.has_backward:
             return
         if self._at_head(stage, part):  # nothing is asked for before backward is through the loss
             self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
@@ -129,14 +138,11 @@ class FsdpHooks(Hooks):
         index = self._unit_of[stage][part[0]]
         if self._units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
             return
-        if self._synchronizes(action):
+        if self._synchronizes(action) and self._units[stage][index].trained:
             self._reduce_unit(action, index, made_now=True)
             return
         self._hold_gradients(action, [index])
-        self._gathered.discard((stage, index))
-        self.writer.compute(
-            action, "reshard", memory=[_free(_GATHERED, self._units[stage][index].padded * self.stages.state.gathered)]
-        )
+        self._reshard(action, [index])
 
     def after_input_gradients(self, action: Action, part: range) -> None:
         """Hooks find the gradients of the microbatch before, and widen them."""
@@ -150,13 +156,19 @@ class FsdpHooks(Hooks):
             return
         new = [index for index in self._beginning(action, part) if (stage, index) not in self._narrow]
         self._narrow |= {(stage, index) for index in new}
-        held = sum(self._units[stage][index].elements for index in new) * self.stages.state.gathered
+        held = sum(self._units[stage][index].trained for index in new) * self.stages.state.gathered
         if held:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
 
     def end_of_backward(self, action: Action) -> None:
-        """The end of backward waits for the last reduction."""
-        if not self._in_pipeline and self._synchronizes(action):
+        """The end of backward waits for the last reduction, and for what was gathered to no purpose."""
+        if self._in_pipeline:
+            return
+        for stage, index in [key for key in self._gathering if key[0] == action.stage]:
+            self.writer.block_on(self._gathering.pop((stage, index)))
+            freed = self._units[stage][index].padded * self.stages.state.gathered
+            self.writer.compute(action, "drop", memory=[_free(_BUFFERS, freed)])
+        if self._synchronizes(action):
             self._finish(action)
 
     def unshard(self, action: Action) -> None:
@@ -166,11 +178,7 @@ class FsdpHooks(Hooks):
 
     def reshard(self, action: Action) -> None:
         """Frees what is still gathered of the stage."""
-        left = [index for index in range(len(self._units[action.stage])) if (action.stage, index) in self._gathered]
-        num_bytes = sum(self._units[action.stage][index].padded for index in left) * self.stages.state.gathered
-        self._gathered -= {(action.stage, index) for index in left}
-        if num_bytes:
-            self.writer.compute(action, str(action), memory=[_free(_GATHERED, num_bytes)])
+        self._reshard(action, range(len(self._units[action.stage])), str(action))
 
     def reduce(self, action: Action) -> None:
         """In a pipeline: all units of the stage, in the order of its layers."""
@@ -178,7 +186,10 @@ class FsdpHooks(Hooks):
             return
         for index in range(len(self._units[action.stage])):
             self._widen(action, [index] if (action.stage, index) in self._narrow else [])
-            self._reduce_unit(action, index, made_now=False)
+            if self._units[action.stage][index].trained:
+                self._reduce_unit(action, index, made_now=False)
+            else:
+                self._reshard(action, [index])
         self._finish(action)
 
     def _at_head(self, stage: int, part: range) -> bool:
@@ -198,7 +209,7 @@ class FsdpHooks(Hooks):
         """Issues the all-gather of a unit."""
         state, unit = self.stages.state, self._units[action.stage][index]
         num_bytes = unit.padded * state.gathered
-        cast_bytes = num_bytes // self._num_shards if self._casts else 0
+        cast_bytes = unit.trained_padded * state.gathered // self._num_shards if self._casts else 0
         if self._host_waits and not in_background:
             waits = [self.writer.last_compute]
         gather = self.writer.collective(
@@ -240,7 +251,7 @@ class FsdpHooks(Hooks):
         if not indices:
             return
         self._narrow -= {(action.stage, index) for index in indices}
-        freed = sum(self._units[action.stage][index].elements for index in indices) * self.stages.state.gathered
+        freed = sum(self._units[action.stage][index].trained for index in indices) * self.stages.state.gathered
         self._hold_gradients(action, indices)
         self.writer.compute(action, "widen gradients", memory=[_free(_GRADIENTS, freed)])
 
@@ -249,9 +260,9 @@ class FsdpHooks(Hooks):
         state = self.stages.state
         new = [index for index in indices if (action.stage, index) not in self._accumulated]
         self._accumulated |= {(action.stage, index) for index in new}
-        held = sum(self._units[action.stage][index].elements for index in new) * state.accumulated
+        held = sum(self._units[action.stage][index].trained for index in new) * state.accumulated
         # gradients come in the precision of the weights and are widened, unit by unit
-        narrow = max(self._units[action.stage][index].elements for index in indices) * state.gathered if indices else 0
+        narrow = max(self._units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
         during = held + (narrow if state.gathered != state.accumulated else 0)
         if during:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
@@ -259,9 +270,9 @@ class FsdpHooks(Hooks):
     def _reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
         """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard."""
         state, unit, key = self.stages.state, self._units[action.stage][index], (action.stage, index)
-        whole_bytes, input_bytes = unit.elements * state.gathered, unit.padded * state.reduced
+        whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
         output_bytes = input_bytes // self._num_shards
-        held_bytes = unit.elements * state.accumulated if key in self._accumulated else 0
+        held_bytes = unit.trained * state.accumulated if key in self._accumulated else 0
         self._accumulated.discard(key)
         # new gradients of the same precision are added in place to those that are held
         adds_in_place = held_bytes > 0 and state.gathered == state.accumulated
@@ -303,6 +314,14 @@ class FsdpHooks(Hooks):
         if self._host_waits:
             self.writer.block_on(reduction)
 
+    def _reshard(self, action: Action, indices: Iterable[int], name: str = "reshard") -> None:
+        """Frees what is gathered of some units."""
+        gathered = [index for index in indices if (action.stage, index) in self._gathered]
+        self._gathered -= {(action.stage, index) for index in gathered}
+        num_bytes = sum(self._units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
+        if num_bytes:
+            self.writer.compute(action, name, memory=[_free(_GATHERED, num_bytes)])
+
     def _copied_by_gloo(self, num_bytes: int) -> int:
         """Gloo reduces a copy of the input and gathers into a copy of the output (torch's ProcessGroupGloo.cpp)."""
         return num_bytes if self._host_waits else 0
@@ -330,6 +349,7 @@ def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
     return MemoryEffect(category, -num_bytes, -num_bytes)
 
 
+@lru_cache(maxsize=256)
 def _one(units: tuple[Unit, ...]) -> Unit:
     """A whole stage as one unit, for Level 1."""
     return Unit(
@@ -337,4 +357,6 @@ def _one(units: tuple[Unit, ...]) -> Unit:
         sum(unit.elements for unit in units),
         sum(unit.padded for unit in units),
         stays=all(unit.stays for unit in units),
+        trained=sum(unit.trained for unit in units),
+        trained_padded=sum(unit.trained_padded for unit in units),
     )

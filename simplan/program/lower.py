@@ -9,12 +9,14 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.hooks import DdpHooks, Hooks
+from simplan.program.offload import ActivationOffload, LayerUpdate, stream_updates
 from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
 from simplan.program.reduction import complete_gradients
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
+from simplan.program.uncollected import uncollected
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -48,7 +50,8 @@ class Lowering:
         folding: Which ranks are written out; None for all.
         expand_all: At Level 2, expand also the actions between whose layers nothing can be overlapped. Without, their
             layers are one operation and their exchanges another; the step takes the same time. For large Programs.
-        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs).
+        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs), and
+            for copies between memory of the host and of the device, which are one.
     """
 
     level: int = 2
@@ -57,6 +60,7 @@ class Lowering:
     host_waits: bool = False
 
 
+@uncollected()
 def lower(
     model: ModelSpec,
     training: TrainingSpec,
@@ -89,24 +93,35 @@ def lower(
     resting: dict[int, dict[MemoryCategory, int]] = {}
     rebuild: dict[int, int] = {}
     for rank in folding.ranks:
-        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding)
-        ops.extend(lowering.run(table[stages.mapping.place(rank).pp]))
+        row = table[stages.mapping.place(rank).pp]
+        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
+        ops.extend(lowering.run(row))
         resting[rank] = lowering.resting_bytes()
         rebuild[rank] = lowering.bucket_bytes()
-    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild)
+    one_memory = how.host_waits
+    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
 
 
 class _RankLowering:
     """Writes the operations of one rank."""
 
     def __init__(
-        self, stages: Stages, scripts: Scripts, rank: int, first: int, how: Lowering, folding: Folding
+        self,
+        stages: Stages,
+        scripts: Scripts,
+        rank: int,
+        first: int,
+        how: Lowering,
+        folding: Folding,
+        row: Sequence[Action],
     ) -> None:
         self.stages, self.rank, self.how = stages, rank, how
         self.scripts = scripts
-        self.pp_rank = stages.mapping.place(rank).pp
+        self.place = stages.mapping.place(rank)
+        self.pp_rank = self.place.pp
         self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
         self.hooks = _hooks(stages, self.writer, how)
+        self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
@@ -144,13 +159,16 @@ class _RankLowering:
         boundaries = [b for stage in mine for b in (stage - 1, stage) if 0 <= b < stages.num_stages - 1]
         crossed = [b for b in boundaries if stages.placement[b] != stages.placement[b + 1]]
         received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
-        held = self.states.held_elements
+        trained = self.states.gradient_elements
+        frozen = self.states.held_elements - trained
         state = stages.state
         buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
+        states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
-            MemoryCategory.PARAMETERS: held * state.parameter,
-            MemoryCategory.GRADIENTS: held * state.gradient,
-            MemoryCategory.OPTIMIZER: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
+            MemoryCategory.PARAMETERS: trained * state.parameter + frozen * state.frozen,
+            MemoryCategory.GRADIENTS: trained * state.gradient,
+            MemoryCategory.OPTIMIZER: 0,
+            states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + (stages.batch_bytes if 0 in mine else 0),
@@ -160,14 +178,16 @@ class _RankLowering:
         """Gradients in DDP's buckets."""
         if not isinstance(self.hooks, DdpHooks):
             return 0
-        return (self.states.held_elements - self.states.expert_elements) * self.stages.state.gradient
+        return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
 
     def _forward(self, action: Action) -> None:
         self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_F, action.microbatch), ()))
         for part in self._parts(action):
+            self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
             self._layers(action, part, Phase.FORWARD)
             self.hooks.after_forward(action, part)
+            self.offload.after_forward(action, part)
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
@@ -180,6 +200,7 @@ class _RankLowering:
             phase = Phase.BACKWARD
         for part in in_order(self._parts(action), phase):
             self.hooks.before_backward(action, part)
+            self.offload.before_backward(action, part)
             ended = self._layers(action, part, phase)
             match phase:
                 case Phase.BACKWARD_INPUT:
@@ -203,7 +224,7 @@ class _RankLowering:
             str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
         )
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
-        last = max(i for i, segment in enumerate(script) if segment.exchange is None)
+        last = next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None)
         before: int | None = writer.last_compute  # the computation before the last segment, for rings
         ended = -1
         for number, segment in enumerate(script):
@@ -253,8 +274,7 @@ class _RankLowering:
         sends = kind in (_K.SEND_F, _K.SEND_B)
         forward = kind in (_K.SEND_F, _K.RECV_F)
         other_stage = action.stage + (1 if forward == sends else -1)
-        place = stages.mapping.place(self.rank)
-        other = stages.mapping.rank(place._replace(pp=stages.placement[other_stage]))
+        other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
         waits_at_once = stages.software.blocking_sends
         ends = (self.rank, other) if sends else (other, self.rank)
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
@@ -273,27 +293,44 @@ class _RankLowering:
 
     def _optimizer(self, action: Action) -> None:
         stages, writer = self.stages, self.writer
-        place = stages.mapping.place(self.rank)
+        place = self.place
         writer.block_on(*self.sends)
         if stages.tied_ends and self.pp_rank in stages.tied_ends:
             ends = tuple(stages.mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
             message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
             waits = [*writer.blocking, writer.last_compute]
             writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
-        mine = stages.stages_of(self.pp_rank)
-        work = tuple(item for stage in mine for item in self.states.updates(stage))
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
-        updated = writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
+        updated = self._update(action, release)
         group = stages.mapping.shard_group(self.rank) if stages.plan.shards_optimizer_only else ()
         for owner, num_bytes in self.states.broadcasts():
             message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
             writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
 
+    def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
+        """Updates all that the rank trains; gives the index of the last operation."""
+        stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
+        if not stages.plan.offload_optimizer:
+            work = tuple(item for stage in mine for item in self.states.updates(stage))
+            return self.writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
+        width = stages.state.optimizer_bytes(stages.training.optimizer)
+        updates = [
+            LayerUpdate(stages.layer_name(stage, position), (work,), elements * width)
+            for stage in mine
+            for position, work, elements in self.states.layer_updates(stage)
+        ]
+        if self.how.level == 1:
+            whole = tuple(work for update in updates for work in update.work)
+            updates = [LayerUpdate(str(action), whole, sum(update.state_bytes for update in updates))]
+        return stream_updates(action, updates, self.writer, release, wait=self.how.host_waits)
+
     def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
         num_layers = len(self.stages.layers[action.stage])
-        if self.how.level == 1 or not (self.how.expand_all or self.overlaps or self.hooks.expands(action)):
+        if self.how.level == 1 or not (
+            self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
+        ):
             return (range(num_layers),)
         return [range(i, i + 1) for i in range(num_layers)]
 

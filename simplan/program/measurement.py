@@ -13,7 +13,18 @@ from simplan.spec.base import Spec
 
 __all__ = ["IssuedKind", "MeasuredCollective", "MeasuredSpan", "Measurement", "PeakMemory", "RankMeasurement"]
 
-IssuedKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "send", "recv"]
+IssuedKind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "ring",
+    "send",
+    "recv",
+    "to_host",
+    "from_host",
+]
 
 
 class PeakMemory(Spec):
@@ -50,9 +61,9 @@ class MeasuredCollective(Spec):
     """A collective or message as it was issued, in issue order.
 
     Attributes:
-        kind: A kind of collective, ``send`` or ``recv``.
+        kind: A kind of collective, ``send`` or ``recv``, or a copy between the device and its host.
         action: The action during which it was issued (``0SEND_F1``; for a DDP bucket the backward it overlaps).
-        ranks: Global ranks of the group (of a broadcast the root first), or (source, destination).
+        ranks: Global ranks of the group (of a broadcast the root first), or (source, destination); of a copy, the rank.
         num_bytes: As ``simplan.spec.layer.CollectiveKind`` counts them.
         start_s: When it was issued.
         end_s: When its completion was seen; None when that was not observed.

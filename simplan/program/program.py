@@ -19,7 +19,18 @@ from simplan.program.action import Action, Table
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind, LayerSpec
 
-__all__ = ["LayerWork", "MemoryCategory", "MemoryEffect", "Message", "Op", "Phase", "Program", "Stream", "Work"]
+__all__ = [
+    "HostCopy",
+    "LayerWork",
+    "MemoryCategory",
+    "MemoryEffect",
+    "Message",
+    "Op",
+    "Phase",
+    "Program",
+    "Stream",
+    "Work",
+]
 
 
 class Stream(StrEnum):
@@ -42,6 +53,8 @@ class Stream(StrEnum):
     RECV_F = "recv_f"
     SEND_B = "send_b"
     RECV_B = "recv_b"
+    TO_HOST = "to_host"
+    FROM_HOST = "from_host"
 
 
 class Phase(StrEnum):
@@ -93,11 +106,23 @@ class Message(NamedTuple):
     ranks: tuple[int, ...]
 
 
-Work = LayerWork | Message
+class HostCopy(NamedTuple):
+    """Bytes that move between a device and memory of its host; the link carries both directions at once.
+
+    Attributes:
+        num_bytes: How many.
+        to_host: From the device to the host, or back.
+    """
+
+    num_bytes: int
+    to_host: bool
+
+
+Work = LayerWork | Message | HostCopy
 
 
 class MemoryCategory(StrEnum):
-    """What memory holds."""
+    """What memory holds; the host pool is in memory of the host, which is the device's own where that is a CPU."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -108,6 +133,7 @@ class MemoryCategory(StrEnum):
     LOGITS = "logits"
     WORKSPACE = "workspace"
     CONTEXT = "context"
+    HOST = "host_pool"
 
 
 class MemoryEffect(NamedTuple):
@@ -134,8 +160,8 @@ class Op:
         name: For people, e.g. ``0F1``, ``block 3``, ``bucket 0``.
         action: The Level 1 action it is part of.
         kind: What its time counts as.
-        work: What is done, one after the other: layer phases, or a message; nothing takes no time. Messages among
-            others, of operations that are not written out in full, are waited for on the spot.
+        work: What is done, one after the other: layer phases, a message, or a copy to or from the host; nothing takes
+            no time. Messages among others, of operations that are not written out in full, are waited for on the spot.
         waits: Indices into ``Program.ops`` of operations of the same rank that must end first, besides its predecessor
             on the stream.
         meeting: Key shared with the operations of other ranks that start together with this one, or None.
@@ -173,6 +199,7 @@ class Program:
         resting_bytes: Per rank, memory held between steps by category.
         rebuild_bytes: Per rank, buffers held once beside that, when DDP rebuilds its buckets before the second step:
             the old and the new ones are alive together.
+        one_memory: Host and device are one memory (a CPU), so that what is offloaded counts as well.
     """
 
     level: int
@@ -182,6 +209,7 @@ class Program:
     stands_for: tuple[int, ...]
     resting_bytes: dict[int, dict[MemoryCategory, int]]
     rebuild_bytes: dict[int, int]
+    one_memory: bool = False
 
     @cached_property
     def by_rank(self) -> dict[int, tuple[int, ...]]:

@@ -106,7 +106,8 @@ def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
     Weights of the layer itself, which are just added to something, have no kernel.
     """
     kernels = {kernel.name: kernel for kernel in layer.kernels}
-    modules = list(dict.fromkeys(p.name.rpartition(".")[0] for p in layer.parameters if "." in p.name))
+    trained = [p.name for p in layer.parameters if not p.frozen]
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in trained if "." in name))
     unknown = [module for module in modules if module not in kernels]
     assert not unknown, f"{layer.key}: no kernel is called {unknown}, as the modules with weights are"
     return [kernels[module] for module in modules]

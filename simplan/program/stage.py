@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
+from simplan.program.low_precision_footprint import keeping_quantized
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
@@ -17,10 +18,10 @@ from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
-from simplan.spec.software import SoftwareSpec
+from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Crossing", "Deal", "LayerFacts", "Stages"]
+__all__ = ["Crossing", "Deal", "LayerFacts", "Stages", "layer_facts"]
 
 
 Deal = tuple[dict[tuple[int, int], int], ...]
@@ -59,12 +60,16 @@ class Stages:
     Attributes:
         layers: By stage, its layers as one rank has them.
         owned: By stage and layer, the parameters it brings.
+        trained: Those of them that are not frozen.
         experts: By stage and layer, those of them that data parallelism leaves alone: other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
         boundary_bytes: By stage, all of them together.
         batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
+        held: By stage and layer, parameters that every rank of the stage holds, all or those that are trained, once
+            somebody asked.
+        sharded_work: By stage and phase, work on these, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
 
@@ -84,12 +89,13 @@ class Stages:
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
-        model_layers = model.layers_of(plan.shard)
+        model_layers = [keeping_quantized(layer, self.state.linear) for layer in model.layers_of(plan.shard)]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
         self.owned = [owned_parameters(layers) for layers in self.layers]
+        self.trained = [owned_parameters(layers, trained=True) for layers in self.layers]
         self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
@@ -98,16 +104,19 @@ class Stages:
             else ()
             for layers in self.layers
         ]
-        self.crossings = [self._leaving(layers) for layers in self.layers]
+        self.crossings = [self.leaving(layers) for layers in self.layers]
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
         head = model_layers[-1]
-        self.tied_bytes = sum(p.num_elements * self.state.gradient for p in head.parameters if p.name in head.tied)
+        tied = [p for p in head.parameters if p.name in head.tied and not p.frozen]
+        self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
         self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
+        self.held: dict[tuple[int, int, bool], int] = {}
+        self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
 
-    def _leaving(self, layers: list[LayerSpec]) -> tuple[Crossing, ...]:
+    def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""
         found = []
         for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
@@ -140,7 +149,9 @@ class Stages:
     def work(
         self, stage: int, part: range | tuple[int, ...], phase: Phase, *, experts: bool = True
     ) -> tuple[LayerWork, ...]:
-        """A phase of some layers of a stage over all that they own; the same object for equal arguments.
+        """A phase of some layers of a stage over all that they own, or, but for gathering, all of it that is trained.
+
+        The same object for equal arguments.
 
         Args:
             stage, part: Which layers.
@@ -152,8 +163,9 @@ class Stages:
         if found is None:
             b = self.plan.microbatch_size
             left = [0 if experts else number for number in self.experts[stage]]
+            number = self.owned[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
             found = self._work[key] = tuple(
-                LayerWork(self.layers[stage][i], phase, b, self.owned[stage][i] - left[i]) for i in part
+                LayerWork(self.layers[stage][i], phase, b, number[i] - left[i]) for i in part
             )
         return found
 
@@ -170,16 +182,10 @@ class Stages:
         key = (layer.key, variant, ends)
         found = self._facts.get(key)
         if found is None:
-            b = self.plan.microbatch_size
+            shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
+            left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, self.plan.recompute, number)
-            footprint = layer_footprint(layer, b, self.state, kept)
-            if ends[0]:  # the input is a receive buffer, which is counted there
-                footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-            if self.owned[stage][-1] != self.layers[stage][-1].num_parameters:
-                footprint = footprint._replace(left=self._left_gradient(layer))
-            split = cache(partial(split_footprint, layer, b, self.state, footprint, receives=ends[1]))
-            found = LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
-            self._facts[key] = found
+            found = self._facts[key] = layer_facts(layer, self.plan.microbatch_size, self.state, kept, ends, left)
         return found
 
     def _crosses(self, boundary: int) -> bool:
@@ -204,6 +210,26 @@ class Stages:
         footprint = self.facts(stage, len(self.layers[stage]) - 1).footprint
         alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
         return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
+
+
+def layer_facts(
+    layer: LayerSpec, b: int, state: StateBytes, kept: Recomputation, ends: tuple[bool, bool], left: int = 0
+) -> LayerFacts:
+    """Facts about a layer at some place in a stage.
+
+    Args:
+        layer: The layer.
+        b: Sequences of a microbatch.
+        state: Element widths.
+        kept: What of it is kept.
+        ends: Its input, and the gradient of its output, come from other ranks, into receive buffers.
+        left: See ``LayerFootprint``.
+    """
+    footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
+    if ends[0]:  # the input is a receive buffer, which is counted there
+        footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
+    split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
+    return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
 
 
 def _expert_elements(layer: LayerSpec) -> int:

@@ -36,18 +36,27 @@ class OptimizerStates:
 
     @property
     def held_elements(self) -> int:
-        """Parameters whose weights and gradients the rank holds between steps."""
+        """Parameters whose weights the rank holds between steps."""
         return sum(self._held(stage, position) for stage in self._mine for position in self._positions(stage))
+
+    @property
+    def gradient_elements(self) -> int:
+        """Those of them that are trained: whose gradients it holds, too."""
+        return sum(
+            self._held(stage, position, trained=True) for stage in self._mine for position in self._positions(stage)
+        )
 
     @property
     def trained_elements(self) -> int:
         """Parameters whose optimizer states it holds."""
         if self._deal is None:
-            return self.held_elements
+            return self.gradient_elements
         return sum(self._deal[self._shard_rank].values()) + self.expert_elements
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""
+        if not any(self._stages.experts[stage]):
+            return []
         return [
             parameter.num_elements
             for layer in self._stages.layers[stage]
@@ -76,27 +85,53 @@ class OptimizerStates:
         return rows if self._num_shards == 1 else max(0, min(each, rows - self._shard_rank * each))
 
     def work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
-        """A phase over all that the rank holds of a stage."""
+        """A phase over all that the rank trains of a stage."""
         if self._num_shards == 1:
             return self._stages.work(stage, range(len(self._stages.layers[stage])), phase)
-        b = self._stages.plan.microbatch_size
-        layers = self._stages.layers[stage]
-        return tuple(
-            LayerWork(layers[position], phase, b, self._held(stage, position)) for position in self._positions(stage)
-        )
+        found = self._stages.sharded_work.get((stage, phase))
+        if found is None:
+            b = self._stages.plan.microbatch_size
+            layers = self._stages.layers[stage]
+            found = self._stages.sharded_work[stage, phase] = tuple(
+                LayerWork(layers[position], phase, b, self._held(stage, position, trained=True))
+                for position in self._positions(stage)
+            )
+        return found
 
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
         """The optimizer's work on a stage."""
         if self._deal is None:
             return self.work(stage, Phase.OPTIMIZER)
+        return tuple(work for _, work in self._dealt_updates(stage))
+
+    def layer_updates(self, stage: int) -> list[tuple[int, LayerWork, int]]:
+        """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
+        if self._deal is not None:
+            return [(position, work, work.num_parameters) for position, work in self._dealt_updates(stage)]
+        works = zip(self._positions(stage), self.work(stage, Phase.OPTIMIZER), strict=True)
+        return [(position, work, self._own_elements(stage, position)) for position, work in works]
+
+    def _dealt_updates(self, stage: int) -> list[tuple[int, LayerWork]]:
+        """Of ZeRO-1, by layer of which the rank owns something."""
+        assert self._deal is not None
         b, mine = self._stages.plan.microbatch_size, self._deal[self._shard_rank]
         layers, experts = self._stages.layers[stage], self._stages.experts[stage]
         updated = [mine.get((stage, position), 0) + experts[position] for position in self._positions(stage)]
-        return tuple(
-            LayerWork(layer, Phase.OPTIMIZER, b, number)
-            for layer, number in zip(layers, updated, strict=True)
+        return [
+            (position, LayerWork(layers[position], Phase.OPTIMIZER, b, number))
+            for position, number in enumerate(updated)
             if number
-        )
+        ]
+
+    def _own_elements(self, stage: int, position: int) -> int:
+        """Parameters of a layer that the rank holds, without what a shard is padded with."""
+        if self._num_shards == 1:
+            return self._stages.owned[stage][position]
+        layer = self._stages.layers[stage][position]
+        held = [layer.parameters[index] for index in self._own_indices(stage, position)]
+        shapes = [parameter.shape for parameter in held if not parameter.expert]
+        sharded = sum(math.prod(shape) // shape[0] * self._own_rows(shape[0]) for shape in shapes)
+        return sharded + self._stages.experts[stage][position]
 
     def broadcasts(self) -> Iterator[tuple[int, int]]:
         """Updated parameters that go round afterwards: (owning rank, bytes), in order."""
@@ -113,7 +148,10 @@ class OptimizerStates:
                 for stage in self._mine
                 for position in self._positions(stage)
                 for index in self._own_indices(stage, position)
-                if not self._stages.layers[stage][position].parameters[index].expert
+                if not (
+                    self._stages.layers[stage][position].parameters[index].expert
+                    or self._stages.layers[stage][position].parameters[index].frozen
+                )
             ]
             sizes = [self._stages.layers[s][position].parameters[index].num_elements for s, position, index in keys]
             found = self._stages.deals[pp_rank] = tuple({} for _ in self._group)
@@ -132,11 +170,19 @@ class OptimizerStates:
         shared = self._stages.owned[stage][position] != layer.num_parameters
         return [i for i, p in enumerate(layer.parameters) if not (shared and p.name in layer.tied)]
 
-    def _held(self, stage: int, position: int) -> int:
-        layer = self._stages.layers[stage][position]
+    def _held(self, stage: int, position: int, *, trained: bool = False) -> int:
+        """The same on all ranks of the stage, since shards are padded; so counted once."""
         if self._num_shards == 1:
-            return self._stages.owned[stage][position]
+            return (self._stages.trained if trained else self._stages.owned)[stage][position]
+        key = (stage, position, trained)
+        found = self._stages.held.get(key)
+        if found is None:
+            found = self._stages.held[key] = self._shard(stage, position, trained=trained)
+        return found
+
+    def _shard(self, stage: int, position: int, *, trained: bool) -> int:
+        layer = self._stages.layers[stage][position]
         held = [layer.parameters[index] for index in self._own_indices(stage, position)]
-        shapes = [parameter.shape for parameter in held if not parameter.expert]
+        shapes = [parameter.shape for parameter in held if not (parameter.expert or (trained and parameter.frozen))]
         sharded = sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
         return sharded + self._stages.experts[stage][position]

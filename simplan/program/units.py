@@ -18,12 +18,17 @@ class Unit(NamedTuple):
         elements: Parameters, a tied weight counted once, without experts of which other ranks have others.
         padded: The same once every first dimension is padded to a multiple of the shards, as torch does.
         stays: It is not resharded between forward and backward, whatever the plan says.
+        trained, trained_padded: As ``elements`` and ``padded``, without frozen weights: what has gradients.
+        has_backward: Backward comes to it: to all but an embedding that is frozen.
     """
 
     layers: tuple[int, ...]
     elements: int
     padded: int
     stays: bool
+    trained: int
+    trained_padded: int
+    has_backward: bool = True
 
 
 def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool) -> tuple[Unit, ...]:
@@ -52,7 +57,18 @@ def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool)
         ]
         elements = sum(parameter.num_elements for parameter in owned)
         padded = sum(padded_elements(parameter.shape, num_shards) for parameter in owned)
-        units.append(Unit(group, elements, padded, stays=keep_last and group == groups[-1]))
+        trained = [parameter for parameter in owned if not parameter.frozen]
+        units.append(
+            Unit(
+                group,
+                elements,
+                padded,
+                stays=keep_last and group == groups[-1],
+                trained=sum(parameter.num_elements for parameter in trained),
+                trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
+                has_backward=bool(trained) or layers[group[-1]].kind is not LayerKind.EMBEDDING,
+            )
+        )
     return tuple(units)
 
 

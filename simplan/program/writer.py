@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from simplan.program.action import Action
 from simplan.program.folding import Folding
-from simplan.program.program import LayerWork, MemoryEffect, Message, Op, Stream, Work
+from simplan.program.program import HostCopy, LayerWork, MemoryEffect, Message, Op, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 
@@ -35,7 +35,7 @@ class RankWriter:
         self._folding = folding
         self.blocking: list[int] = []  # what the next computation waits for
         self._met: Counter[tuple[Stream, tuple[int, ...]]] = Counter()
-        self._works: dict[Message, tuple[Work, ...]] = {}
+        self._works: dict[Work, tuple[Work, ...]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def block_on(self, *indices: int | None) -> None:
@@ -107,7 +107,7 @@ class RankWriter:
         )
         meeting = (forward, source_stage, action.microbatch, ends, number)
         message = Message(CollectiveKind.SEND, num_bytes, ends)
-        (peer,) = (end for end in ends if end != self.rank)
+        peer = ends[1] if ends[0] == self.rank else ends[0]
         waits = [*self.blocking, self.last_compute]
         if self._ordered:
             waits.append(self._last_message.get(peer))
@@ -117,7 +117,22 @@ class RankWriter:
         self._last_message[peer] = index
         return index
 
-    def _one(self, message: Message) -> tuple[Work, ...]:
+    def host_copy(
+        self,
+        action: Action,
+        name: str,
+        num_bytes: int,
+        waits: Sequence[int | None],
+        memory: Sequence[MemoryEffect],
+        *,
+        to_host: bool,
+    ) -> int:
+        """A copy between the device and its host; gives its index."""
+        stream = Stream.TO_HOST if to_host else Stream.FROM_HOST
+        work = self._one(HostCopy(num_bytes, to_host))
+        return self._add(action, stream, name, SpanKind.COMMUNICATION, work, _known(waits), None, memory)
+
+    def _one(self, message: Message | HostCopy) -> tuple[Work, ...]:
         """The message as work; equal messages share one object, by which what follows tells equal work."""
         return self._works.setdefault(message, (message,))
 
@@ -137,4 +152,4 @@ class RankWriter:
 
 
 def _known(waits: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(wait for wait in waits if wait is not None)
+    return tuple([wait for wait in waits if wait is not None])

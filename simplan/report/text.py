@@ -26,6 +26,8 @@ def verdict(prediction: Prediction) -> str:
     capacity = prediction.capacity_bytes
     if prediction.fits is None or capacity is None:
         return f"{needs}; the catalogue does not know the memory of {prediction.cluster.device.id}"
+    if prediction.host_fits is False:
+        return f"does not fit: {_host_memory(prediction)}"
     spare = capacity - worst.device_bytes
     share = format_percent(abs(spare) / capacity)
     if prediction.fits:
@@ -67,12 +69,28 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
+    if prediction.worst_host_bytes:
+        yield f"  host memory  {_host_memory(prediction)}"
+
+
+def _host_memory(prediction: Prediction) -> str:
+    """What is offloaded, and whether the host has room for it."""
+    per_rank = format_bytes(max(memory.host_bytes for memory in prediction.memory))
+    used, capacity = prediction.worst_host_bytes, prediction.cluster.host_memory_bytes
+    offloaded = f"{per_rank} offloaded per rank, {format_bytes(used)} per node"
+    if capacity is None:
+        return offloaded
+    if prediction.host_fits:
+        return f"{offloaded} of {format_bytes(capacity)}"
+    return f"{offloaded}: does not fit, it has {format_bytes(capacity)} ({format_bytes(used - capacity)} too much)"
 
 
 def _throughput(prediction: Prediction) -> str:
     if prediction.model.sample == "image":
         return f"{prediction.samples_per_s_per_device:,.1f} images/s"
-    return f"{prediction.tokens_per_s_per_device:,.0f} tokens/s"
+    tokens, documents = prediction.tokens_per_s_per_device, prediction.document_tokens_per_s_per_device
+    without = f" ({documents:,.0f} without padding)" if documents < tokens else ""
+    return f"{tokens:,.0f} tokens/s{without}"
 
 
 def _mfu(prediction: Prediction) -> str:
@@ -85,6 +103,7 @@ def _mfu(prediction: Prediction) -> str:
     causal = full is not None and full != prediction.mfu
     beside = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
     counted_once = "causal attention, no recompute" if causal else "no recompute"
+    counted_once += ", no padding" if prediction.model.document_share < 1 else ""
     return (
         f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP ({counted_once}) / "
         f"({format_time(prediction.step_time_s)} x {counted(prediction.cluster.num_devices, 'device')} x "
@@ -95,13 +114,21 @@ def _mfu(prediction: Prediction) -> str:
 def _inputs(model: ModelSpec) -> str:
     if model.sample == "image":
         return f"images of {model.image_size} x {model.image_size}"
-    return f"sequences of {model.seq_len} tokens"
+    number = len(model.document_lengths)
+    return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
+
+
+def _trained(model: ModelSpec) -> str:
+    """How many are trained, if not all."""
+    if model.num_trained_parameters == model.num_parameters:
+        return ""
+    return f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
 
 
 def _asked(prediction: Prediction) -> Iterator[str]:
     model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
     yield (
-        f"  model        {model.name}, {format_count(model.num_parameters)} parameters, "
+        f"  model        {model.name}, {format_count(model.num_parameters)} parameters{_trained(model)}, "
         f"{model.num_blocks} layers, {_inputs(model)}"
     )
     yield (
@@ -145,6 +172,10 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"cp {plan.cp} ({plan.cp_comm})")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recompute}")
+    if plan.offload_optimizer:
+        parts.append("optimizer states on the host")
+    if plan.offload_activations:
+        parts.append("activations on the host")
     return ", ".join(parts) or "one device"
 
 

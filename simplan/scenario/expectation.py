@@ -49,8 +49,17 @@ def _category(name: str) -> Callable[[Mapping[str, Any]], Any]:
     return read
 
 
+def _on_host(per: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda prediction: prediction["host_memory_gib"][per]
+
+
 def _in_flight(prediction: Mapping[str, Any]) -> int:
     return max((n for rank in prediction["ranks"] for n in rank["activations_in_flight"].values()), default=0)
+
+
+def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
+    tokens = prediction["tokens_per_s_per_device"]
+    return prediction["document_tokens_per_s_per_device"] / tokens if tokens else None
 
 
 METRICS: dict[str, Metric] = {
@@ -61,7 +70,19 @@ METRICS: dict[str, Metric] = {
     "bubble_fraction": Metric(
         "share of the step in which compute streams idle, mean over ranks", "", _key("bubble_fraction")
     ),
-    "tokens_per_s_per_device": Metric("throughput", "tokens/s", _key("tokens_per_s_per_device")),
+    "tokens_per_s_per_device": Metric(
+        "throughput, padding of packed sequences included", "tokens/s", _key("tokens_per_s_per_device")
+    ),
+    "document_tokens_per_s_per_device": Metric(
+        "throughput without padding; the mean over all packs where documents are drawn from a distribution",
+        "tokens/s",
+        _key("document_tokens_per_s_per_device"),
+    ),
+    "packing_efficiency": Metric(
+        "share of the tokens that are of documents, not padding; the mean over all packs where documents are drawn",
+        "",
+        _packing_efficiency,
+    ),
     "samples_per_s_per_device": Metric("throughput in sequences or images", "1/s", _key("samples_per_s_per_device")),
     "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),
     "mfu_full_attention": Metric(
@@ -77,7 +98,12 @@ METRICS: dict[str, Metric] = {
             f"{category.value.replace('_', ' ')} of the worst rank at its peak", "GiB", _category(category.value)
         )
         for category in MemoryCategory
+        if category is not MemoryCategory.HOST
     },
+    "host_memory_gib": Metric("what the rank with most has offloaded to the host", "GiB", _on_host("rank")),
+    "host_memory_per_node_gib": Metric("the same of all ranks of a node together", "GiB", _on_host("node")),
+    "host_fits": Metric("whether that is within the memory of the node", "", _key("host_fits")),
+    "num_trained_parameters": Metric("parameters that are not frozen", "", _key("num_trained_parameters")),
     "worst_rank": Metric("the rank that needs most device memory", "", _key("worst_rank")),
     "num_microbatches": Metric("microbatches per step and data-parallel rank", "", _key("num_microbatches")),
     "activations_in_flight": Metric(
@@ -85,6 +111,9 @@ METRICS: dict[str, Metric] = {
     ),
 }
 """What ``expect`` can name."""
+
+
+_VERDICTS = ("fits", "host_fits")
 
 
 def _known_metric(value: Any) -> str:
@@ -129,7 +158,7 @@ class Expectation(Spec):
             raise ValueError("rel_tol and abs_tol go with value; min and max are exact")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min = {self.min:g} must be at most max = {self.max:g}")
-        if (self.metric == "fits") != isinstance(self.value, bool):
+        if (self.metric in _VERDICTS) != isinstance(self.value, bool):
             raise ValueError("fits needs value: true or false, and the other metrics a number")
         return self
 

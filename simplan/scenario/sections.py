@@ -27,10 +27,11 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import read_json
 from simplan.problems import find_place, in_file_order, render_value, validate
+from simplan.scenario.documents import draw_documents
 from simplan.scenario.expectation import Expectation
 from simplan.spec import catalogue
 from simplan.spec.base import Count, Positive, Spec
-from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
+from simplan.spec.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.model import ModelSpec
 from simplan.spec.software import SoftwareSpec
@@ -163,6 +164,11 @@ def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | N
             fix=f"use {_nearest_divisor(hidden, heads)}, or give head_dim",
         )
         return None
+    if isinstance(fields.get("document_lengths"), dict):
+        drawn = draw_documents(sections, fields["document_lengths"], fields.get("seq_len"))
+        if drawn is None:
+            return None
+        fields = fields | drawn
     return sections.read(ModelSpec, fields, ("model",))
 
 
@@ -179,6 +185,7 @@ class _Cluster(Spec):
     devices_per_node: Count | None = None
     intra_link: Any = None
     inter_link_gbit_per_device: Positive | None = None
+    host_memory_bytes: HostBytes | None = None
     num_nodes: Count | None = None
     num_devices: Count | None = None
 
@@ -220,13 +227,14 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         intra_link=intra_link,
         inter_link=catalogue.network_link(gbit) if gbit is not None else entry.inter_link if entry else None,
         source=entry.source if entry else "the scenario",
+        host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
     )
     return catalogue.make_cluster(node, num_devices)
 
 
 def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
-    for key in ("devices_per_node", "inter_link_gbit_per_device"):
+    for key in ("devices_per_node", "inter_link_gbit_per_device", "host_memory_bytes"):
         if getattr(section, key) is not None:
             sections.refuse(("cluster", key), "has no meaning for this-machine, which is one node", fix="remove it")
             return None
@@ -269,7 +277,11 @@ def _device(sections: Sections, section: _Cluster, default: DeviceSpec | None) -
             return None
     base: dict[str, Any] = default.model_dump() if default else {"id": "inline"}
     sources = {**base.get("sources", {}), **dict.fromkeys(overrides, "the scenario")}
-    return sections.read(DeviceSpec, {**base, "sources": sources, **overrides}, path)
+    device = sections.read(DeviceSpec, {**base, "sources": sources, **overrides}, path)
+    if device is not None and device.host_link is not None:
+        found = sections.look_up((*path, "host_link"), catalogue.link, device.host_link)
+        return None if found is None else device
+    return device
 
 
 def _intra_link(

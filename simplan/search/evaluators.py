@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from simplan.search.candidate import Candidate
 from simplan.search.evaluator import Evaluator
 from simplan.search.question import Question
 from simplan.search.reference import ReferenceEvaluator
 
+if TYPE_CHECKING:
+    from simplan.search.fast import FastEvaluator
+
 __all__ = ["make_evaluator"]
+
+_Number = TypeVar("_Number", int, float)
 
 
 def make_evaluator(question: Question) -> Evaluator:
-    """The fastest evaluator that covers a question.
+    """The fastest evaluator that covers a question: many plans at once, and one by one what is out of the ordinary.
 
     Args:
         question: Model, cluster, training, software and calibration, which all candidates share.
     """
-    return ReferenceEvaluator(question)
+    from simplan.search.fast import FastEvaluator, covers_job  # brings numba, which takes longer than a small search
+
+    slow = ReferenceEvaluator(question)
+    if not covers_job(question):
+        return slow
+    return _Both(FastEvaluator(question), slow)
+
+
+class _Both:
+    """An ``Evaluator`` of two.
+
+    Args:
+        fast: For what it covers.
+        slow: For all else.
+    """
+
+    def __init__(self, fast: FastEvaluator, slow: ReferenceEvaluator) -> None:
+        self._fast, self._slow = fast, slow
+
+    def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """See ``Evaluator``."""
+        return self._asked(candidates, self._fast.device_bytes, self._slow.device_bytes)
+
+    def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See ``Evaluator``."""
+        return self._asked(candidates, self._fast.least_time_s, self._slow.least_time_s)
+
+    def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See ``Evaluator``."""
+        return self._asked(candidates, self._fast.step_times_s, self._slow.step_times_s)
+
+    def _asked(
+        self,
+        candidates: Sequence[Candidate],
+        fast: Callable[[Sequence[Candidate]], list[_Number]],
+        slow: Callable[[Sequence[Candidate]], list[_Number]],
+    ) -> list[_Number]:
+        covered = [self._fast.covers(c) for c in candidates]
+        quick = iter(fast([c for c, is_covered in zip(candidates, covered, strict=True) if is_covered]))
+        rest = iter(slow([c for c, is_covered in zip(candidates, covered, strict=True) if not is_covered]))
+        return [next(quick if is_covered else rest) for is_covered in covered]

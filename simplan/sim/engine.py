@@ -10,6 +10,7 @@ from simpy.events import NORMAL
 
 from simplan.program.program import Program
 from simplan.program.timeline import Span, Timeline
+from simplan.program.uncollected import uncollected
 from simplan.sim.cores import SharedCores
 from simplan.spec.layer import CollectiveKind
 
@@ -46,6 +47,7 @@ class Times:
         return max(self.end_s, default=0.0)
 
 
+@uncollected()
 def simulate(program: Program, durations_s: Sequence[float], cores: CoreUse | None = None) -> Times:
     """Runs one step.
 

@@ -10,7 +10,7 @@ from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.sim.engine import Times
 
-__all__ = ["MemoryPeak", "MemorySample", "memory_peak", "memory_trace", "peak_position"]
+__all__ = ["MemoryPeak", "MemorySample", "host_peak_bytes", "memory_peak", "memory_trace", "peak_position"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,17 @@ def memory_peak(program: Program, rank: int) -> MemoryPeak:
     Memory is back at what it was when the step ends; anything else is a bug of the lowering. The one moment outside of
     a step that counts is DDP's rebuilding of its buckets.
     """
-    resting = program.resting_bytes[rank]
+    resting = _counted(program, program.resting_bytes[rank])
     rebuild_bytes = program.rebuild_bytes[rank]
     ops = [program.ops[index] for index in program.by_rank[rank]]
     worst = peak_position(program, rank)
-    by_category = dict.fromkeys(MemoryCategory, 0) | resting
+    by_category = _counted(program, dict.fromkeys(MemoryCategory, 0)) | resting
     if worst < 0:
         by_category[MemoryCategory.BUFFERS] += rebuild_bytes
     for op in ops[: worst + 1]:
         for effect in op.memory:
-            by_category[effect.category] += effect.during_bytes if op is ops[worst] else effect.after_bytes
+            if effect.category in by_category:
+                by_category[effect.category] += effect.during_bytes if op is ops[worst] else effect.after_bytes
     assert min(by_category.values()) >= 0, by_category
     return MemoryPeak(rank, by_category, str(ops[worst].action) if worst >= 0 else "", _in_flight(program, rank))
 
@@ -66,18 +67,36 @@ def memory_peak(program: Program, rank: int) -> MemoryPeak:
 def peak_position(program: Program, rank: int) -> int:
     """Where in the rank's list its memory is largest; -1 for the time between steps."""
     # the total alone: it is all that is needed to find the worst instant
-    held_bytes = base_bytes = sum(program.resting_bytes[rank].values())
+    elsewhere = None if program.one_memory else MemoryCategory.HOST
+    held_bytes = base_bytes = sum(_counted(program, program.resting_bytes[rank]).values())
     most_bytes, worst = held_bytes + program.rebuild_bytes[rank], -1
     for position, index in enumerate(program.by_rank[rank]):
         during_bytes = after_bytes = 0
         for effect in program.ops[index].memory:
-            during_bytes += effect.during_bytes
-            after_bytes += effect.after_bytes
+            if effect.category is not elsewhere:
+                during_bytes += effect.during_bytes
+                after_bytes += effect.after_bytes
         if held_bytes + during_bytes > most_bytes:
             most_bytes, worst = held_bytes + during_bytes, position
         held_bytes += after_bytes
     assert held_bytes == base_bytes, "memory is not back to its base"
     return worst
+
+
+def host_peak_bytes(program: Program, rank: int) -> int:
+    """Most bytes that a rank has in memory of its host, by the same walk."""
+    held_bytes = most_bytes = program.resting_bytes[rank].get(MemoryCategory.HOST, 0)
+    for index in program.by_rank[rank]:
+        for effect in program.ops[index].memory:
+            if effect.category is MemoryCategory.HOST:
+                most_bytes = max(most_bytes, held_bytes + effect.during_bytes)
+                held_bytes += effect.after_bytes
+    return most_bytes
+
+
+def _counted(program: Program, held: dict[MemoryCategory, int]) -> dict[MemoryCategory, int]:
+    """What is on the device."""
+    return {c: num_bytes for c, num_bytes in held.items() if program.one_memory or c is not MemoryCategory.HOST}
 
 
 def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySample]:

@@ -54,6 +54,7 @@ class NodeEntry:
         intra_link: Joins them; None when the device names none.
         inter_link: Joins nodes; None when unknown.
         source: Where the composition comes from.
+        host_memory_bytes: Memory of its host; None when unknown.
     """
 
     id: str
@@ -62,6 +63,7 @@ class NodeEntry:
     intra_link: LinkSpec | None
     inter_link: LinkSpec | None
     source: str = field(default="", compare=False)
+    host_memory_bytes: int | None = None
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -128,6 +130,7 @@ def node(name: str) -> NodeEntry:
         intra_link=None if its_device.intra_link is None else link(its_device.intra_link),
         inter_link=network_link(entry["inter_link_gbit_per_device"]),
         source=_sources("clusters", {"": entry["source"]})[""],
+        host_memory_bytes=entry["host_memory_bytes"],
     )
 
 
@@ -156,6 +159,8 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
         num_devices=num_devices,
         intra_link=entry.intra_link if entry.devices_per_node > 1 else None,
         inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
+        host_link=None if entry.device.host_link is None else link(entry.device.host_link),
+        host_memory_bytes=entry.host_memory_bytes,
         source=entry.source,
     )
 

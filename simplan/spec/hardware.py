@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from simplan.spec.base import Count, NonNegative, Positive, Spec
 
-__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "LinkSpec"]
+__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec"]
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
+HostBytes = Annotated[int, Field(ge=1, le=10**15)]
+"""Memory of one node; a rack that is one NVLink domain has more than a ``Count`` goes to."""
 
 
 class DeviceSpec(Spec):
@@ -24,6 +26,7 @@ class DeviceSpec(Spec):
         peak_flop_per_s: Dense peak (no sparsity) by dtype.
         matmul_flop_per_s: Best measured matmul rate by dtype, where somebody published or calibrated one.
         intra_link: Name of the link that joins devices of one node; None for PCIe-less or unknown.
+        host_link: Name of the link to memory of the host, each device its own; None for unknown, or a CPU.
         sources: Field name -> where its value comes from.
         warning: What the sources disagree about.
     """
@@ -35,6 +38,7 @@ class DeviceSpec(Spec):
     peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
     matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
     intra_link: str | None = None
+    host_link: str | None = None
     sources: dict[str, str] = Field(default_factory=dict)
     warning: str | None = None
 
@@ -65,6 +69,8 @@ class ClusterSpec(Spec):
         num_devices: All devices of the job.
         intra_link: Joins devices of one node; None for a node of one device.
         inter_link: Joins nodes, as bandwidth per device; None for a single node.
+        host_link: Joins each device with memory of its host; None for unknown, or a CPU.
+        host_memory_bytes: Memory of the host of one node; None for unknown, or a CPU.
         cores_per_node: CPU cores the ranks of one node share, when the device is a CPU; else None.
         source: Where the composition comes from.
     """
@@ -75,6 +81,8 @@ class ClusterSpec(Spec):
     num_devices: Count
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
+    host_link: LinkSpec | None = None
+    host_memory_bytes: HostBytes | None = None
     cores_per_node: Count | None = None
     source: str = ""
 

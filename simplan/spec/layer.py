@@ -23,6 +23,7 @@ __all__ = [
     "ParameterSpec",
     "Pointwise",
     "Saved",
+    "has_backward",
 ]
 
 _FP32_BYTES = 4
@@ -66,12 +67,14 @@ class ParameterSpec:
             parallelism) or heads, so that its gradients are summed over these ranks once they are complete.
         expert: Every expert-parallel rank holds another part of it (its own experts), so that only ranks with the same
             experts average its gradients.
+        frozen: It is not trained: no gradient, no optimizer states.
     """
 
     name: str
     shape: tuple[int, ...]
     partial_gradient: bool = False
     expert: bool = False
+    frozen: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -90,6 +93,8 @@ class Gemm:
         model_rows: The rows that model FLOPs count; 0 for all of them. Experts compute places that no token takes, too.
         image_elements: Of a convolution, the elements of its input: m counts the pixels of its output, and k all inputs
             of one of them, so that every input is used several times; 0 for m k.
+        trained: Backward makes the gradient of the weight.
+        propagates: Backward makes the gradient of the input.
     """
 
     name: str
@@ -99,11 +104,18 @@ class Gemm:
     num_groups: int = 1
     model_rows: int = 0
     image_elements: int = 0
+    trained: bool = True
+    propagates: bool = True
 
     @property
     def flops(self) -> int:
         """2 m n k, of the rows that count."""
         return 2 * (self.model_rows or self.m) * self.n * self.k
+
+    @property
+    def backward_products(self) -> int:
+        """Products of backward, each as large as that of forward."""
+        return self.trained + self.propagates
 
     @property
     def computed_flops(self) -> int:
@@ -136,7 +148,11 @@ class Attention:
             no kernel skips any.
         padded: Values are padded to the width of keys, which is computed, too.
         eager: Scores, and what the softmax makes of them, are tensors of their own, not only inside of one kernel.
+        documents: Lengths of the documents that share the sequence: a token meets those of its own only. What they
+            leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
+            one call over the sequence.
         name: What ``Saved.made_by`` calls it.
+        propagates: It has a backward: something that is trained is in its inputs.
     """
 
     num_heads: int
@@ -150,57 +166,81 @@ class Attention:
     masked: bool = False
     padded: bool = False
     eager: bool = False
+    documents: tuple[int, ...] = ()
     name: str = "attention"
+    propagates: bool = True
 
     @property
     def num_scores(self) -> int:
         """Products of a query and a key, q k a."""
-        return self.seq_len * self._keys * self.num_heads
+        return sum(queries * keys for queries, keys in self._counted) * self.num_heads
 
     @property
     def full_flops(self) -> int:
-        """2 q k a (d + d_v): both products over all queries and keys (the PaLM convention)."""
-        return 2 * self.seq_len * self._keys * self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim))
+        """2 q k a (d + d_v): both products over all queries and keys (the PaLM convention), of each document."""
+        return sum(self._full_flops(queries, keys) for queries, keys in self._counted)
 
     @property
     def flops(self) -> int:
         """What counts of ``full_flops``: half when causal; with a window of w of k keys w (2 k - w) / (2 k^2) of it."""
-        if not self.causal:
-            return self.full_flops
-        window = min(self.window or self._keys, self._keys)
-        return self.full_flops * window * (2 * self._keys - window) // (2 * self._keys**2)
+        return sum(self._flops(queries, keys) for queries, keys in self._counted)
 
     @property
     def computed_flops(self) -> int:
         """What the kernel computes: all scores where a table masks them or they are a tensor, else ``flops``.
 
-        Padding of values is computed, too.
+        Padding, of values or of the sequence, is computed, too.
         """
-        flops = self.full_flops if self.masked or self.eager else self.flops
-        width = self.head_dim + (self.value_head_dim or self.head_dim)
-        return flops * 2 * self.head_dim // width if self.padded else flops
+        return sum(self.calls)
 
     @property
-    def _keys(self) -> int:
-        return self.num_keys or self.seq_len
+    def calls(self) -> tuple[int, ...]:
+        """The same of each call of the kernel."""
+        pairs = self._counted
+        padding = self.seq_len - sum(self.documents)
+        if self.documents and padding:
+            pairs = (*pairs, (padding, padding))
+        count = self._full_flops if self.masked or self.eager else self._flops
+        width = self.head_dim + (self.value_head_dim or self.head_dim)
+        wider, narrow = (2 * self.head_dim, width) if self.padded else (1, 1)
+        return tuple(count(queries, keys) * wider // narrow for queries, keys in pairs)
+
+    @property
+    def _counted(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys that meet: of every document, or of the whole sequence."""
+        if self.documents:
+            return tuple((length, length) for length in self.documents)
+        return ((self.seq_len, self.num_keys or self.seq_len),)
+
+    def _full_flops(self, queries: int, keys: int) -> int:
+        return 2 * queries * keys * self.num_heads * (self.head_dim + (self.value_head_dim or self.head_dim))
+
+    def _flops(self, queries: int, keys: int) -> int:
+        full = self._full_flops(queries, keys)
+        if not self.causal:
+            return full
+        window = min(self.window or keys, keys)
+        return full * window * (2 * keys - window) // (2 * keys**2)
 
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """A memory-bound kernel: elements of one sequence it reads and writes."""
+    """A memory-bound kernel: elements of one sequence it reads and writes, and whether it has a backward."""
 
     name: str
     reads: int
     writes: int
+    propagates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """An embedding lookup: rows gathered (forward) and scattered (backward) for one sequence."""
+    """An embedding lookup: rows gathered (forward) and, if it is trained, scattered (backward) for one sequence."""
 
     name: str
     rows: int
     width: int
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +270,19 @@ class Exchange:
 
 
 Kernel = Gemm | Attention | Pointwise | Lookup | Exchange
+
+
+def has_backward(kernel: Kernel) -> bool:
+    """Whether backward does something for a kernel: not where nothing that is trained is in its result."""
+    match kernel:
+        case Gemm():
+            return kernel.backward_products > 0
+        case Attention() | Pointwise():
+            return kernel.propagates
+        case Lookup():
+            return kernel.trained
+        case Exchange():
+            return kernel.backward is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +379,11 @@ class LayerSpec:
         """Elements of all weights, tied ones included."""
         return sum(p.num_elements for p in self.parameters)
 
+    @property
+    def num_trained(self) -> int:
+        """Elements of the weights that are not frozen."""
+        return sum(p.num_elements for p in self.parameters if not p.frozen)
+
     def flops(self, *, full_attention: bool = False) -> int:
         """Forward model FLOPs of one sequence: matrix products and attention.
 
@@ -338,6 +396,16 @@ class LayerSpec:
                 total += kernel.flops
             elif isinstance(kernel, Attention):
                 total += kernel.full_flops if full_attention else kernel.flops
+        return total
+
+    def backward_flops(self, *, full_attention: bool = False) -> int:
+        """The same of backward: as many products as have to be made, which is twice forward where all is trained."""
+        total = 0
+        for kernel in self.kernels:
+            if isinstance(kernel, Gemm):
+                total += kernel.backward_products * kernel.flops
+            elif isinstance(kernel, Attention) and kernel.propagates:
+                total += 2 * (kernel.full_flops if full_attention else kernel.flops)
         return total
 
     def saved_bytes(self, activation_bytes: int) -> tuple[int, int]:

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from simplan.spec.adapters import adapted_layers
 from simplan.spec.base import Count, Spec
-from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer import Attention, LayerKind, LayerSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import either
+from simplan.spec.packing import PackStatistics
 from simplan.spec.shard import Shard
 
 __all__ = ["ModelSpec"]
 
-_OF_ALL = frozenset({"name", "family", "sources"})
+_OF_ALL = frozenset({"name", "family", "packs", "sources"})
+_TUPLES = ("depths", "document_lengths", "lora_targets")
 
 
 class ModelSpec(Spec):
@@ -38,6 +41,11 @@ class ModelSpec(Spec):
         seq_len: Tokens of one sequence; for images, their patches and the class token, which is the default. Of T5, in
             the encoder.
         decoder_seq_len: In the decoder, as many as in the encoder unless given.
+        document_lengths: Tokens of the documents that share every sequence, in their order; empty for one that fills
+            it. A token attends to those of its own document, and positions start anew in each. What documents leave of
+            a sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no
+            loss (torchtune's PackedDataset).
+        packs: Of which packs these documents are one, where they were drawn (``simplan.spec.packing``).
         vocab_size: Rows of the embedding, padding included.
         tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
             and their gradients are all-reduced every step.
@@ -75,6 +83,9 @@ class ModelSpec(Spec):
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
         qk_rope_head_dim: Width that is; one for all heads of the keys.
         v_head_dim: Width of a head's values.
+        lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
+        lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
+            ``mlp`` or ``all`` of them.
         sources: Field name -> where its value comes from.
     """
 
@@ -89,6 +100,8 @@ class ModelSpec(Spec):
     intermediate_size: Annotated[int, Field(le=10**7)]
     vocab_size: Annotated[int, Field(le=10**8)]
     seq_len: Annotated[int, Field(le=10**8)]
+    document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = ()
+    packs: PackStatistics | None = None
     max_position_embeddings: Annotated[int, Field(le=10**8)]
     tied_embeddings: bool
     attention_bias: bool = False
@@ -125,6 +138,8 @@ class ModelSpec(Spec):
     qk_nope_head_dim: Annotated[int, Field(le=10**5)]
     qk_rope_head_dim: Annotated[int, Field(le=10**5)]
     v_head_dim: Annotated[int, Field(le=10**5)]
+    lora_rank: Annotated[int, Field(ge=0, le=10**5)] = 0
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("all",)
     sources: dict[str, str] = Field(default_factory=dict)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them
@@ -141,8 +156,8 @@ class ModelSpec(Spec):
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if isinstance(data.get("depths"), list):  # a file has lists, and strict mode wants the tuple itself
-            data = data | {"depths": tuple(data["depths"])}
+        lists = {field: tuple(data[field]) for field in _TUPLES if isinstance(data.get(field), list)}
+        data = data | lists  # a file has lists, and strict mode wants the tuple itself
         name = data.get("family")
         family = FAMILIES.get(name) if isinstance(name, str) else None
         if family is None:  # an error of its own, beside which nothing else is missing
@@ -182,13 +197,25 @@ class ModelSpec(Spec):
         Args:
             shard: How layers are split; the degrees divide what they split (``simplan.spec.rules``).
         """
-        return FAMILIES[self.family].layers(self, shard)
+        layers = FAMILIES[self.family].layers(self, shard)
+        return adapted_layers(layers, self, shard) if self.lora_rank else layers
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of a sequence that attend to each other: its documents and its padding, or all of it."""
+        padding = self.seq_len - sum(self.document_lengths)
+        return (*self.document_lengths, padding) if padding or not self.document_lengths else self.document_lengths
+
+    @property
+    def document_share(self) -> float:
+        """Of the tokens of a sequence, those that are no padding."""
+        return sum(self.document_lengths) / self.seq_len if self.document_lengths else 1.0
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """By block, the window of its attention; 0 for none, also where sequences are no longer than it."""
+        """By block, the window of its attention; 0 for none, also where no document is longer than it."""
         window = self.sliding_window or 0
-        window = 0 if window >= self.seq_len else window
+        window = 0 if window >= max(self.segments) else window
         every = self.sliding_window_pattern
         return tuple(0 if every and (block + 1) % every == 0 else window for block in range(self.num_hidden_layers))
 
@@ -198,9 +225,27 @@ class ModelSpec(Spec):
         tied = sum(p.num_elements for layer in self.layers for p in layer.parameters if p.name in layer.tied)
         return sum(layer.num_parameters for layer in self.layers) - tied
 
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Those of them that are not frozen: all but with LoRA."""
+        frozen = sum(layer.num_parameters - layer.num_trained for layer in self.layers)
+        return self.num_parameters if not frozen else sum(layer.num_trained for layer in self.layers)
+
     def flops_per_sequence(self, *, full_attention: bool = False) -> int:
-        """Model FLOPs of one sequence, forward and backward (three times forward), no recomputation."""
-        return 3 * sum(layer.flops(full_attention=full_attention) for layer in self.layers)
+        """Model FLOPs of one sequence, forward and backward, no recomputation.
+
+        Backward counts what has to be made: twice forward where all weights are trained; with LoRA no products for the
+        weights that are frozen, and nothing below the first adapter. A utilization is of these. Padding counts for
+        nothing, in attention and in the products of all tokens with weights. ``full_attention`` counts the whole square
+        of every document.
+        """
+        total = attention = 0
+        for layer in self.layers:
+            total += layer.flops(full_attention=full_attention) + layer.backward_flops(full_attention=full_attention)
+            for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
+                products = 3 if core.propagates else 1
+                attention += products * (core.full_flops if full_attention else core.flops)
+        return attention + round((total - attention) * self.document_share)
 
     @property
     def num_blocks(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import Problem
+from simplan.spec.adapter_rules import adapter_rules
+from simplan.spec.document_rules import document_rules
 from simplan.spec.expert_rules import expert_rules
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
@@ -32,7 +34,12 @@ def model_rules(model: ModelSpec) -> Iterator[Problem]:
             rule="must be even: rotary positions turn pairs",
             fix=f"use {either([d for d in (width - 1, width + 1) if d])}",
         )
-    if FAMILIES[model.family].position_rows and model.seq_len > model.max_position_embeddings:
+    yield from document_rules(model)
+    if (
+        FAMILIES[model.family].position_rows
+        and not model.document_lengths
+        and model.seq_len > model.max_position_embeddings
+    ):
         yield Problem(
             field="model.seq_len",
             value=str(model.seq_len),
@@ -62,6 +69,7 @@ def model_rules(model: ModelSpec) -> Iterator[Problem]:
             fix="use [3, 4, 6, 3] for ResNet-50",
         )
     yield from _image_rules(model)
+    yield from adapter_rules(model)
     if model.num_experts:
         yield from expert_rules(model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
@@ -26,7 +27,9 @@ class ParallelPlan(Spec):
     (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
     that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
     file with a table of actions. ``None`` in ``grad_dtype``, ``bucket_bytes`` and ``prefetch_depth`` means the
-    software's own value; in ``stage_layers``, a balanced split.
+    software's own value; in ``stage_layers``, a balanced split. ``offload_optimizer`` keeps optimizer states in memory
+    of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
+    from forward to backward.
     """
 
     dp_replicate: Count = 1
@@ -48,6 +51,8 @@ class ParallelPlan(Spec):
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_bytes: Count | None = None
     prefetch_depth: Count | None = None
+    offload_optimizer: bool = False
+    offload_activations: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -179,28 +184,25 @@ class RankMapping:
     @property
     def ranks_per_stage(self) -> int:
         """Ranks that hold the same stages, or parts of them."""
-        return self.world_size // self.pp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     def rank(self, place: Place) -> int:
         """The rank at a place of the mesh."""
-        rank = 0
-        for size, coordinate in zip(self.sizes, place, strict=True):
-            rank = rank * size + coordinate
-        return rank
+        pp, dp_replicate, dp_shard, cp, tp = place
+        return (((pp * self.dp_replicate + dp_replicate) * self.dp_shard + dp_shard) * self.cp + cp) * self.tp + tp
 
     def place(self, rank: int) -> Place:
         """Where a rank sits."""
-        coordinates = []
-        for size in reversed(self.sizes):
-            rank, coordinate = divmod(rank, size)
-            coordinates.append(coordinate)
-        return Place(*reversed(coordinates))
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        rank, dp_shard = divmod(rank, self.dp_shard)
+        pp, dp_replicate = divmod(rank, self.dp_replicate)
+        return Place(pp, dp_replicate, dp_shard, cp, tp)
 
     def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along some axes only, ascending."""
-        place = self.place(rank)
-        choices = [range(getattr(self, axis)) if axis in axes else (getattr(place, axis),) for axis in Place._fields]
-        return tuple(self.rank(Place(*coordinates)) for coordinates in itertools.product(*choices))
+        first = self.rank(self.place(rank)._replace(**dict.fromkeys(axes, 0)))
+        return tuple(first + offset for offset in _offsets(self, axes))
 
     def pp_group(self, rank: int) -> tuple[int, ...]:
         """The rank's pipeline, first stage first."""
@@ -228,17 +230,21 @@ class RankMapping:
 
     def ep_group(self, rank: int) -> tuple[int, ...]:
         """Ranks that exchange tokens, because each has other experts."""
-        mine = self.data_rank(rank) // self.ep
-        ranks = self.group(rank, "dp_replicate", "dp_shard")
-        return tuple(other for other in ranks if self.data_rank(other) // self.ep == mine)
+        first = self.data_rank(rank) // self.ep * self.ep
+        return self.group(rank, "dp_replicate", "dp_shard")[first : first + self.ep]  # ascending data ranks
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
         """Ranks that average the gradients of the same experts: they see other tokens."""
-        mine = self.data_rank(rank) % self.ep
-        ranks = self.group(rank, "dp_replicate", "dp_shard")
-        return tuple(other for other in ranks if self.data_rank(other) % self.ep == mine)
+        return self.group(rank, "dp_replicate", "dp_shard")[self.data_rank(rank) % self.ep :: self.ep]
 
     def data_rank(self, rank: int) -> int:
         """Which of the ``plan.dp`` parts of the batch a rank trains on."""
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
+
+
+@lru_cache(maxsize=256)
+def _offsets(mapping: RankMapping, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """Of the group along some axes that rank 0 is in, all ranks, ascending."""
+    choices = [range(size) if axis in axes else (0,) for axis, size in zip(Place._fields, mapping.sizes, strict=True)]
+    return tuple(mapping.rank(Place(*coordinates)) for coordinates in itertools.product(*choices))

@@ -75,6 +75,8 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
 def _selective(layer: LayerSpec) -> Recomputation:
     """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
     cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
+    if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
+        return Recomputation(layer.saved, ())
     first, last = min(cores), max(cores)
     again = tuple(
         index
@@ -82,7 +84,9 @@ def _selective(layer: LayerSpec) -> Recomputation:
         if index in cores or getattr(layer.kernels[index], "forward", None) is not None
     )
     names = {layer.kernels[index].name for index in cores}
-    saved = tuple(t for t in layer.saved if t.made_by not in names or t.name == f"{t.made_by} output")
+    reader = next(kernel for kernel in layer.kernels[last:] if isinstance(kernel, Gemm))
+    keeps = reader.trained or any(kernel.name == f"{reader.name}.lora_a" for kernel in layer.kernels)
+    saved = tuple(t for t in layer.saved if t.made_by not in names or (keeps and t.name == f"{t.made_by} output"))
     return Recomputation(saved, again, last)
 
 
@@ -95,13 +99,18 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         elsewhere: Indices of kernels whose results are kept, but not on the device.
     """
     # the input itself, not what matrix products made of it
-    saved = [replace(tensor, residual=True) for tensor in layer.saved if not tensor.made_by]
+    inputs = [tensor for tensor in layer.saved if not tensor.made_by]
+    if not inputs:  # backward has no use for it, but forward run again has
+        inputs = [Saved("input", layer.output_elements)]
+    saved = [replace(tensor, residual=True) for tensor in inputs]
     names = {layer.kernels[index].name for index in kept}
     for index in kept:
         saved += _results(layer, index)
     makers = {tensor.made_by for tensor in layer.saved} - names
     # torch ends the second forward with the last tensor that backward needs
     last = max(index for index, kernel in enumerate(layer.kernels) if kernel.name in makers)
+    if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
+        last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
     skipped = {*kept, *(elsewhere or ())}
     again = tuple(
         index
@@ -122,6 +131,11 @@ def _results(layer: LayerSpec, index: int) -> list[Saved]:
             return [Saved(kernel.name, layer.output_elements, made_by=kernel.name)]
         case _:
             return [tensor for tensor in layer.saved if tensor.made_by == kernel.name]
+
+
+def _last_product(layer: LayerSpec) -> int:
+    """Index of the last matrix that backward has a product of."""
+    return max(_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.backward_products > 0))
 
 
 def _gemms(layer: LayerSpec) -> list[int]:

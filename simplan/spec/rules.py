@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.convolution_rules import unmodelled_convolutions
+from simplan.spec.document_rules import unmodelled_documents
 from simplan.spec.hardware import ClusterSpec
+from simplan.spec.low_precision_rules import low_precision_rules, low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
 from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.offload_rules import offload_rules, unmodelled_offload
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedule_rules import schedule_rules, stage_rules
@@ -47,23 +51,33 @@ def check_plan(
         *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan),
         *unmodelled_convolutions(model, training, plan),
+        *unmodelled_offload(model, plan),
+        *unmodelled_documents(model, plan, software),
+        *unmodelled_adapters(model, training, plan),
         *_unmodelled_training(training, software),
+        *unmodelled_low_precision(model, training, plan, software),
     ]
     violated = [
         *model_rules(model),
+        *adapter_task_rules(model, training),
         *_cluster_rules(cluster),
         *_device_count(model, cluster, plan),
         *_precision_rules(cluster, training),
+        *low_precision_rules(training),
         *_batch_rules(training, plan),
         *schedule_rules(plan, software),
         *stage_rules(model, plan),
         *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
+        *offload_rules(cluster, training, plan),
     ]
     if violated:
         raise SpecError([*violated, *unmodelled])
     if unmodelled:
         raise NotModelledError(unmodelled)
+    linear = software.state(training, plan).linear
+    if linear is not None and (sizes := list(low_precision_sizes(model, plan, linear))):
+        raise SpecError(sizes)
 
 
 def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Problem]:
@@ -75,10 +89,9 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
 
 
 def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
-    if training.task != "pretrain":
-        yield _not_modelled("training.task", training.task, "this task", "use pretrain")
-    known = [precision for precision in ("fp32", "tf32", "bf16", "fp16") if precision in software.state_bytes]
-    if training.precision not in software.state_bytes:
+    has = {*software.state_bytes, *software.low_precision}
+    known = [p for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4") if p in has]
+    if training.precision not in has:
         what = f"this precision with {software.id}"
         yield _not_modelled("training.precision", training.precision, what, f"use {either(known)}")
 
@@ -103,11 +116,11 @@ def _cluster_rules(cluster: ClusterSpec) -> Iterator[Problem]:
 
 
 def _precision_rules(cluster: ClusterSpec, training: TrainingSpec) -> Iterator[Problem]:
-    if cluster.device.kind == "cpu" and training.precision not in ("fp32", "bf16"):
+    if cluster.device.kind == "cpu" and training.precision not in ("fp32", "bf16", "fp8"):
         yield Problem(
             field="training.precision",
             value=training.precision,
-            rule=f"must be fp32 or bf16 on a CPU ({cluster.device.id}): the others are those of accelerators",
+            rule=f"must be fp32, bf16 or fp8 on a CPU ({cluster.device.id}): the others are those of accelerators",
             fix="use fp32",
         )
 
@@ -157,6 +170,7 @@ def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) ->
     """What would take too long to predict."""
     passes = num_microbatches(training, plan) * (model.num_blocks + 2)
     layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
+    layer_by_layer |= plan.offload_activations
     if layer_by_layer and passes > MAX_LAYER_PASSES:
         most = max(1, MAX_LAYER_PASSES // (model.num_blocks + 2)) * plan.dp * plan.microbatch_size
         yield Problem(

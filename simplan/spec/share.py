@@ -32,6 +32,7 @@ class Share(NamedTuple):
         heads, kv_heads, head_dim: Attention heads.
         intermediate: Columns of the MLP.
         vocab: Rows of the embedding, or classes of a model without one.
+        documents: Lengths of the documents that share a sequence; empty for one that fills it.
     """
 
     shard: Shard
@@ -43,6 +44,7 @@ class Share(NamedTuple):
     head_dim: int
     intermediate: int
     vocab: int
+    documents: tuple[int, ...] = ()
 
     @property
     def q(self) -> int:
@@ -88,6 +90,7 @@ def share_of(model: ModelSpec, shard: Shard) -> Share:
     for size in (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, vocab):
         assert size % tp == 0, (size, tp)
     assert shard.cp == 1 or model.seq_len % (2 * shard.cp) == 0
+    assert shard.cp == 1 or not model.document_lengths
     split_tokens = tp if shard.sequence_parallel else 1
     assert tokens % split_tokens == 0
     return Share(
@@ -100,6 +103,7 @@ def share_of(model: ModelSpec, shard: Shard) -> Share:
         model.head_dim,
         model.intermediate_size // tp,
         vocab // tp,
+        model.document_lengths if len(model.segments) > 1 else (),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from simplan.spec.base import Count, Spec
+from simplan.spec.low_precision import Fp8Recipe
 
 __all__ = ["Precision", "TrainingSpec"]
 
@@ -16,12 +17,17 @@ class TrainingSpec(Spec):
 
     Attributes:
         global_batch_size: Sequences per optimizer step, over all devices.
-        precision: Format of the linear layers' matmuls; fp16 and bf16 are mixed precision.
+        precision: Format of the linear layers' matmuls; fp16 and bf16 are mixed precision. fp8, mxfp8 and
+            nvfp4 are bf16 but for the linear layers of blocks (``simplan.spec.low_precision``).
+        fp8_recipe: How fp8 is scaled; None for one scale a tensor (``tensorwise``), and for other precisions.
         optimizer: ``adam`` and ``adamw`` keep two fp32 states, ``sgd`` none.
-        task: What the run is for; only ``pretrain`` is modelled.
+        task: What the run is for. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
+            ``sft`` computes what ``pretrain`` does: tokens of prompts and padding are masked in the loss, and their
+            logits are computed all the same.
     """
 
     global_batch_size: Count
     precision: Precision = "bf16"
+    fp8_recipe: Fp8Recipe | None = None
     optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
     task: Literal["pretrain", "sft", "lora"] = "pretrain"

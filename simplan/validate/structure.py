@@ -6,6 +6,7 @@ from simplan.program.action import ActionKind
 from simplan.program.job import Job
 from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import Measurement
+from simplan.program.program import HostCopy, Stream
 from simplan.spec.plan import RankMapping
 
 __all__ = ["TIMED_KINDS", "Issued", "issued_as_predicted", "predicted_messages", "ran_as_predicted"]
@@ -19,6 +20,8 @@ TIMED_KINDS = (
     ActionKind.OPTIM,
 )
 """Kinds of actions that a measurement has spans of; messages are recorded apart."""
+
+_COPIES = (Stream.TO_HOST.value, Stream.FROM_HOST.value)
 
 Issued = tuple[str, tuple[int, ...], int, str]
 """Kind, ranks, bytes and action of a collective or message."""
@@ -36,7 +39,9 @@ def ran_as_predicted(measurement: Measurement) -> bool:
 
 
 def issued_as_predicted(measurement: Measurement) -> bool:
-    """Whether every rank issued exactly the collectives and messages of Level 2: kind, group, bytes, order.
+    """Whether every rank issued exactly the collectives, messages and copies of Level 2: kind, group, bytes, order.
+
+    Copies are compared in an order of their own: gradients are reduced by hooks in the middle of a backward.
 
     Where layers exchange activations and DDP reduces gradients, a bucket may be full between two exchanges of one
     layer; Level 2 has it after the layer. There the order is compared within each group and kind.
@@ -46,7 +51,8 @@ def issued_as_predicted(measurement: Measurement) -> bool:
     predicted = predicted_messages(measurement.job)
 
     def comparable(found: list[Issued]) -> list[Issued]:
-        return sorted(found, key=lambda issued: (issued[1], issued[0])) if mixed else found
+        ordered = sorted(found, key=lambda issued: (issued[1], issued[0])) if mixed else found
+        return sorted(ordered, key=lambda issued: issued[0] in _COPIES)
 
     return all(
         comparable([(c.kind, c.ranks, c.num_bytes, c.action) for c in rank.collectives])
@@ -69,6 +75,9 @@ def predicted_messages(job: Job) -> dict[int, list[Issued]]:
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         message = op.message
+        if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):
+            moved = sum(work.num_bytes for work in op.work if isinstance(work, HostCopy))
+            found[op.rank].append((op.stream.value, (op.rank,), moved, str(op.action)))
         if message is not None:
             receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
             kind = "recv" if receives else message.kind.value

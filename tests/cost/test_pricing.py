@@ -7,7 +7,7 @@ import pytest
 from simplan.cost.base import Price, Provenance
 from simplan.cost.pricing import price_program
 from simplan.program.action import Action
-from simplan.program.program import LayerWork, Message, Op, Phase, Program, Stream, Work
+from simplan.program.program import HostCopy, LayerWork, Message, Op, Phase, Program, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -29,6 +29,10 @@ class Tariff:
     def message(self, message: Message) -> Price:
         self.asked.append(message)
         return _price(message.num_bytes / 100)
+
+    def host_copy(self, copy: HostCopy) -> Price:
+        self.asked.append(copy)
+        return _price(copy.num_bytes / 10)
 
 
 def _price(seconds: float) -> Price:

@@ -45,6 +45,8 @@ _MADE_IN = {
     ("stage.py", "_create_act_recv_info"): _C.BUFFERS,
     ("stage.py", "_create_grad_recv_info"): _C.BUFFERS,
     ("stage.py", "_allocate_recv_buffer"): _C.BUFFERS,
+    ("host_link.py", "host_buffer"): _C.HOST,
+    ("activation_offload.py", "fetch"): _C.ACTIVATIONS,
 }
 MakeRecorder = Callable[[Sequence[Action]], Recorder]
 

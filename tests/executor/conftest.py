@@ -192,6 +192,42 @@ CASES: dict[str, Callable[[], Job]] = {
         plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
         dtype="fp64",
     ),
+    "one-device-offload-gpt-tied": lambda: _job(
+        model=_model(num_hidden_layers=4), plan={"offload_optimizer": True, "offload_activations": True}, dtype="fp64"
+    ),
+    "ddp2-offload-llama-recompute": lambda: _job(
+        dp=2,
+        model=_model("llama", num_hidden_layers=4),
+        plan={"bucket_bytes": 40_000, "recompute": "full", "offload_optimizer": True, "offload_activations": True},
+        dtype="fp64",
+    ),
+    "zero1-2-offload-gpt-tied": lambda: _job(
+        plan={"dp_shard": 2, "zero_stage": 1, "offload_optimizer": True, "offload_activations": True}, dtype="fp64"
+    ),
+    "zero3-2-offload-llama": lambda: _job(
+        model=_model("llama", num_hidden_layers=3),
+        plan={"dp_shard": 2, "offload_optimizer": True, "offload_activations": True},
+        dtype="fp64",
+    ),
+    "1f1b-pp2-offload-gpt-tied": lambda: _job(
+        "1f1b",
+        pp=2,
+        model=_model(num_hidden_layers=6),
+        plan={"offload_optimizer": True, "offload_activations": True},
+        dtype="fp64",
+    ),
+    "interleaved-pp2-v2-offload-llama-recompute": lambda: _job(
+        "interleaved_1f1b",
+        pp=2,
+        model=_model("llama", num_hidden_layers=6),
+        plan={"virtual_stages": 2, "recompute": "selective", "offload_activations": True},
+        dtype="fp64",
+    ),
+    "tp2-offload-llama": lambda: _job(
+        model=_model("llama", vocab_size=96),
+        plan={"tp": 2, "offload_optimizer": True, "offload_activations": True},
+        dtype="fp64",
+    ),
 }
 
 
@@ -205,6 +241,8 @@ QUICK = (
     "1f1b-pp2-zero3-2-llama",
     "zb-h1-pp2-gpt-tied",
     "zb-v-pp2-gpt-tied",
+    "zero3-2-offload-llama",
+    "1f1b-pp2-offload-gpt-tied",
 )
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
 

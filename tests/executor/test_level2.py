@@ -76,6 +76,8 @@ def test_every_strategy_issues_what_is_predicted(finished_run: Any) -> None:
     for rank, predicted in predicted_messages(narrow).items():
         wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
         found = issued(finished_run.measurement, rank)
+        for copies_last in (wide, found):  # hooks reduce gradients in the middle of a backward
+            copies_last.sort(key=lambda issue: issue[0].endswith("host"))
         if job.plan.tp * job.plan.cp > 1:  # a bucket may be full between two exchanges of one layer: order by group
             wide.sort(key=group_of)
             found.sort(key=group_of)

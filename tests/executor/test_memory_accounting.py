@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from executor.run import run_job
 from simplan.program.action import format_table
 from simplan.program.job import Job
 from simplan.program.lower import Lowering, lower
-from simplan.program.program import MemoryCategory
+from simplan.program.program import MemoryCategory, Program
 from simplan.program.table import plan_table
 from simplan.sim.memory import MemoryPeak, memory_peak
 from simplan.spec.model import ModelSpec
@@ -50,6 +51,7 @@ FSDP = {"dp_shard": 4}
 HSDP = {"dp_shard": 2, "dp_replicate": 2}
 GATHER, ALL_TO_ALL = {"cp": 2, "cp_comm": "all_gather"}, {"cp": 2, "cp_comm": "a2a"}
 PP = {"pp": 2}
+OFFLOAD = {"offload_optimizer": True, "offload_activations": True}
 INTERLEAVED = {"pp": 2, "virtual_stages": 2}
 
 # plan, microbatches, pipeline rank
@@ -91,6 +93,18 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zb-h1-zero2-last": ({**PP, "schedule": "zb-h1", "dp_shard": 2, "zero_stage": 2}, 4, 1),
     "zb-v-first": ({**PP, "schedule": "zb-v", "virtual_stages": 2}, 4, 0),
     "zb-v-last": ({**PP, "schedule": "zb-v", "virtual_stages": 2}, 4, 1),
+    "offload": ({**OFFLOAD, "microbatch_size": 4}, 2, 0),
+    "offload-full": ({**OFFLOAD, "recompute": "full", "microbatch_size": 8}, 1, 0),
+    "offload-selective": ({**OFFLOAD, "recompute": "selective", "microbatch_size": 4}, 1, 0),
+    "offload-ddp": ({**OFFLOAD, "dp_replicate": 4, "microbatch_size": 4}, 2, 0),
+    "offload-zero1": ({**OFFLOAD, **FSDP, "zero_stage": 1, "microbatch_size": 4}, 1, 0),
+    "offload-zero3": ({**OFFLOAD, **FSDP, "microbatch_size": 4}, 2, 0),
+    "offload-tp": ({**OFFLOAD, "tp": 2, "microbatch_size": 4}, 1, 0),
+    "offload-gpipe-first": ({**OFFLOAD, **PP, "schedule": "gpipe", "microbatch_size": 4}, 4, 0),
+    "offload-gpipe-last": ({**OFFLOAD, **PP, "schedule": "gpipe", "microbatch_size": 4}, 4, 1),
+    "offload-1f1b-first": ({**OFFLOAD, **PP, "microbatch_size": 4}, 4, 0),
+    "offload-1f1b-last": ({**OFFLOAD, **PP, "microbatch_size": 4}, 4, 1),
+    "offload-interleaved": ({**OFFLOAD, **INTERLEAVED, "microbatch_size": 4}, 4, 0),
     "dualpipe-v-first": ({**PP, "schedule": "dualpipe-v", "virtual_stages": 2}, 4, 0),
 }
 QUICK = {
@@ -105,6 +119,7 @@ QUICK = {
     ("1f1b-first", "gpt", "fp32"),
     ("zb-h1-last", "llama", "fp32"),
     ("zb-v-first", "gpt", "bf16"),
+    ("offload-zero3", "llama", "fp32"),
 }
 
 
@@ -155,10 +170,16 @@ def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) ->
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 
+def program_of(job: Job, *, gloo: bool = False) -> Program:
+    """All tensors are in the memory of this process, those on the host among them."""
+    how = Lowering(host_waits=gloo)
+    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    return replace(program, one_memory=True)
+
+
 def predicted_in(job: Job, rank: int, action: str) -> dict[MemoryCategory, int]:
     """The worst moment of one action, where two actions need almost as much."""
-    how = Lowering(host_waits=False)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    program = program_of(job)
     held = Counter(dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank])
     worst = Counter(held)
     for op in (program.ops[index] for index in program.by_rank[rank]):
@@ -174,8 +195,7 @@ def predicted_in(job: Job, rank: int, action: str) -> dict[MemoryCategory, int]:
 
 def predicted(job: Job, rank: int, *, gloo: bool = False) -> MemoryPeak:
     """With what gloo copies and DDP's second buckets, neither of which there is in the fake process group."""
-    how = Lowering(host_waits=gloo)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    program = program_of(job, gloo=gloo)
     if not gloo:
         program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))
     return memory_peak(program, rank)
@@ -242,6 +262,7 @@ def test_peak_is_that_of_torchs_mem_tracker(make_job: MakeJob, strategy: str, na
         pytest.param("tiny-llama", PP, 4, "bf16", marks=pytest.mark.slow),
         pytest.param("tiny-llama", INTERLEAVED, 4, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**ALL_TO_ALL, "zero_stage": 3}, 2, "fp32", marks=pytest.mark.slow),
+        pytest.param("tiny-llama", {**OFFLOAD, "dp_shard": 2, "microbatch_size": 4}, 2, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**PP, "schedule": "zb-h1"}, 4, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**PP, "schedule": "zb-v", "virtual_stages": 2}, 4, "fp32", marks=pytest.mark.slow),
     ],

@@ -31,3 +31,15 @@ def test_groups_are_those_of_a_device_mesh(rank: int) -> None:
 def test_data_ranks_number_the_parts_of_the_batch() -> None:
     """Ranks that split a sequence or a layer see the same samples."""
     assert [MAPPING.data_rank(rank) for rank in range(24)] == [i for i in range(6) for _ in range(4)]
+
+
+def test_experts_are_dealt_out_to_neighbouring_data_ranks() -> None:
+    """By the definition: tokens go round among ``ep`` neighbours, gradients among those at the same place of them."""
+    mapping = RankMapping(pp=2, dp_replicate=2, dp_shard=4, tp=3, ep=2)
+    for rank in range(mapping.world_size):
+        peers = mapping.group(rank, "dp_replicate", "dp_shard")
+        mine = mapping.data_rank(rank)
+        exchanging = tuple(peer for peer in peers if mapping.data_rank(peer) // 2 == mine // 2)
+        alike = tuple(peer for peer in peers if mapping.data_rank(peer) % 2 == mine % 2)
+        assert (mapping.ep_group(rank), mapping.expert_group(rank)) == (exchanging, alike)
+        assert (len(exchanging), len(alike)) == (2, 4)

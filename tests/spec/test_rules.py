@@ -181,10 +181,10 @@ def test_options_that_are_not_modelled_are_refused_by_name(plan: dict[str, Any],
     ("training", "sentence"),
     [
         (
-            {"precision": "fp8"},
-            "training.precision = fp8: this precision with torch is not modelled yet; use fp32, tf32, bf16 or fp16",
+            {"precision": "fp8", "fp8_recipe": "delayed"},
+            "training.fp8_recipe = delayed: linear layers of torch have no such recipe; use tensorwise, rowwise, "
+            "rowwise_with_gw_hp or blockwise",
         ),
-        ({"task": "lora"}, "training.task = lora: this task is not modelled yet; use pretrain"),
     ],
 )
 def test_trainings_that_are_not_modelled_are_refused_by_name(training: dict[str, Any], sentence: str) -> None:
@@ -226,10 +226,10 @@ def test_cluster_rules() -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
-def test_cpu_ranks_compute_in_fp32_or_bf16(precision: str) -> None:
+def test_cpu_ranks_compute_in_fp32_bf16_or_fp8(precision: str) -> None:
     here = catalogue.cluster("this-machine", 1)
     assert problems({}, cluster=here, training={"precision": precision}) == [
-        f"training.precision = {precision}: must be fp32 or bf16 on a CPU (this-machine-cpu): "
+        f"training.precision = {precision}: must be fp32, bf16 or fp8 on a CPU (this-machine-cpu): "
         "the others are those of accelerators; use fp32"
     ]
     check({}, cluster=here, training={"precision": "fp32"})

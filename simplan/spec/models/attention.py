@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, Kernel, ParameterSpec, Pointwise, Saved
+from simplan.spec.models.documents import join_kernels, join_saved
 from simplan.spec.models.part import FP32_BYTES, Part
 from simplan.spec.share import Share, column_exchanges, row_kernels
 
@@ -164,10 +165,11 @@ def _core_kernels(form: AttentionForm, share: Share) -> list[Kernel]:
             causal=form.causal,
             window=form.window,
             masked=form.masked,
+            documents=share.documents,
         )
 
     if shard.cp == 1:
-        return [core(share.heads, share.kv_heads, n)]
+        return [core(share.heads, share.kv_heads, n), *join_kernels(n * share.q, share)]
     if shard.cp_comm == "all_gather":
         gathered = Exchange("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, shard.cp * 2 * kv)
         return [gathered, core(share.heads, share.kv_heads, n, shard.cp * n)]
@@ -223,12 +225,15 @@ def _core_saved(form: AttentionForm, share: Share) -> list[Saved]:
     else:
         saved = [Saved(inputs, q + 2 * kv, made_by=maker)]
     logsumexp = Saved("attention logsumexp", n * share.heads, FP32_BYTES, made_by="attention")
-    return [*saved, output, logsumexp]
+    return [*saved, *join_saved(q, share), output, logsumexp]
 
 
 def _tables(form: AttentionForm, share: Share) -> tuple[Saved, ...]:
     """What is added to the scores of own queries and all keys they meet: for every head (ALiBi), or for all alike."""
     shard, n = share.shard, share.tokens
+    if share.documents and form.masked:  # the table of the longest has those of all others in its corner
+        longest = max(*share.documents, n - sum(share.documents))
+        return (Saved("attention mask", (share.heads if form.alibi else 1) * longest**2),)
     gathers = shard.cp > 1 and shard.cp_comm == "all_gather"
     if not (form.masked or (gathers and form.causal)):
         return ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from simplan.spec.layer import LayerSpec
-from simplan.spec.models.family import TOKENS, TRANSFORMER, Family
+from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Family
 from simplan.spec.models.mla import latent_attention, latent_form
 from simplan.spec.models.moe import EXPERTS, sparse_layers, with_experts
 from simplan.spec.models.part import Part
@@ -44,6 +44,7 @@ DEEPSEEK = Family(
     layers=_layers,
     fields=(TRANSFORMER - {"num_key_value_heads", "head_dim"})
     | TOKENS
+    | PACKED
     | EXPERTS
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
     defaults=with_experts(_defaults),

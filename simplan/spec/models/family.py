@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this package
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["TOKENS", "TRANSFORMER", "Defaults", "Family", "transformer_defaults", "with_wide_mlp"]
+__all__ = ["LORA", "PACKED", "TOKENS", "TRANSFORMER", "Defaults", "Family", "transformer_defaults", "with_wide_mlp"]
 
 Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -24,6 +24,12 @@ TRANSFORMER = frozenset({
 
 TOKENS = frozenset({"vocab_size", "max_position_embeddings", "tied_embeddings"})
 """Fields of every language model."""
+
+LORA = frozenset({"lora_rank", "lora_targets"})
+"""Fields of families whose blocks can have adapters (``simplan.spec.adapters``)."""
+
+PACKED = frozenset({"document_lengths"})
+"""Fields of language models whose sequences may hold several documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.models.attention import AttentionForm
 from simplan.spec.models.ends import row_table, token_table
-from simplan.spec.models.family import TOKENS, TRANSFORMER, Family, transformer_defaults, with_wide_mlp
+from simplan.spec.models.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults, with_wide_mlp
 from simplan.spec.models.keys import embedding_key
 from simplan.spec.models.part import NormKind, layer_of
 from simplan.spec.models.prenorm import gelu_block, vocabulary_head
@@ -38,7 +38,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 GPT = Family(
     layers=_layers,
-    fields=TRANSFORMER | TOKENS,
+    fields=TRANSFORMER | TOKENS | LORA | PACKED,
     defaults=with_wide_mlp(transformer_defaults(tied_embeddings=True)),
     position_rows=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from simplan.spec.share import Share
@@ -28,6 +29,9 @@ def block_key(model: ModelSpec, share: Share, *more: str) -> str:
     """Key of a block; arguments as of ``embedding_key``."""
     heads = [f"a{model.num_attention_heads}", f"kv{model.num_key_value_heads}", f"d{model.head_dim}"]
     sizes = [f"h{model.hidden_size}", *heads, f"i{model.intermediate_size}", f"s{model.seq_len}", *more]
+    if share.documents:  # in any order they are as much work, and as much to keep
+        counts = sorted(Counter(share.documents).items(), reverse=True)
+        sizes.append("docs" + "+".join(f"{number}x{length}" for length, number in counts))
     return f"{model.family}-block:{','.join(sizes)}{share.suffix}"
 
 

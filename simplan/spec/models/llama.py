@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.models.attention import AttentionForm, Biases, self_attention
 from simplan.spec.models.ends import token_table
-from simplan.spec.models.family import TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.spec.models.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
 from simplan.spec.models.keys import block_key, embedding_key
 from simplan.spec.models.mlp import gated_mlp
 from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
@@ -80,7 +80,7 @@ def _block(model: ModelSpec, share: Share, window: int) -> LayerSpec:
 
 LLAMA = Family(
     layers=_layers,
-    fields=TRANSFORMER | TOKENS | ATTENTION,
+    fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION,
     defaults=transformer_defaults(tied_embeddings=False),
 )
 """Touvron et al. 2023."""

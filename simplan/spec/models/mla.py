@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simplan.spec.layer import Attention, Gemm, Kernel, ParameterSpec, Pointwise, Saved
+from simplan.spec.models.documents import join_kernels
 from simplan.spec.models.part import FP32_BYTES, Part
 from simplan.spec.share import Share
 
@@ -90,7 +91,8 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
             Gemm("kv_b", n, keys, form.kv_rank),
             Pointwise("rotary", 2 * rotated, 2 * rotated),
             assemble,
-            Attention(a, a, d, n, value_head_dim=form.value, padded=form.value < d),
+            Attention(a, a, d, n, value_head_dim=form.value, padded=form.value < d, documents=share.documents),
+            *join_kernels(wide, share),
             Pointwise("cut values", n * a * form.value, n * a * form.value),
             Gemm("proj", n, h, a * form.value),
         ),

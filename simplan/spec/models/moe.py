@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.models.ends import output_distribution, token_table
 from simplan.spec.models.experts import expert_mlp, experts_form, shared_expert_mlp
-from simplan.spec.models.family import TOKENS, TRANSFORMER, Defaults, Family, transformer_defaults
+from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Defaults, Family, transformer_defaults
 from simplan.spec.models.keys import block_key, embedding_key, head_key
 from simplan.spec.models.llama import ATTENTION, attention_of
 from simplan.spec.models.mlp import gated_mlp
@@ -104,7 +104,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 MOE = Family(
     layers=_layers,
-    fields=TRANSFORMER | TOKENS | ATTENTION | EXPERTS | {"attention_sinks"},
+    fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | {"attention_sinks"},
     defaults=with_experts(transformer_defaults(tied_embeddings=False)),
 )
 """Jiang et al. 2024 (Mixtral), Yang et al. 2024 (Qwen2), Muennighoff et al. 2024 (OLMoE), Dai et al. 2024."""

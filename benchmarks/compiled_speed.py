@@ -1,0 +1,214 @@
+"""The compiled engine beside SimPy, and the largest Programs that SimPy is asked for, each in a process of its own.
+
+``python -m benchmarks.compiled_speed NAME`` measures one thing and prints its numbers as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.table import Row
+from simplan.cost.base import CostModel
+from simplan.cost.pricing import price_program
+from simplan.predict import build_program, cost_model, predict, simulate_program
+from simplan.prediction import Prediction
+from simplan.program.action import ActionKind
+from simplan.program.complete import complete_table
+from simplan.program.folding import unfolded
+from simplan.program.lower import Lowering, lower
+from simplan.program.partition import assign_stage_layers
+from simplan.program.program import Program
+from simplan.program.schedules import PipelineShape, interleaved_1f1b
+from simplan.sim.compiled import compile_program
+from simplan.sim.engine import simulate
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["compiled_speed"]
+
+_ROUNDS = 5
+_VECTORS = 64
+_P, _M, _V = 64, 512, 4
+_SECONDS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
+_SEND_S = 0.1
+
+
+def compiled_speed() -> list[Row]:
+    """Rows of the table."""
+    return [_ratio_row(), _folded_row(), _unfolded_row(), _interleaved_row()]
+
+
+def _ratio_row() -> Row:
+    found = _measured("ratio")
+    ratios = [simpy_s / compiled_s for simpy_s, compiled_s in zip(found["simpy_s"], found["vector_s"], strict=True)]
+    simpy_s, vector_s, compile_s = (statistics.median(found[key]) for key in ("simpy_s", "vector_s", "compile_s"))
+    return Row(
+        "SimPy over compiled engine, Level 2 step of Llama 3 70B, tp 8, pp 4, 32 microbatches, a duration vector",
+        "",
+        f"{statistics.median(ratios):.0f} (of {_ROUNDS} rounds {min(ratios):.0f} to {max(ratios):.0f}; "
+        f"{1e3 * simpy_s:.0f} ms over {1e3 * vector_s:.2f} ms, {_VECTORS} vectors at once; making the arrays of "
+        f"{found['num_ops']:,} operations takes {1e3 * compile_s:.0f} ms)",
+        ok=True,
+    )
+
+
+def _folded_row() -> Row:
+    runs = [_measured("folded") for _ in range(_ROUNDS)]
+    step_s, predict_s = ([run[key] for run in runs] for key in ("step_s", "predict_s"))
+    middle_s = statistics.median(step_s)
+    return Row(
+        "Llama 3.1 405B on 16,384 H100 (tp 8, pp 16, FSDP over 128 without resharding, 16 sequences of 8,192 tokens "
+        "a data rank), Level 2: fold, lower, price, simulate",
+        "under 1 s",
+        f"{middle_s:.2f} s (of {_ROUNDS} processes {min(step_s):.2f} to {max(step_s):.2f}; "
+        f"{runs[0]['num_ops']:,} operations of {runs[0]['num_ranks']} ranks); the whole prediction with memory "
+        f"and interval, {statistics.median(predict_s):.2f} s",
+        middle_s < 1,
+    )
+
+
+def _unfolded_row() -> Row:
+    run = _measured("unfolded")
+    total_s = run["lower_s"] + run["price_s"] + run["simpy_s"]
+    return Row(
+        "the same at Level 1 with all 16,384 ranks written out, in SimPy, no Timeline: lower, price, simulate",
+        "under 120 s, under 8 GiB",
+        f"{total_s:.0f} s ({run['lower_s']:.0f} + {run['price_s']:.0f} + {run['simpy_s']:.0f}), "
+        f"{run['peak_bytes'] / 2**30:.1f} GiB, {run['num_ops']:,} operations; the step is the folded one's to "
+        f"{run['difference']:.0e}",
+        total_s < 120 and run["peak_bytes"] < 8 * 2**30 and run["difference"] < 1e-9,
+    )
+
+
+def _interleaved_row() -> Row:
+    run = _measured("interleaved")
+    return Row(
+        f"interleaved 1F1B, p={_P}, m={_M}, v={_V}, Level 1, in SimPy",
+        "under 5 s",
+        f"{run['simpy_s']:.2f} s ({run['num_ops']:,} operations, which take {run['lower_s']:.1f} s to write; "
+        f"compiled: {run['compile_s']:.2f} s for the arrays, {1e3 * run['compiled_s']:.0f} ms for the step)",
+        run["simpy_s"] < 5,
+    )
+
+
+def _measured(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.compiled_speed", name]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def _time(run: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
+    start_s = time.perf_counter()
+    found = run(*arguments)
+    return time.perf_counter() - start_s, found
+
+
+def _ratio() -> dict[str, Any]:
+    found = _predicted(ParallelPlan(tp=8, pp=4), "llama3-70b", 32)
+    program = build_program(found)
+    durations_s = price_program(program, _cost(found)).durations_s
+    vectors_s = np.tile(np.array(durations_s), (_VECTORS, 1))
+    compile_program(program).step_times_s(vectors_s)  # numba is loaded
+    simpy_s, compile_s, vector_s = [], [], []
+    for _ in range(_ROUNDS):  # in turn, so that both see the same machine
+        simpy_s.append(_time(simulate, program, durations_s)[0])
+        seconds, compiled = _time(compile_program, program)
+        compile_s.append(seconds)
+        vector_s.append(_time(compiled.step_times_s, vectors_s)[0] / _VECTORS)
+    return {"simpy_s": simpy_s, "compile_s": compile_s, "vector_s": vector_s, "num_ops": len(program.ops)}
+
+
+def _llama_405b() -> Prediction:
+    """The mesh of Llama Team 2024 (arXiv:2407.21783), table 4, second row; their FSDP does not reshard (3.3.2)."""
+    plan = ParallelPlan(tp=8, pp=16, dp_shard=128, zero_stage=2, reshard_after_forward=False)
+    return _predicted(plan, "llama3.1-405b", 16 * 128)
+
+
+def _folded() -> dict[str, Any]:
+    predict_s, found = _time(_llama_405b)
+    step_s, simulated = _time(lambda: simulate_program(build_program(found), _cost(found), found.cluster))
+    program = simulated.program
+    return {
+        "predict_s": predict_s,
+        "step_s": step_s,
+        "num_ops": len(program.ops),
+        "num_ranks": len(program.ranks),
+    }
+
+
+def _unfolded() -> dict[str, Any]:
+    found = _llama_405b()
+    how = Lowering(level=1, folding=unfolded(RankMapping.of(found.plan)))
+    asked = (found.model, found.training, found.plan, found.software, found.assignment, found.table)
+    lower_s, program = _time(lower, *asked, how)
+    price_s, pricing = _time(price_program, program, _cost(found))
+    simpy_s, times = _time(simulate, program, pricing.durations_s)
+    return {
+        "lower_s": lower_s,
+        "price_s": price_s,
+        "simpy_s": simpy_s,
+        "num_ops": len(program.ops),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "difference": abs(times.step_time_s / found.level1_step_time_s - 1),
+    }
+
+
+def _interleaved() -> dict[str, Any]:
+    lower_s, program = _time(_interleaved_program)
+    durations_s = [
+        _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
+    ]
+    simpy_s, times = _time(simulate, program, durations_s)
+    compile_program(program).times(durations_s)  # numba is loaded
+    compile_s, compiled = _time(compile_program, program)
+    compiled_s, found_s = _time(compiled.step_times_s, np.array([durations_s]))
+    assert found_s == [times.step_time_s]
+    return {
+        "lower_s": lower_s,
+        "simpy_s": simpy_s,
+        "compile_s": compile_s,
+        "compiled_s": compiled_s,
+        "num_ops": len(program.ops),
+    }
+
+
+def _interleaved_program() -> Program:
+    state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
+    return lower(
+        ModelSpec(
+            family="gpt", num_hidden_layers=_P * _V, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
+        ),
+        TrainingSpec(global_batch_size=_M, precision="fp32"),
+        ParallelPlan(pp=_P, virtual_stages=_V, schedule="interleaved_1f1b"),
+        SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
+        assign_stage_layers([1] * _P * _V),
+        complete_table(interleaved_1f1b(PipelineShape(_P, _M, _V))),
+        Lowering(level=1),
+    )
+
+
+def _predicted(plan: ParallelPlan, model: str, batch: int) -> Prediction:
+    cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
+    training = TrainingSpec(global_batch_size=batch)
+    return predict(model, catalogue.model(model), cluster, training, plan, catalogue.software("torch"))
+
+
+def _cost(found: Prediction) -> CostModel:
+    return cost_model(found.cluster, found.training, found.plan, found.software, None)
+
+
+if __name__ == "__main__":
+    measurements = {"ratio": _ratio, "folded": _folded, "unfolded": _unfolded, "interleaved": _interleaved}
+    print(json.dumps(measurements[sys.argv[1]]()))

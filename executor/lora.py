@@ -1,0 +1,59 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): linear layers with adapters, and what of a layer is not trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simplan.spec.layer import LayerSpec
+
+__all__ = ["LoraLinear", "add_adapters", "freeze", "trained_parameters"]
+
+_SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
+
+
+class LoraLinear(nn.Linear):
+    """y = x W^T + b + scale (x A^T) B^T (equation 3); its parameters are called as PEFT and torchtune call them.
+
+    Attributes:
+        lora_a, lora_b: A (r x k) and B (n x r).
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        k, n = linear.in_features, linear.out_features
+        super().__init__(k, n, bias=linear.bias is not None)
+        self.lora_a = nn.Linear(k, rank, bias=False)
+        self.lora_b = nn.Linear(rank, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., k) to (..., n)."""
+        return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x))
+
+    def adapted(self, product: Tensor, narrow: Tensor) -> Tensor:
+        """X W^T + b (..., n) with what the adapter makes of x A^T (..., r) added."""
+        return torch.add(product, self.lora_b(narrow), alpha=_SCALE)
+
+
+def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:
+    """Puts adapters beside those matrices of a module that have some in its LayerSpec."""
+    for parameter in spec.parameters:
+        name = parameter.name.removesuffix(".lora_a.weight")
+        if name != parameter.name:
+            setattr(layer, name, LoraLinear(layer.get_submodule(name), rank))  # type: ignore[arg-type]
+
+
+def freeze(layer: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> None:
+    """Frozen parameters get no gradients, and are kept in the precision in which they are used."""
+    frozen = {parameter.name for parameter in spec.parameters if parameter.frozen}
+    for name, parameter in layer.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+
+
+def trained_parameters(module: nn.Module) -> list[Any]:
+    """Those that have gradients, in the module's order."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -1,0 +1,113 @@
+"""Time of linear layers in 8 or 4 bits: products at a rate of their own, and casts, which only move bytes.
+
+A cast reads its operand as it is and writes it quantized, with its scales (``simplan.spec.low_precision.casts`` has how
+often). Casts are kernels of their own: that a compiler may join one with the norm or the activation before it is not
+counted. Which scales a product takes does not change its rate, though kernels for one scale a row are slower than those
+for one a tensor (torchao/float8/README.md at 36027d82).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from simplan.program.program import Phase
+from simplan.spec.layer import Gemm
+from simplan.spec.low_precision import Cast, LinearFormat, casts
+from simplan.spec.software import StateBytes
+
+__all__ = ["LinearCost", "LinearRates"]
+
+_PASSES = {Phase.FORWARD: False, Phase.RECOMPUTE: False, Phase.BACKWARD: True}
+
+
+class LinearCost(NamedTuple):
+    """What some linear layers take in a pass.
+
+    Attributes:
+        products_s: Of their matrix products.
+        casts_s: Of their casts.
+        num_casts: How many.
+        cast_bytes: Read and written by them.
+        flops: Of the products in low precision.
+        wide_flops: Of those in 16 bits.
+    """
+
+    products_s: float = 0.0
+    casts_s: float = 0.0
+    num_casts: int = 0
+    cast_bytes: int = 0
+    flops: int = 0
+    wide_flops: int = 0
+
+    def plus(self, other: LinearCost) -> LinearCost:
+        """Of both."""
+        return LinearCost(
+            self.products_s + other.products_s,
+            self.casts_s + other.casts_s,
+            self.num_casts + other.num_casts,
+            self.cast_bytes + other.cast_bytes,
+            self.flops + other.flops,
+            self.wide_flops + other.wide_flops,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRates:
+    """What bounds them.
+
+    Attributes:
+        form: How they are quantized.
+        state: Element widths of all else; weights are cast from ``gathered``.
+        flop_per_s: Of large products in low precision.
+        wide_flop_per_s: The same in 16 bits.
+        bytes_per_s: Of streaming kernels.
+        launch_s: The least time of a kernel.
+    """
+
+    form: LinearFormat
+    state: StateBytes
+    flop_per_s: float
+    wide_flop_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+    def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
+        """Of one linear layer.
+
+        Args:
+            gemm: Its product in forward.
+            microbatch_size: Sequences b.
+            phase: Forward, recomputation or a whole backward.
+        """
+        backward, rows = _PASSES[phase], microbatch_size * gemm.m
+        found = LinearCost()
+        for cast in casts(self.form):
+            if cast.backward is backward:
+                num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
+                kernel_s = max(num_bytes / self.bytes_per_s, self.launch_s)
+                found = found.plus(LinearCost(casts_s=kernel_s, num_casts=1, cast_bytes=num_bytes))
+        x, w, g = rows * gemm.k, gemm.n * gemm.k, rows * gemm.n
+        flops = microbatch_size * gemm.computed_flops
+        if not backward:
+            return found.plus(self._product(flops, x, w, g))
+        found = found.plus(self._product(flops, g, w, x))
+        return found.plus(self._product(flops, g, x, w, wide=self.form.wide_weight_gradient))
+
+    def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
+        """Read and written by one cast."""
+        rows = microbatch_size * gemm.m
+        shapes = {"input": (rows, gemm.k), "weight": (gemm.n, gemm.k), "gradient": (rows, gemm.n)}
+        height, width = shapes[cast.operand]
+        weight = cast.operand == "weight"
+        read = self.state.gathered if weight else self.state.activation
+        wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation)
+        return wide + cast.writes * self.form.quantized_bytes(height, width, weight=weight)
+
+    def _product(self, flops: int, one: int, other: int, result: int, *, wide: bool = False) -> LinearCost:
+        """A product of two operands of so many elements; its result is in 16 bits."""
+        bits = 8 * self.state.activation if wide else self.form.element_bits
+        num_bytes = (one + other) * bits // 8 + result * self.state.activation
+        rate = self.wide_flop_per_s if wide else self.flop_per_s
+        seconds = max(flops / rate, num_bytes / self.bytes_per_s, self.launch_s)
+        return LinearCost(products_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)

@@ -1,0 +1,108 @@
+"""What a prediction says about sequences that several documents share: how packs differ, and what that may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.cost.base import CostModel
+from simplan.program.action import Table
+from simplan.program.program import LayerWork, Phase
+from simplan.spec.layer import Attention, LayerSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.packing import PackStatistics
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.recompute import recomputation
+from simplan.units import format_percent
+
+__all__ = ["attention_s", "fullest_excess", "packing_assumptions"]
+
+
+def packing_assumptions(
+    model: ModelSpec, plan: ParallelPlan, microbatches: int, attention_share: float
+) -> Iterator[str]:
+    """Sentences for the reader.
+
+    Args:
+        model: The model.
+        plan: Says which ranks wait for each other.
+        microbatches: Of a data-parallel rank.
+        attention_share: Of the step, what the attention cores take of it on the rank where they take most.
+    """
+    if not model.document_lengths:
+        return
+    yield "attention of packed documents is one call of the kernel for each; padding is computed like other tokens"
+    packs = model.packs
+    if packs is None:
+        yield "all sequences are packed alike"
+        return
+    yield (
+        f"{packs.num_documents:,} documents were drawn (seed {packs.seed}) and packed ({packs.packing}) into "
+        f"{packs.num_packs:,} sequences: {packs.documents_per_pack:.3g} documents each, which are "
+        f"{format_percent(packs.document_share)} of the tokens; predicted is the pack whose attention is nearest to "
+        "the mean"
+    )
+    if packs.cut_share:
+        yield f"{format_percent(packs.cut_share)} of the documents were longer than allowed, and were cut"
+    spread = f"packs differ by +/- {format_percent(packs.relative_std)} in attention"
+    ranks, each = _waiting(plan, microbatches)
+    if ranks == 1:
+        yield f"{spread}; one rank waits for no other"
+        return
+    excess = fullest_excess(packs, ranks, each)
+    yield (
+        f"{spread}; waiting for the fullest one is not in the step time: at most "
+        f"{format_percent(attention_share * excess)} of it, for attention is {format_percent(attention_share)} of the "
+        f"step, and the fullest of {ranks:,} is expected to be at most {format_percent(excess)} above the mean"
+    )
+
+
+def fullest_excess(packs: PackStatistics, num_ranks: int, packs_each: int) -> float:
+    """Bound of what the fullest of some ranks is expected to have above the mean, over the mean.
+
+    Of n independent draws of any distribution the largest is expected at most (n - 1) / sqrt(2 n - 1) standard
+    deviations above the mean (Hartley and David 1954, Gumbel 1954); and none has more than the fullest pack of all.
+
+    Args:
+        packs: How packs differ.
+        num_ranks: Which wait for each other.
+        packs_each: Of each rank, between two waits.
+    """
+    deviations = (num_ranks - 1) / (2 * num_ranks - 1) ** 0.5
+    return float(min(deviations * packs.relative_std / packs_each**0.5, packs.relative_excess))
+
+
+def attention_s(
+    model: ModelSpec, plan: ParallelPlan, assignment: StageAssignment, table: Table, microbatches: int, cost: CostModel
+) -> float:
+    """Seconds that attention cores take in a step on the pipeline rank where they take most."""
+    layers = model.layers_of(plan.shard)
+    by_key = {layer.key: _core_s(layer, plan, cost) for layer in layers}
+    by_row = [
+        sum(by_key[layers[index].key] for stage in {a.stage for a in row} for index in assignment.layer_range(stage))
+        for row in table
+    ]
+    return microbatches * max(by_row)
+
+
+def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel) -> float:
+    """Of one layer and microbatch."""
+    cores = tuple(index for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Attention))
+    if not cores:
+        return 0.0
+    again = set(cores) & set(recomputation(layer, plan.recompute).kernels)
+    phases = (Phase.FORWARD, Phase.BACKWARD, *([Phase.RECOMPUTE] * bool(again)))
+    works = [LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters, cores) for phase in phases]
+    return sum(cost.compute(work).seconds for work in works)
+
+
+def _waiting(plan: ParallelPlan, microbatches: int) -> tuple[int, int]:
+    """How many parts of a step may wait for each other, and packs of each.
+
+    Ranks that only reduce gradients wait once a step. Where layers exchange something of their own, they wait in every
+    microbatch; and a pipeline is no slower than if all microbatches were as full as the fullest.
+    """
+    b = plan.microbatch_size
+    if plan.pp > 1:
+        return plan.dp * microbatches, b
+    every = plan.shards_parameters or plan.grad_sync == "microbatch" or plan.ep > 1
+    return plan.dp, b if every else b * microbatches

@@ -1,0 +1,94 @@
+"""What would make a step faster: its time when one rate of the hardware is one percent better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from simplan.cost.pricing import price_program
+from simplan.predict.build import cost_model
+from simplan.predict.simulated import Simulated
+from simplan.prediction import Prediction
+from simplan.sim.compiled import compile_program
+from simplan.spec.hardware import ClusterSpec, LinkSpec
+
+__all__ = ["MarginalValue", "Resource", "improved", "marginal_values"]
+
+_BETTER = 1.01
+
+
+class Resource(StrEnum):
+    """A rate of the hardware."""
+
+    COMPUTE = "compute"
+    MEMORY_BANDWIDTH = "memory_bandwidth"
+    INTRA_LINK = "intra_link"
+    INTER_LINK = "inter_link"
+
+
+@dataclass(frozen=True, slots=True)
+class MarginalValue:
+    """What one percent more of a resource is worth.
+
+    Attributes:
+        resource: Which.
+        relative_change: Of the step time, e.g. -0.006 when it is 0.6 % shorter. Never above 0 but for rounding.
+    """
+
+    resource: Resource
+    relative_change: float
+
+
+def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[MarginalValue, ...]:
+    """The resources that the cluster has, the one worth most first.
+
+    Plan, stages and order of actions stay as they are; everything is priced again on the better hardware, and the
+    longest path is found again, so that work that hides something else shows its true, small value.
+
+    Args:
+        prediction: What was asked.
+        simulated: Its step, e.g. from ``simulate_again``.
+
+    Raises:
+        NotModelledError: Ranks share cores: this machine is timed as a whole, not by its rates.
+    """
+    compiled = compile_program(simulated.program, simulated.cores)
+    asked = (prediction.training, prediction.plan, prediction.software, None)
+    better = {resource: improved(prediction.cluster, resource) for resource in Resource}
+    costs = {resource: cost_model(cluster, *asked) for resource, cluster in better.items() if cluster is not None}
+    durations_s = [price_program(simulated.program, cost).durations_s for cost in costs.values()]
+    before_s = simulated.times.step_time_s
+    values = [
+        MarginalValue(resource, (step_time_s - before_s) / before_s)
+        for resource, step_time_s in zip(costs, compiled.step_times_s(durations_s), strict=True)
+    ]
+    return tuple(sorted(values, key=lambda value: value.relative_change))
+
+
+def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) -> ClusterSpec | None:
+    """The cluster with one rate so many times as high; None where it has no such thing.
+
+    Args:
+        cluster: The cluster.
+        resource: Compute: all matrix rates, by datasheet and as measured. Links: their bandwidth, not their latency.
+        factor: How many times as high.
+    """
+    device = cluster.device
+    match resource:
+        case Resource.COMPUTE:
+            rates = {
+                name: {dtype: rate * factor for dtype, rate in getattr(device, name).items()}
+                for name in ("peak_flop_per_s", "matmul_flop_per_s")
+            }
+            return cluster.model_copy(update={"device": device.model_copy(update=rates)})
+        case Resource.MEMORY_BANDWIDTH:
+            if device.memory_bandwidth_bytes_per_s is None:
+                return None
+            faster = {"memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s * factor}
+            return cluster.model_copy(update={"device": device.model_copy(update=faster)})
+        case Resource.INTRA_LINK | Resource.INTER_LINK:
+            link: LinkSpec | None = getattr(cluster, resource)
+            if link is None:
+                return None
+            faster = {"bytes_per_s": link.bytes_per_s * factor}
+            return cluster.model_copy(update={str(resource): link.model_copy(update=faster)})

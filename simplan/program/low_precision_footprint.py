@@ -1,0 +1,86 @@
+"""Memory of linear layers in 8 or 4 bits: what they keep for backward, and their quantized operands while they run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simplan.program.moment import Moment
+from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise, Saved
+from simplan.spec.low_precision import LinearFormat, linears
+from simplan.spec.software import StateBytes
+
+__all__ = ["backward_moments", "forward_cast_bytes", "keeping_quantized", "kept_weight_bytes"]
+
+_KEEP_THEIR_RESULT = ("relu",)  # their own backward reads it
+
+
+def keeping_quantized(layer: LayerSpec, form: LinearFormat | None) -> LayerSpec:
+    """The layer, with quantized inputs of linear layers kept in place of those in 16 bits, where a format does so.
+
+    Each linear layer has a copy of its own, along columns, also where several have one input. What something else
+    keeps as well, such as the output of the attention core, stays.
+
+    Args:
+        layer: As its builder made it: it keeps inputs of matrix products as they are.
+        form: How linear layers are quantized; None for not at all.
+    """
+    if form is None or form.kept == "wide":
+        return layer
+    saved = list(layer.saved)
+    for gemm in linears(layer):
+        wide = _made_for(layer, gemm)
+        if wide in saved:
+            saved.remove(wide)
+        num_bytes = form.quantized_bytes(gemm.k, gemm.m)
+        saved.append(Saved(f"{gemm.name} input in {form.precision}", num_bytes, 1, made_by=gemm.name))
+    return replace(layer, saved=tuple(saved))
+
+
+def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
+    """What the kernel before a matrix product makes for products alone."""
+    before = [k for k in layer.kernels[: layer.kernels.index(gemm)] if not isinstance(k, Exchange | Gemm)]
+    if not before or not isinstance(before[-1], Pointwise) or before[-1].name in _KEEP_THEIR_RESULT:
+        return None
+    made = [t for t in layer.saved if t.made_by == before[-1].name and not t.bytes_per_element and not t.residual]
+    return next((t for t in made if t.elements == gemm.m * gemm.k), None)
+
+
+def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
+    """What forward keeps of a weight beside the weight itself: nothing, or its quantized copy along columns."""
+    return form.quantized_bytes(gemm.k, gemm.n, weight=True) if form.kept == "quantized" else 0
+
+
+def forward_cast_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> int:
+    """Input and weight of one product along rows, which are there until it is done; 0 in 16 bits."""
+    form = state.linear
+    if form is None or gemm not in linears(layer):
+        return 0
+    return form.quantized_bytes(b * gemm.m, gemm.k) + form.quantized_bytes(gemm.n, gemm.k, weight=True)
+
+
+def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, held: int) -> tuple[Moment, ...]:
+    """Moments of the two products in backward; nothing where they are in 16 bits.
+
+    The gradient is quantized along rows and columns at once. The product for the input's gradient takes the rows and
+    the weight's columns; then, beside its result, the product for the weight's gradient takes the gradient's columns
+    and the input's. The result is in the precision that the weight is gathered or kept in.
+
+    Args:
+        layer, gemm: Which product.
+        b: Sequences of a microbatch.
+        state: Element widths.
+        held: Bytes beside what was kept, gradient of the output among them.
+    """
+    form = state.linear
+    if form is None or gemm not in linears(layer):
+        return ()
+    rows = b * gemm.m
+    gradient, result = form.quantized_bytes(rows, gemm.n), rows * gemm.k * state.activation
+    wide = form.kept == "wide"
+    weight = form.quantized_bytes(gemm.k, gemm.n, weight=True) if wide else 0
+    again = form.quantized_bytes(gemm.k, rows) if wide else 0
+    copies, beside = (1, 0) if form.wide_weight_gradient else (2, gradient + again)
+    return (
+        Moment(held + copies * gradient + weight + result),
+        Moment(held + beside + result, gradients=gemm.weight_elements * state.gathered),
+    )

@@ -1,0 +1,170 @@
+"""Everything about the pipeline of a plan that its schedule does not change: what its stages and ranks take."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.program.program import Phase
+from simplan.search.candidate import Candidate
+from simplan.search.numbers import Numbers
+from simplan.search.rank_numbers import completing_s
+from simplan.search.replicas import reduced_backward_s
+from simplan.search.sharding import ShardedStage
+from simplan.search.stage_numbers import Part, pass_s
+from simplan.sim.pipeline.peaks import PipelineBytes
+from simplan.sim.pipeline.times import PipelineTimes
+from simplan.spec.layer import CollectiveKind
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["Column"]
+
+_Floats = NDArray[np.float64]
+_Integers = NDArray[np.int64]
+_F, _B, _I, _W = Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT
+
+
+class Column:
+    """A plan with a pipeline, in numbers.
+
+    Args:
+        numbers: Of the job.
+        candidate: Any plan with these.
+    """
+
+    def __init__(self, numbers: Numbers, candidate: Candidate) -> None:
+        self._numbers, self._c = numbers, candidate
+        self.layout, self._layers, self._mesh = (
+            numbers.layout(candidate),
+            numbers.layers(candidate),
+            numbers.mesh(candidate),
+        )
+        self._splits = SCHEDULE_FACTS[candidate.schedule].splits_backward
+        self._sharded = [numbers.sharded(candidate, part) for part in self.layout.parts]
+        self._ranks = [numbers.rank(candidate, parts) for parts in self.layout.ranks]
+
+    @property
+    def num_units(self) -> int:
+        """Most units of a stage."""
+        return max(len(stage.units) if stage else 0 for stage in self._sharded)
+
+    def write_times(self, times: PipelineTimes, k: int) -> None:
+        """Fills in the plan's column."""
+        index, rank_index = self.layout.part_of, self.layout.kind_of
+        compute_s, reduce_copy_s, reduce_s = self._stage_times
+        times.compute_s[:, :, k] = compute_s[:, index]
+        times.reduce_copy_s[:, k] = reduce_copy_s[index]
+        times.reduce_s[:, k] = reduce_s[index]
+        times.send_forward_s[:, k], times.send_backward_s[:, k] = self._sends_s
+        for number, stage in enumerate(self._sharded):
+            if stage is not None:
+                places = np.flatnonzero(index == number)
+                times.gather_s[places, : len(stage.units), k] = stage.arrays.gather_s
+                times.copy_s[places, : len(stage.units), k] = stage.arrays.copy_s
+        times.tied_s[k] = self._tied_s
+        times.update_s[:, k] = np.array([rank.update_s for rank in self._ranks])[rank_index]
+        times.after_s[:, k] = np.array([rank.after_s for rank in self._ranks])[rank_index]
+
+    def write_bytes(self, held: PipelineBytes, k: int, num_microbatches: int) -> None:
+        """Fills in the plan's column."""
+        index = self.layout.part_of
+        held.during[:, :, k], held.after[:, :, k] = self._changes[:, 0, index], self._changes[:, 1, index]
+        held.sent[:, :, k] = self._sent_bytes
+        resting, of_microbatch, rebuilt = self._rank_bytes
+        held.base[:, k] = resting + num_microbatches * of_microbatch
+        held.extra[:, k] = rebuilt
+
+    def least_time_s(self, num_microbatches: int) -> float:
+        """A bound: no rank is through before its first input is there, all its work is done, and what it gave is used.
+
+        Where backward is whole the last action of a rank is a backward of its first stage, after which come those of
+        all stages before it, one after the other.
+        """
+        m, layout, p = num_microbatches, self.layout, self._c.pp
+        forward_s, backward_s, last_s, input_s, weight_s, _ = self._stage_times[0]
+        each_s = input_s + weight_s if self._splits else backward_s
+        busy_s = m * forward_s + (m - 1) * each_s + (each_s if self._splits else last_s)
+        of_rank_s = np.bincount(np.array(layout.placement), busy_s[layout.part_of], p)
+        sends_s = self._sends_s[:, : p - 1]
+        before_s = np.concatenate(([0.0], np.cumsum(forward_s[layout.part_of[: p - 1]] + sends_s[0])))
+        after_s = np.concatenate(([0.0], np.cumsum(backward_s[layout.part_of[: p - 1]] + sends_s[1])))
+        bounds_s = before_s + of_rank_s + (0.0 if self._splits else after_s)
+        return float(bounds_s.max()) + min(rank.update_s for rank in self._ranks)
+
+    @cached_property
+    def _stage_times(self) -> tuple[_Floats, _Floats, _Floats]:
+        """By part: F, B, the last B, I, W, the last W; REDUCE_GRAD up to its first reduce-scatter; the rest of it."""
+        found = [self._part_times(part, stage) for part, stage in zip(self.layout.parts, self._sharded, strict=True)]
+        compute, copies, rest = zip(*found, strict=True)
+        return np.array(compute).T, np.array(copies), np.array(rest)
+
+    def _part_times(self, part: Part, sharded: ShardedStage | None) -> tuple[tuple[float, ...], float, float]:
+        layers, c, numbers = self._layers, self._c, self._numbers
+        input_s = weight_s = backward_s = last_s = 0.0
+        if not self._splits or self._numbers.whole_in_weight(part):
+            backward_s = last_s = weight_s = pass_s(layers, part, _B)
+        else:
+            input_s, weight_s = pass_s(layers, part, _I), pass_s(layers, part, _W)
+        if sharded is None and c.dp * c.cp > 1 and not self._splits:
+            data_s = self._mesh.data_s
+            last_s = reduced_backward_s(layers, part, _B, numbers.software, numbers.bucket_bytes, data_s)
+        compute_s = (pass_s(layers, part, _F), backward_s, last_s, input_s, weight_s, weight_s)
+        completing = completing_s(layers, self._mesh, part, c, divides=numbers.num_microbatches(c) > 1)
+        if sharded is None:
+            return compute_s, 0.0, completing
+        units = sharded.arrays
+        # copies and reduce-scatters take turns; the all-reduces of replicas run beside them
+        ends_s = np.cumsum(units.scatter_s + np.concatenate(([0.0], units.reduce_copy_s[1:])))
+        replicated_s = (ends_s + np.cumsum(units.all_reduce_s[::-1])[::-1]).max()
+        return compute_s, float(units.reduce_copy_s[0]), float(replicated_s) + completing
+
+    @cached_property
+    def _sends_s(self) -> _Floats:
+        """Forward and back, by boundary."""
+        layout, send = self.layout, CollectiveKind.SEND
+        found = np.zeros((2, len(layout.part_of) - 1))
+        for stage, crossing in enumerate(layout.crossings[:-1]):
+            ends = layout.placement[stage], layout.placement[stage + 1]
+            for way, (source, target) in enumerate((ends, ends[::-1])):
+                found[way, stage] = sum(self._mesh.between_s(send, size, source, target) for size in crossing.sizes)
+        return found
+
+    @property
+    def _tied_s(self) -> float:
+        first, last, num_bytes = self.layout.placement[0], self.layout.placement[-1], self._layers.tied_bytes
+        if not num_bytes or first == last:
+            return 0.0
+        return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, first, last)
+
+    @cached_property
+    def _changes(self) -> _Integers:
+        """Changes of memory by part, ``(slots, 2, parts)``."""
+        found = []
+        for part, stage in zip(self.layout.parts, self._sharded, strict=True):
+            change = self._numbers.stage_changes(self._c, part, split=self._splits)
+            if stage is not None:
+                change = change + self._numbers.sharding_changes(self._c, part, split=self._splits)
+            found.append(change)
+        return np.stack(found, axis=-1)
+
+    @cached_property
+    def _sent_bytes(self) -> _Integers:
+        """What a rank holds of what it has sent, ``(2, stages)``: outputs of a stage, and gradients of its input."""
+        crossings = self.layout.crossings
+        found = np.zeros((2, len(crossings)), np.int64)
+        found[0] = [crossing.made_bytes for crossing in crossings]
+        found[1, 1:] = [sum(crossing.sizes) for crossing in crossings[:-1]]
+        return found
+
+    @cached_property
+    def _rank_bytes(self) -> tuple[_Integers, _Integers, _Integers]:
+        """By rank: between steps; the same for each microbatch, receive buffers and images; DDP's second buckets."""
+        layout = self.layout
+        crossed = np.array([sum(crossing.sizes) for crossing in layout.crossings])
+        received = crossed + np.concatenate(([0], crossed[:-1]))
+        of_rank = np.bincount(np.array(layout.placement), received, self._c.pp).astype(np.int64)
+        of_rank[layout.placement[0]] += self._layers.batch_bytes
+        resting = np.array([rank.resting_bytes for rank in self._ranks])[layout.kind_of]
+        return resting, of_rank, np.array([rank.rebuild_bytes for rank in self._ranks])[layout.kind_of]

@@ -1,0 +1,248 @@
+"""Times and bytes of every layer of a model under one way of splitting it, priced once for all plans that share it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from simplan.cost.base import CostModel
+from simplan.program.action import Action, ActionKind
+from simplan.program.program import LayerWork, Message, Phase
+from simplan.program.script import Scripts, Segment
+from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
+from simplan.program.units import padded_elements
+from simplan.search.candidate import Candidate
+from simplan.search.layer_changes import Change, layer_change
+from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.recompute import recomputation
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["Layers", "Pass", "Way"]
+
+_WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
+
+
+class Way(NamedTuple):
+    """All of a plan that the numbers of a layer depend on."""
+
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_comm: str
+    microbatch_size: int
+    recompute: str
+    shards_parameters: bool
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Way:
+        """The way of a candidate."""
+        return cls(
+            candidate.tp,
+            candidate.sequence_parallel,
+            candidate.cp,
+            candidate.cp_comm,
+            candidate.microbatch_size,
+            candidate.recompute,
+            candidate.shards_parameters,
+        )
+
+    @classmethod
+    def of_sharding(cls, shards_parameters: bool) -> Way:
+        """The way of a plan that does nothing else."""
+        return cls(1, False, 1, "ring", 1, "none", shards_parameters)
+
+    def plan(self) -> ParallelPlan:
+        """A plan of as few devices as go with it."""
+        fields = {name: value for name, value in self._asdict().items() if name != "shards_parameters"}
+        plan = ParallelPlan(**fields)
+        return plan.model_copy(update={"dp_shard": 2, "zero_stage": 3}) if self.shards_parameters else plan
+
+
+class Pass(NamedTuple):
+    """One pass through a layer.
+
+    Attributes:
+        seconds: From its beginning to the end of its last computation or exchange.
+        computed_s: To the end of its last computation.
+    """
+
+    seconds: float
+    computed_s: float
+
+
+class Layers:
+    """All layers of a model in one way.
+
+    Args:
+        model, training, software: What is trained.
+        way: How its layers are split and run.
+        cost: Prices work and messages.
+
+    Attributes:
+        specs: The layers, as one rank has them.
+        kinds: By layer, the number of the first layer that is like it.
+        state: Element widths.
+    """
+
+    def __init__(
+        self, model: ModelSpec, training: TrainingSpec, software: SoftwareSpec, way: Way, cost: CostModel
+    ) -> None:
+        self.way, self._cost = way, cost
+        plan = way.plan()
+        whole = StageAssignment((0, len(model.layers)))
+        self._stages = Stages(model, training, plan, software, whole, _WHOLE_MODEL)
+        self._scripts = Scripts(self._stages)
+        self.specs: Sequence[LayerSpec] = self._stages.layers[0]
+        self.state = self._stages.state
+        self.batch_bytes = self._stages.batch_bytes  # of one microbatch
+        first: dict[tuple[str, int], int] = {}
+        self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]
+        self._passes: dict[tuple[int, Phase, float], Pass] = {}
+        self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
+        self._changes: dict[tuple[int, tuple[bool, bool], Phase, bool], tuple[Change, int]] = {}
+        self._seconds: dict[tuple[int, Phase, int], float] = {}
+        self._held: dict[tuple[int, int, bool], int] = {}
+        self._counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+    def _variant(self, layer: int) -> int:
+        """With torchtitan's selective_layer every second block is recomputed."""
+        return (layer - 1) % 2 if self.way.recompute == "selective_layer" else 0
+
+    def passed(self, layer: int, phase: Phase, more_s: float = 0.0) -> Pass:
+        """A pass through a layer.
+
+        Args:
+            layer: Its index.
+            phase: Forward, backward or one of its parts.
+            more_s: What is done right after its last computation, such as a division of gradients.
+        """
+        key = (self.kinds[layer], phase, more_s)
+        found = self._passes.get(key)
+        if found is None:
+            script = self._scripts.layer(0, self.kinds[layer], phase)
+            found = self._passes[key] = self._timed(script, more_s)
+        return found
+
+    def kinds_in(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Layers of a stage that differ, each with how many are like it."""
+        found = self._counted.get((start, stop))
+        if found is None:
+            found = self._counted[start, stop] = list(Counter(self.kinds[start:stop]).items())
+        return found
+
+    def facts(self, layer: int, ends: tuple[bool, bool], *, tied: bool) -> LayerFacts:
+        """What a layer keeps.
+
+        Args:
+            layer: Its index.
+            ends: Its input, and the gradient of its output, come from other ranks.
+            tied: The embedding and the head that share a weight are in one stage.
+        """
+        left = self._left(layer) if tied else 0
+        key = (self.kinds[layer], ends, left)
+        found = self._facts.get(key)
+        if found is None:
+            spec = self.specs[layer]
+            kept = recomputation(spec, self._stages.plan.recompute, layer - 1)
+            found = self._facts[key] = layer_facts(spec, self.way.microbatch_size, self.state, kept, ends, left)
+        return found
+
+    def leaving(self, start: int, stop: int) -> tuple[Crossing, ...]:
+        """Tensors that a stage with these layers hands on."""
+        return self._stages.leaving(self.specs[start:stop])
+
+    @cached_property
+    def tied_bytes(self) -> int:
+        """Gradient of a weight that the first and the last layer share."""
+        return self._stages.tied_bytes
+
+    def change(self, layer: int, ends: tuple[bool, bool], phase: Phase, *, tied: bool) -> tuple[Change, int]:
+        """What a pass does to memory; see ``layer_change``, and ``facts`` for the rest."""
+        key = (self.kinds[layer], ends, phase, tied)
+        found = self._changes.get(key)
+        if found is None:
+            found = self._changes[key] = layer_change(self.facts(layer, ends, tied=tied), phase)
+        return found
+
+    def _left(self, layer: int) -> int:
+        """See ``Stages``: autograd holds the head's gradient of a shared weight until it has the embedding's."""
+        spec = self.specs[layer]
+        match spec.kind:
+            case LayerKind.HEAD:
+                return sum(p.num_elements for p in spec.parameters if p.name in spec.tied) * self.state.residual
+            case LayerKind.EMBEDDING:
+                return -spec.parameters[0].num_elements * self.state.residual
+            case LayerKind.BLOCK:
+                return 0
+
+    def seconds(self, layer: int, phase: Phase, elements: int) -> float:
+        """Time of a phase of parameters or gradients over so many of their elements."""
+        key = (self.kinds[layer], phase, elements)
+        found = self._seconds.get(key)
+        if found is None:
+            work = LayerWork(self.specs[layer], phase, self.way.microbatch_size, elements)
+            found = self._seconds[key] = self._cost.compute(work).seconds
+        return found
+
+    def owned(self, layer: int, *, tied: bool) -> int:
+        """Parameters that a layer brings; a head whose weight is the embedding's of the same stage has it not."""
+        spec = self.specs[layer]
+        shared = sum(p.num_elements for p in spec.parameters if p.name in spec.tied) if tied else 0
+        return spec.num_parameters - shared
+
+    def held(self, layer: int, num_shards: int, *, tied: bool) -> int:
+        """The same of one shard, where every tensor is padded to equal ones."""
+        if num_shards == 1:
+            return self.owned(layer, tied=tied)
+        key = (self.kinds[layer], num_shards, tied)
+        found = self._held.get(key)
+        if found is None:
+            spec = self.specs[layer]
+            own = [p.shape for p in spec.parameters if not (tied and p.name in spec.tied)]
+            found = self._held[key] = sum(padded_elements(shape, num_shards) // num_shards for shape in own)
+        return found
+
+    @cached_property
+    def partial_elements(self) -> list[int]:
+        """By layer, gradients that are summed over tensor-parallel ranks."""
+        return [sum(p.num_elements for p in spec.parameters if p.partial_gradient) for spec in self.specs]
+
+    @cached_property
+    def block_times_s(self) -> list[float]:
+        """By layer, forward and backward as the balanced split counts them: computation alone, nothing repeated."""
+        found: list[float] = []
+        for layer, spec in enumerate(self.specs):
+            if self.kinds[layer] == layer:
+                works = [LayerWork(spec, phase, self.way.microbatch_size, spec.num_parameters) for phase in _BOTH]
+                seconds = sum(self._cost.compute(work).seconds for work in works)
+            else:
+                seconds = found[self.kinds[layer]]
+            found.append(seconds)
+        return found
+
+    def _timed(self, script: Sequence[Segment], more_s: float) -> Pass:
+        """Computations one after the other; each waits for the exchanges before it, as the lowering has it."""
+        mapping = self._stages.mapping
+        groups = {"tp": mapping.tp_group(0), "cp": mapping.cp_group(0), "ep": mapping.ep_group(0)}
+        last = max(number for number, segment in enumerate(script) if segment.exchange is None)
+        now_s = before_s = pending_s = 0.0
+        free_s = dict.fromkeys(groups, 0.0)
+        for number, segment in enumerate(script):
+            if segment.exchange is None:
+                duration_s = sum(self._cost.compute(work).seconds for work in segment.work)
+                before_s, now_s = now_s, max(now_s, pending_s) + duration_s + (more_s if number == last else 0.0)
+                pending_s = 0.0
+            else:
+                axis, kind, num_bytes, beside = segment.exchange
+                start_s = max(free_s[axis], before_s if beside else now_s, pending_s)
+                free_s[axis] = start_s + self._cost.message(Message(kind, num_bytes, groups[axis])).seconds
+                pending_s = max(pending_s, free_s[axis])
+        return Pass(max(now_s, pending_s), now_s)
+
+
+_BOTH = (Phase.FORWARD, Phase.BACKWARD)

@@ -1,0 +1,59 @@
+"""Which engine runs a Program: both give the same times, to the last bit, where both can."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from simplan.program.program import Program
+from simplan.sim.compiled import compile_program
+from simplan.sim.engine import CoreUse, Times, simulate
+
+__all__ = ["Engine", "engine_of"]
+
+_FEWEST_OPERATIONS = 60_000
+"""From so many on, the three runs of a prediction in SimPy (8 microseconds an operation together) take longer than the
+import of numba with the loading of its machine code (0.4 seconds) and the arrays (under 1 microsecond an operation)."""
+
+
+class Engine(Protocol):
+    """One Program, ready to run."""
+
+    def times(self, durations_s: Sequence[float]) -> Times:
+        """Start and end of every operation."""
+        ...
+
+    def step_times_s(self, durations_s: Sequence[Sequence[float]]) -> Sequence[float]:
+        """The end of the last operation under each vector of durations."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SimPy:
+    """The reference engine."""
+
+    program: Program
+    cores: CoreUse | None
+
+    def times(self, durations_s: Sequence[float]) -> Times:
+        return simulate(self.program, durations_s, self.cores)
+
+    def step_times_s(self, durations_s: Sequence[Sequence[float]]) -> Sequence[float]:
+        return [self.times(vector_s).step_time_s for vector_s in durations_s]
+
+
+def engine_of(program: Program, cores: CoreUse | None) -> Engine:
+    """SimPy where ranks share cores and for small Programs; compiled for large static ones.
+
+    Once the compiled engine is loaded, it runs small ones as well.
+
+    Args:
+        program: What to run.
+        cores: Cores that ranks share, if they do.
+    """
+    loaded = "simplan.sim.longest_path" in sys.modules
+    if cores is None and (loaded or len(program.ops) >= _FEWEST_OPERATIONS):
+        return compile_program(program)
+    return _SimPy(program, cores)

@@ -1,0 +1,167 @@
+"""The compiled engine: a static Program as arrays, and its longest path under many duration vectors at once.
+
+A Program is static when a duration is a duration, whatever runs beside it: the order on every stream is fixed and a
+meeting is one node that starts when all its members are ready. Then the SimPy engine computes a longest path, and so
+does this one, with the same additions and maxima and hence to the last bit the same times. Where ranks share cores only
+the SimPy engine knows the answer, and it stays the reference for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from simplan.errors import NotModelledError, Problem
+from simplan.program.program import Program, Stream
+from simplan.sim.engine import CoreUse, Times
+
+__all__ = ["CompiledProgram", "Durations", "compile_program"]
+
+_AT_ONCE = 8  # vectors: a node's ends fill one cache line
+Durations = Sequence[float] | npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledProgram:
+    """A Program's operations as nodes of a graph, the members of a meeting as one; it holds no durations.
+
+    Attributes:
+        node: (num_ops,) The node of each operation of ``Program.ops``. Nodes are numbered in topological order.
+        leader: (num_nodes,) The operation whose duration a node has: of a meeting the first.
+        first: (num_nodes + 1,) Where each node's predecessors begin in ``before``.
+        before: (num_edges,) Predecessors of all nodes: those on the streams, and what is waited for.
+    """
+
+    node: npt.NDArray[np.int32]
+    leader: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
+    before: npt.NDArray[np.int32]
+
+    def times(self, durations_s: Durations) -> Times:
+        """Start and end of every operation, as ``simplan.sim.engine.simulate`` gives them.
+
+        Args:
+            durations_s: (num_ops,) Time of every operation alone.
+        """
+        start_s, end_s = self.spans(durations_s)
+        return Times(start_s.tolist(), end_s.tolist())
+
+    def spans(self, durations_s: Durations) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Start and end of every operation, seconds, in the shape of the durations.
+
+        Args:
+            durations_s: (num_ops,), or (num_vectors, num_ops), seconds.
+        """
+        from simplan.sim.longest_path import node_ends
+
+        given_s = np.ascontiguousarray(durations_s, np.float64)
+        vectors_s = np.atleast_2d(given_s)
+        assert vectors_s.shape[1] == len(self.node), vectors_s.shape
+        starts_s, ends_s = np.empty_like(vectors_s), np.empty_like(vectors_s)
+        start_s, end_s = np.empty(len(self.leader)), np.empty(len(self.leader))
+        for k, vector_s in enumerate(vectors_s):
+            node_ends(self.first, self.before, self.leader, vector_s, start_s, end_s)
+            starts_s[k], ends_s[k] = start_s[self.node], end_s[self.node]
+        return starts_s.reshape(given_s.shape), ends_s.reshape(given_s.shape)
+
+    def step_times_s(self, durations_s: Sequence[Durations] | npt.NDArray[np.float64]) -> list[float]:
+        """The end of the last operation under each vector of durations, seconds.
+
+        Args:
+            durations_s: (num_vectors, num_ops), seconds.
+        """
+        from simplan.sim.longest_path import latest_ends
+
+        vectors_s = np.ascontiguousarray(durations_s, np.float64)
+        assert vectors_s.ndim == 2, vectors_s.shape
+        assert vectors_s.shape[1] == len(self.node), vectors_s.shape
+        latest_s = np.empty(len(vectors_s))
+        for begin in range(0, len(vectors_s), _AT_ONCE):
+            part_s = vectors_s[begin : begin + _AT_ONCE]
+            end_s = np.empty((len(self.leader), len(part_s)))
+            latest_ends(self.first, self.before, self.leader, part_s, end_s, latest_s[begin : begin + _AT_ONCE])
+        return latest_s.tolist()
+
+
+def compile_program(program: Program, cores: CoreUse | None = None) -> CompiledProgram:
+    """The arrays of a static Program.
+
+    Args:
+        program: A checked Program.
+        cores: Cores that ranks share, if they do.
+
+    Raises:
+        NotModelledError: Ranks share cores.
+    """
+    if cores is not None:
+        raise NotModelledError(
+            Problem(
+                field="cluster",
+                rule=f"ranks share {cores.cores_per_node} cores, so what runs beside an operation changes how long it "
+                "takes; the compiled engine takes static Programs only",
+                fix="simulate it with the SimPy engine",
+            )
+        )
+    met = _meetings(program)
+    leader, node = np.unique(met, return_inverse=True)
+    source, target = _edges(program)
+    source, target = node[source], node[target]
+    return _in_topological_order(leader.astype(np.int32), node.astype(np.int32), source, target)
+
+
+def _meetings(program: Program) -> npt.NDArray[np.int64]:
+    """By operation, the first operation of its meeting: itself when it meets nobody."""
+    first: dict[Hashable, int] = {}
+    return np.array(
+        [index if op.meeting is None else first.setdefault(op.meeting, index) for index, op in enumerate(program.ops)],
+        np.int64,
+    )
+
+
+def _edges(program: Program) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """What must have ended before what: neighbours on the streams, then what is waited for."""
+    ended: list[int] = []
+    waiting: list[int] = []
+    last: dict[tuple[int, Stream], int] = {}
+    for index, op in enumerate(program.ops):
+        place = op.rank, op.stream
+        before = last.get(place)
+        if before is not None:
+            ended.append(before)
+            waiting.append(index)
+        last[place] = index
+        for wait in op.waits:
+            ended.append(wait)
+            waiting.append(index)
+    return np.array(ended, np.int64), np.array(waiting, np.int64)
+
+
+def _in_topological_order(
+    leader: npt.NDArray[np.int32],
+    node: npt.NDArray[np.int32],
+    source: npt.NDArray[np.int64],
+    target: npt.NDArray[np.int64],
+) -> CompiledProgram:
+    """Numbers nodes so that every edge points to a higher one."""
+    from simplan.sim.longest_path import topological_order
+
+    num_nodes = len(leader)
+    first, after = _adjacent(source, target, num_nodes)
+    order = topological_order(first, after, np.bincount(target, minlength=num_nodes).astype(np.int32))
+    assert len(order) == num_nodes, "deadlock in a checked Program"
+    number = np.empty(num_nodes, np.int32)
+    number[order] = np.arange(num_nodes, dtype=np.int32)
+    first, before = _adjacent(number[target], number[source], num_nodes)
+    return CompiledProgram(number[node], leader[order], first, before)
+
+
+def _adjacent(
+    ours: npt.NDArray[np.integer], others: npt.NDArray[np.integer], num_nodes: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Neighbours of every node, and where each node's begin among them (compressed sparse rows)."""
+    first = np.zeros(num_nodes + 1, np.int32)
+    np.cumsum(np.bincount(ours, minlength=num_nodes), out=first[1:])
+    return first, others[np.argsort(ours, kind="stable")].astype(np.int32)

@@ -1,0 +1,195 @@
+"""Linear layers whose matrix products are in 8 or 4 bits: what is quantized when, with which scales, and what is kept.
+
+All else is bf16 mixed precision: weights and optimizer states, embedding, head, norms, the core of attention, routers
+and experts. A linear layer y = x W' has three products: the output, the gradient of the input (g W) and that of the
+weight (g' x). Each adds up along another dimension, and elements that are added up have scales in common, so that
+every operand is needed quantized twice: along its rows and along its columns.
+
+Sources, called by these names below:
+
+- torchao: pytorch/ao at 36027d82, torchao/float8 (config.py, float8_linear.py), torchao/prototype/moe_training
+  (mxfp8_linear.py, nvfp4_training/nvfp4_linear.py), torchao/prototype/blockwise_fp8_training/linear.py; its own count
+  of what casts read and write is torchao/testing/training/roofline_utils.py
+- TE: NVIDIA/TransformerEngine at d0067d0d, transformer_engine/common/recipe/__init__.py, pytorch/module/linear.py
+- DeepSeek-V3: DeepSeek-AI 2024 (arXiv:2412.19437), section 3.3
+- OCP: Microscaling formats specification 1.0, and Rouhani et al. 2023 (arXiv:2310.10537)
+- NVFP4: NVIDIA 2025 (arXiv:2509.25149)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "LOW_PRECISIONS",
+    "Cast",
+    "Fp8Recipe",
+    "Kept",
+    "LinearFormat",
+    "LowPrecision",
+    "casts",
+    "linear_format",
+    "linears",
+]
+
+LowPrecision = Literal["fp8", "mxfp8", "nvfp4"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"]
+Kept = Literal["wide", "quantized"]
+"""What of its operands a linear layer keeps for backward: them as they are, in 16 bits, or what it made of them."""
+
+LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
+DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
+_BLOCK_LINEARS_IN_BF16 = ("router", "shared_expert_gate", "experts_gate", "experts_up", "experts_down")
+_SCALE_OF_TENSOR_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearFormat:
+    """How linear layers are quantized.
+
+    Attributes:
+        precision: What the products are computed in, and whose rate of a device they have.
+        recipe: Of fp8, how it is scaled; of the others the same as ``precision``.
+        element_bits: Of a quantized element.
+        scale_bytes: Of one scale.
+        block: Elements in a row that share a scale, rows along which products add up; 0 for a whole row.
+        block_rows: Rows of activations that share one; 0 for all of them.
+        weight_block_rows: Rows of weights that share one; 0 for all of them.
+        scale_of_tensor: The scales have a scale of the whole tensor besides.
+        finds_largest: A pass over the operand finds its largest element before another one quantizes it; else a pass
+            has the whole block at hand, or the scale from earlier steps.
+        both_at_once: One pass quantizes along rows and along columns.
+        transposes_wide: Columns are quantized as the rows of a transposed copy in 16 bits.
+        wide_weight_gradient: The gradient of the weight is a product in 16 bits.
+        multiple: Rows, columns and tokens are multiples of it.
+        kept: What is kept for backward.
+    """
+
+    precision: LowPrecision
+    recipe: str
+    element_bits: int
+    scale_bytes: int
+    block: int
+    block_rows: int = 1
+    weight_block_rows: int = 1
+    scale_of_tensor: bool = False
+    finds_largest: bool = False
+    both_at_once: bool = False
+    transposes_wide: bool = False
+    wide_weight_gradient: bool = False
+    multiple: int = 16
+    kept: Kept = "wide"
+
+    def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
+        """Bytes of a quantized matrix with its scales.
+
+        Args:
+            rows, columns: Its size; products add up along a row.
+            weight: It is one.
+        """
+        in_rows = self.weight_block_rows if weight else self.block_rows
+        num_scales = -(-rows // (in_rows or rows)) * -(-columns // (self.block or columns))
+        whole = _SCALE_OF_TENSOR_BYTES if self.scale_of_tensor else 0
+        return rows * columns * self.element_bits // 8 + num_scales * self.scale_bytes + whole
+
+
+_FP8 = LinearFormat(precision="fp8", recipe="", element_bits=8, scale_bytes=4, block=0)
+_FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
+    (form.precision, form.recipe): form
+    for form in (
+        # one fp32 scale a tensor, e4m3 and for gradients e5m2 (torchao's default; TE's Float8CurrentScaling)
+        replace(_FP8, recipe="tensorwise", block_rows=0, weight_block_rows=0, finds_largest=True, both_at_once=True),
+        # the same, its scale from the largest elements of earlier steps (TE's DelayedScaling)
+        replace(_FP8, recipe="delayed", block_rows=0, weight_block_rows=0, both_at_once=True),
+        # one a row (torchao); its kernels transpose in 16 bits (roofline_utils.py)
+        replace(_FP8, recipe="rowwise", transposes_wide=True),
+        # the gradient of the weight in bf16, that of the input by weights of one scale (torchao)
+        replace(_FP8, recipe="rowwise_with_gw_hp", wide_weight_gradient=True),
+        # 1 x 128 for activations and gradients, 128 x 128 for weights (DeepSeek-V3; torchao; TE's Float8BlockScaling)
+        replace(_FP8, recipe="blockwise", block=128, weight_block_rows=128, multiple=128),
+        # 1 x 32 with scales of 8 bits, e8m0 (OCP, torchao; TE's MXFP8BlockScaling)
+        LinearFormat(precision="mxfp8", recipe="mxfp8", element_bits=8, scale_bytes=1, block=32, multiple=32),
+        # 1 x 16 with e4m3 scales and one fp32 scale a tensor; those of weights, equal in 16 x 16, are written out. The
+        # pass for the largest element also does the random Hadamard transform's (NVFP4, torchao, TE). Rounding
+        # stochastically takes no pass.
+        LinearFormat(
+            precision="nvfp4",
+            recipe="nvfp4",
+            element_bits=4,
+            scale_bytes=1,
+            block=16,
+            scale_of_tensor=True,
+            finds_largest=True,
+            both_at_once=True,
+            multiple=128,
+        ),
+    )
+}
+
+
+def linear_format(precision: LowPrecision, recipe: Fp8Recipe | None, kept: Kept) -> LinearFormat:
+    """The format of a training.
+
+    Args:
+        precision: ``TrainingSpec.precision``.
+        recipe: Of fp8 alone.
+        kept: What the software keeps.
+    """
+    name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
+    return replace(_FORMATS[precision, name], kept=kept)
+
+
+def linears(layer: LayerSpec) -> list[Gemm]:
+    """The matrix products of a layer that a low precision is for, in order; none outside of blocks.
+
+    Routers stay in bf16, as do experts, which torchao's and TE's linear layers are not (theirs are grouped products).
+    """
+    if layer.kind is not LayerKind.BLOCK:
+        return []
+    gemms = [kernel for kernel in layer.kernels if isinstance(kernel, Gemm) and not kernel.image_elements]
+    return [gemm for gemm in gemms if gemm.name not in _BLOCK_LINEARS_IN_BF16]
+
+
+class Cast(NamedTuple):
+    """A quantization of one operand.
+
+    Attributes:
+        operand: Which.
+        backward: It is done in backward, not in forward.
+        reads: Passes that read the operand as it is.
+        writes: Quantized copies that are written.
+        wide_writes: Copies in 16 bits that are written on the way.
+    """
+
+    operand: Literal["input", "weight", "gradient"]
+    backward: bool
+    reads: int
+    writes: int
+    wide_writes: int = 0
+
+
+def casts(form: LinearFormat) -> Iterator[Cast]:
+    """What a linear layer quantizes in one forward and backward.
+
+    Software that keeps its operands quantized makes both copies of input and weight in forward. The other makes those
+    along rows in forward, and in backward begins again with what it kept. The gradient is quantized in backward.
+    """
+    passes = 1 + form.finds_largest
+    both = Cast("gradient", True, passes if form.both_at_once else 2 * passes, 2, int(form.transposes_wide))
+    if form.kept == "quantized":
+        yield from (Cast(operand, False, passes, 2) for operand in ("input", "weight"))
+        yield Cast("gradient", True, passes, 2)
+        return
+    yield from (Cast(operand, False, passes, 1) for operand in ("input", "weight"))
+    if form.wide_weight_gradient:
+        yield Cast("gradient", True, passes, 1)
+        yield Cast("weight", True, 2, 1)  # one scale for all of it
+        return
+    yield both
+    again = passes + form.transposes_wide
+    yield from (Cast(operand, True, again, 1, int(form.transposes_wide)) for operand in ("weight", "input"))

@@ -1,0 +1,76 @@
+"""Products and casts of a linear layer in low precision against arithmetic by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.cost.base import Provenance
+from simplan.cost.compute import Roofline, roofline
+from simplan.errors import SpecError
+from simplan.program.program import LayerWork, Phase
+from simplan.spec import catalogue
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
+from simplan.spec.low_precision import linear_format
+from simplan.spec.software import StateBytes
+
+M, N, K = 4096, 8192, 2048
+FLOPS = 2 * M * N * K
+
+
+def layer(kind: LayerKind = LayerKind.BLOCK, name: str = "up") -> LayerSpec:
+    return LayerSpec(
+        key=f"{kind} {name}",
+        kind=kind,
+        parameters=(ParameterSpec(f"{name}.weight", (N, K)),),
+        kernels=(Pointwise("gelu", 10**8, 10**8), Gemm(name, M, N, K)),
+        saved=(),
+        output_elements=0,
+    )
+
+
+def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> Roofline:
+    """16-bit products at 1e14, others at 2e14 FLOP/s; 1e12 bytes a second."""
+    state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
+    state = state.model_copy(update={"linear": linear_format(precision, recipe, kept)})
+    return Roofline(1e14, 1e12, state, "adamw", Provenance.PUBLISHED, 2e14)
+
+
+POINTWISE_S = 2 * 10**8 * 2 / 1e12
+X, W, G = M * K, N * K, M * N
+MX_SCALES, FP4 = 1 + 1 / 32, 0.5 + 1 / 16
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe", "kept", "forward_bytes", "backward_bytes", "wide_products"),
+    [
+        ("fp8", None, "wide", 5 * (X + W), 6 * G + 5 * (W + X), 0),
+        ("fp8", "delayed", "quantized", 4 * (X + W), 4 * G, 0),
+        ("fp8", "rowwise_with_gw_hp", "wide", 3 * (X + W), 3 * G + 5 * W, 1),
+        ("mxfp8", None, "wide", (2 + MX_SCALES) * (X + W), (2 + MX_SCALES) * (2 * G + W + X), 0),
+        ("nvfp4", None, "quantized", (4 + 2 * FP4) * (X + W), (4 + 2 * FP4) * G, 0),
+    ],
+)
+def test_products_at_their_own_rate_and_casts_by_their_bytes(
+    precision: str, recipe: str | None, kept: str, forward_bytes: float, backward_bytes: float, wide_products: int
+) -> None:
+    priced = rates(precision, recipe, kept)
+    forward = priced.price(LayerWork(layer(), Phase.FORWARD, 1, 0))
+    backward = priced.price(LayerWork(layer(), Phase.BACKWARD, 1, 0))
+    assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 2e14 + forward_bytes / 1e12, rel=2e-4)
+    products_s = (2 - wide_products) * FLOPS / 2e14 + wide_products * FLOPS / 1e14
+    assert backward.seconds == pytest.approx(2 * POINTWISE_S + products_s + backward_bytes / 1e12, rel=2e-4)
+    assert f"casts to {precision}" in forward.formula
+
+
+@pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(name="router")])
+def test_heads_and_routers_are_priced_as_in_bf16(other: LayerSpec) -> None:
+    forward = rates("fp8").price(LayerWork(other, Phase.FORWARD, 1, 0))
+    assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 1e14)
+
+
+def test_a_device_without_a_peak_for_it_is_refused_by_name() -> None:
+    state = rates("nvfp4").state
+    with pytest.raises(SpecError, match=r"nvfp4: h100-sxm-80gb has no published dense peak for it; known: bf16"):
+        roofline(catalogue.device("h100-sxm-80gb"), "nvfp4", state, "adamw")

@@ -1,0 +1,77 @@
+"""Offloading changes where bytes are, not what is computed: gradients and weights are bit for bit the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.activation_offload import ActivationOffload
+from executor.host_link import HostLink
+from executor.loss import cross_entropy
+from executor.model import Stage, build_stage
+from executor.streamed_optimizer import StreamedOptimizer, by_layer
+from executor.trainer import make_optimizer
+from simplan.program.action import Action, ActionKind
+from tests.executor.accounting import SilentRecorder
+
+CPU = torch.device("cpu")
+ROW = [Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.OPTIM)]
+
+
+def stage_of(make_model: Any, family: str, recompute: Any = "none") -> Stage:
+    model = make_model(family, num_hidden_layers=4)
+    return build_stage(model, range(len(model.layers)), torch.float32, CPU, 0, recompute=recompute)
+
+
+def loss_of(stage: Stage) -> Tensor:
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    logits = stage(tokens)
+    assert isinstance(logits, Tensor)
+    return cross_entropy(logits, tokens.flip(1))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_gradients_are_the_same_to_the_bit(make_model: Any, family: str, recompute: str, *, at_once: bool) -> None:
+    here, there = stage_of(make_model, family, recompute), stage_of(make_model, family, recompute)
+    recorder = SilentRecorder(ROW)
+    recorder.begin_step(0)
+    recorder.begin(ROW[0])
+    offload = ActivationOffload(HostLink(CPU), recorder, 0, range(1, 5), ROW[:1] if at_once else ())
+    there.around_layers = offload.forward
+    for stage in (here, there):
+        loss_of(stage).backward()  # type: ignore[no-untyped-call]
+    for wanted, found in zip(here.parameters(), there.parameters(), strict=True):
+        assert wanted.grad is not None
+        assert found.grad is not None
+        assert torch.equal(wanted.grad, found.grad)
+    issued = [c.kind for c in recorder.record(0.0, 1.0, []).collectives]
+    # without the last block, or with it: then the last one's copy, and no other, is in vain
+    assert issued == ["to_host"] * (3 if at_once else 4) + ["from_host"] * 3
+
+
+def test_updates_are_the_same_to_the_bit_and_states_are_on_the_host(make_model: Any) -> None:
+    here, there = stage_of(make_model, "gpt"), stage_of(make_model, "gpt")
+    recorder = SilentRecorder(ROW)
+    recorder.begin_step(0)
+    groups = by_layer(there.parameters(), there.layers.values())
+    streamed = StreamedOptimizer(groups, lambda some: make_optimizer("adamw", some), HostLink(CPU), recorder, 0)
+    plain = make_optimizer("adamw", list(here.parameters()))
+    for _ in range(3):
+        for stage, optimizer in ((here, plain), (there, streamed)):
+            loss_of(stage).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    for wanted, found in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.equal(wanted, found)
+    moments = [state[name] for state in streamed.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * len(list(there.parameters()))
+    assert all(moment.untyped_storage().nbytes() == 0 for moment in moments)
+    parameters = sum(parameter.numel() for parameter in there.parameters())
+    moved = recorder.record(0.0, 1.0, []).collectives
+    assert sum(c.num_bytes for c in moved if c.kind == "to_host") == 3 * 8 * parameters
+    assert sum(c.num_bytes for c in moved if c.kind == "from_host") == 2 * 8 * parameters  # made in the first step

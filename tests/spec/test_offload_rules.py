@@ -1,0 +1,91 @@
+"""Plans with offloading that are refused, each with its sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.rules import check_plan
+from simplan.spec.training import TrainingSpec
+
+ACTIVATIONS = {"offload_activations": True}
+STATES = {"offload_optimizer": True}
+
+
+def check(
+    plan: dict[str, Any],
+    *,
+    model: str | ModelSpec = "gpt2-124m",
+    cluster: ClusterSpec | None = None,
+    **training: Any,
+) -> None:
+    spec = ParallelPlan(**plan)
+    check_plan(
+        catalogue.model(model) if isinstance(model, str) else model,
+        cluster or catalogue.cluster("dgx-a100-80gb", num_devices=spec.num_devices),
+        TrainingSpec(**{"global_batch_size": 16, **training}),
+        spec,
+        catalogue.software("torch"),
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {**STATES, **ACTIVATIONS},
+        {**STATES, **ACTIVATIONS, "dp_shard": 4, "recompute": "full"},
+        {**STATES, "pp": 4, "schedule": "zb-h1"},
+        {**ACTIVATIONS, "pp": 2, "virtual_stages": 2, "recompute": "selective"},
+        {**ACTIVATIONS, "dp_replicate": 2},
+    ],
+)
+def test_what_is_modelled_passes(plan: dict[str, Any]) -> None:
+    check(plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kwargs", "sentence"),
+    [
+        (STATES, {"optimizer": "sgd"}, "plan.offload_optimizer = true: moves optimizer states, and sgd has none"),
+        (
+            {**STATES, "ep": 2, "dp_replicate": 2},
+            {"model": "mixtral-8x7b"},
+            "plan.offload_optimizer = true: states of experts of which other ranks have others is not modelled",
+        ),
+        (ACTIVATIONS, {"model": "t5-small"}, "activations of the family t5 is not modelled"),
+        (ACTIVATIONS, {"model": "mistral-7b-v0.1"}, "attention in a window"),
+        ({**ACTIVATIONS, "pp": 2, "schedule": "zb-h1"}, {}, "a backward in two parts (zb-h1) is not modelled"),
+        ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modelled"),
+        ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modelled"),
+        ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {}, "which has transfers of its own"),
+    ],
+)
+def test_what_is_not_is_refused_by_name(plan: dict[str, Any], kwargs: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check(plan, **kwargs)
+    assert sentence in str(caught.value)
+    assert isinstance(caught.value, NotModelledError) == ("not modelled" in str(caught.value))
+
+
+@pytest.mark.parametrize("plan", [STATES, ACTIVATIONS])
+def test_a_missing_host_link_is_asked_for(plan: dict[str, Any]) -> None:
+    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=1).model_copy(update={"host_link": None})
+    with pytest.raises(SpecError, match=r"cluster.device.host_link: is missing: .* e.g. .preset: a100-sxm-80gb"):
+        check(plan, cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("device", "bytes_per_s"),
+    [("a100-sxm-80gb", 31e9), ("h100-sxm-80gb", 63e9), ("v100-sxm2-32gb", 16e9), ("gh200", 450e9)],
+)
+def test_host_links_have_the_bandwidth_of_their_generation(device: str, bytes_per_s: float) -> None:
+    """16 lanes of 8, 16 and 32 GT/s with 128b/130b, less a little; NVLink-C2C half of 900 GB/s."""
+    name = catalogue.device(device).host_link
+    assert name is not None
+    assert catalogue.link(name).bytes_per_s == pytest.approx(bytes_per_s, rel=0.02)

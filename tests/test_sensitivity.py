@@ -1,0 +1,109 @@
+"""Critical path and marginal values against predictions made anew, closed forms and the laws of a longest path."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from simplan.cli.execute import predict_scenario
+from simplan.errors import NotModelledError
+from simplan.predict import Resource, Simulated, critical_path, marginal_values, predict, simulate_again
+from simplan.predict.sensitivity import improved
+from simplan.prediction import Prediction
+from simplan.program.program import Stream
+from simplan.scenario import load_scenario
+from simplan.sim.engine import CoreUse
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from tests.test_random_plans import SIZES, STRATEGIES
+
+SCENARIOS = Path(__file__).parent.parent / "scenarios"
+TORCH = catalogue.software("torch")
+GPT2 = catalogue.model("gpt2-1.5b")
+
+
+def predicted(name: str) -> Prediction:
+    return predict_scenario(load_scenario(SCENARIOS / f"{name}.yaml"), None)
+
+
+def asked(plan: ParallelPlan, batch: int, model: ModelSpec = GPT2) -> tuple[Prediction, Simulated]:
+    cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
+    training = TrainingSpec(global_batch_size=batch)
+    found = predict("test", model, cluster, training, plan, TORCH)
+    return found, simulate_again(found)
+
+
+def pinned(found: Prediction) -> ParallelPlan:
+    """The plan with its stages as they are: other rates can balance layers otherwise."""
+    if found.plan.num_stages == 1:
+        return found.plan
+    ranges = [found.assignment.layer_range(stage) for stage in range(found.plan.num_stages)]
+    blocks = [len(layers) - (stage == 0) - (stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
+    return found.plan.model_copy(update={"stage_layers": tuple(blocks)})
+
+
+@pytest.mark.parametrize("name", ["tensor-fsdp", "hsdp", "pipeline-ddp", "three-dimensions", "recompute-selective"])
+def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str) -> None:
+    found = predicted(name)
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulate_again(found))}
+    for resource in Resource:
+        cluster = improved(found.cluster, resource)
+        assert (resource in values) == (cluster is not None)
+        if cluster is not None:
+            again = predict(name, found.model, cluster, found.training, pinned(found), found.software)
+            assert again.assignment == found.assignment
+            assert again.step_time_s / found.step_time_s - 1 == pytest.approx(values[resource], abs=1e-12)
+    assert list(values.values()) == sorted(values.values())
+
+
+def test_all_rates_together_scale_the_step() -> None:
+    """One device, no kernel as short as its launch: compute and memory share the whole of one percent."""
+    found, simulated = asked(ParallelPlan(microbatch_size=8), 8)
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    assert set(values) == {Resource.COMPUTE, Resource.MEMORY_BANDWIDTH, Resource.INTRA_LINK}
+    assert values[Resource.INTRA_LINK] == 0.0
+    assert values[Resource.COMPUTE] + values[Resource.MEMORY_BANDWIDTH] == pytest.approx(1 / 1.01 - 1, rel=1e-3)
+
+
+def test_a_link_is_worth_its_time_on_the_path() -> None:
+    """Exchanges of tensor-parallel ranks, which nothing hides: bandwidth times 1.01, latency as it was."""
+    found, simulated = asked(ParallelPlan(tp=8), 8, catalogue.model("llama3-8b"))
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    on_path_s = critical_path(simulated).seconds[Stream.TENSOR]
+    link = found.cluster.intra_link
+    assert link is not None
+    rings = [op.message for op in simulated.program.ops if op.stream is Stream.TENSOR]
+    laps = [2 if message is not None and message.kind == "all_reduce" else 1 for message in rings]
+    latency_s = sum(laps) * 7 * link.latency_s
+    assert values[Resource.INTRA_LINK] * found.step_time_s == pytest.approx((on_path_s - latency_s) * (1 / 1.01 - 1))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_path_is_a_chain_that_fills_the_step(name: str) -> None:
+    plan = ParallelPlan.model_validate(STRATEGIES[name])
+    found, simulated = asked(plan, 3 * plan.dp * plan.microbatch_size, ModelSpec.model_validate(SIZES))
+    path, times = critical_path(simulated), simulated.times
+    assert times.start_s[path.ops[0]] == 0.0
+    assert times.end_s[path.ops[-1]] == found.step_time_s
+    assert all(times.end_s[before] == times.start_s[after] for before, after in pairwise(path.ops))
+    assert sum(path.seconds.values()) == pytest.approx(found.step_time_s, rel=1e-12)
+
+
+def test_a_single_device_is_its_own_path() -> None:
+    found, simulated = asked(ParallelPlan(recompute="full"), 2)
+    split = found.splits[0]
+    seconds = {"compute": split.compute_s, "recompute": split.recompute_s, "optimizer": split.optimizer_s}
+    assert critical_path(simulated).seconds == pytest.approx(seconds)
+
+
+def test_ranks_that_share_cores_have_no_path() -> None:
+    found, simulated = asked(ParallelPlan(dp_replicate=2), 2)
+    cores = CoreUse(2, [0] * len(simulated.program.ops), [1.0] * len(simulated.program.ops))
+    shared = Simulated(simulated.program, simulated.pricing, simulated.times, simulated.engine, cores)
+    for question in (lambda: critical_path(shared), lambda: marginal_values(found, shared)):
+        with pytest.raises(NotModelledError, match="ranks share 2 cores"):
+            question()
