@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.again import is_again, skip, times_more, with_live
 from simplan.sim.pipeline.orders import B, F, I, Order, W
 from simplan.sim.pipeline.scratch import scratch

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.types import Bytes, Ints
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 from simplan.sim.pipeline.table import PipelineTable
 from simplan.sim.pipeline.types import Flags, Longs, Places, Steps

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import Slot
 from simplan.sim.pipeline.types import Flags, Floats, Longs, Places, Steps
 from simplan.sim.pipeline.walk import WAY, State, walk

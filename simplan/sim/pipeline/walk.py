@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import Slot
 from simplan.sim.pipeline.types import Flags, Floats, Places, Steps
 
