@@ -22,13 +22,13 @@ _SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "z
 
 
 def covers_job(question: Question) -> bool:
-    """Whether a ``FastEvaluator`` knows all about a job: devices of their own, and the usual way of sending."""
+    """Whether a ``FastEvaluator`` knows all about a job: devices of their own, the usual sends, nothing frozen."""
     cluster, software = question.cluster, question.software
     return (
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
         and not software.blocking_sends
-        and not model.lora_rank
+        and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
     )
