@@ -22,7 +22,7 @@ _SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "z
 
 
 def covers_job(question: Question) -> bool:
-    """Whether a ``FastEvaluator`` knows all about a job: devices of their own, all weights trained, no blocking sends."""
+    """Whether a ``FastEvaluator`` knows all about a job: devices of their own, all weights trained, usual sends."""
     cluster, software = question.cluster, question.software
     return (
         cluster.cores_per_node is None

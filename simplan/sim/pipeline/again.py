@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.sim.pipeline.jit import Bytes, Ints, Longs
+from simplan.sim.jit import jit
+from simplan.sim.pipeline.types import Bytes, Ints, Longs
 
 __all__ = ["is_again", "skip", "times_more", "with_live"]
 

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.again import is_again, skip, times_more, with_live
-from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Steps
 from simplan.sim.pipeline.orders import B, F, I, Order, W
 from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.sharding import Sharding, shard_rows
 from simplan.sim.pipeline.slots import Slot
+from simplan.sim.pipeline.types import Bytes, Ints, Longs, Steps
 
 __all__ = ["Events", "complete"]
 

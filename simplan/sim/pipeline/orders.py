@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Bytes, Ints
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.scratch import scratch
+from simplan.sim.pipeline.types import Bytes, Ints
 
 __all__ = ["COMPILED_SCHEDULES", "B", "F", "I", "Order", "W", "compute_order"]
 

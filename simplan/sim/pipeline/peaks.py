@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Flags, Longs, Places, Steps
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 from simplan.sim.pipeline.table import PipelineTable
+from simplan.sim.pipeline.types import Flags, Longs, Places, Steps
 
 __all__ = ["PipelineBytes", "pipeline_in_flight", "pipeline_peaks"]
 

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Bytes, Ints
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.orders import Order
 from simplan.sim.pipeline.scratch import scratch
 from simplan.sim.pipeline.slots import Slot
+from simplan.sim.pipeline.types import Bytes, Ints
 
 __all__ = ["NONE", "ONCE", "WINDOW", "Sharding", "shard_rows"]
 

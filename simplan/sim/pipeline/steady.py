@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Flags, Floats, Longs, Places, Steps
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import Slot
+from simplan.sim.pipeline.types import Flags, Floats, Longs, Places, Steps
 from simplan.sim.pipeline.walk import WAY, State, walk
 
 __all__ = ["repeat"]

@@ -11,10 +11,10 @@ import numpy as np
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import Unshard
 from simplan.sim.pipeline.events import complete
-from simplan.sim.pipeline.jit import Bytes, Ints, Longs, Places, Steps
 from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
 from simplan.sim.pipeline.slots import kind_of
+from simplan.sim.pipeline.types import Bytes, Ints, Longs, Places, Steps
 
 __all__ = ["PipelineTable", "Tables", "compiled_table"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Floats
 from simplan.sim.pipeline.steady import repeat
 from simplan.sim.pipeline.table import PipelineTable
+from simplan.sim.pipeline.types import Floats
 from simplan.sim.pipeline.walk import DURATIONS, State
 
 __all__ = ["PipelineTimes", "pipeline_times"]

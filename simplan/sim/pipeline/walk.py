@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.sim.pipeline.jit import Flags, Floats, Places, Steps
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import Slot
+from simplan.sim.pipeline.types import Flags, Floats, Places, Steps
 
 __all__ = ["DURATIONS", "WAY", "State", "walk"]
 
