@@ -20,7 +20,7 @@ from simplan.search.evaluator import Evaluator
 from simplan.search.floor import MemoryFloor
 from simplan.search.keep import Keep
 
-__all__ = ["MORE_MEMORY", "Limits", "Miss", "OnProgress", "Tally", "Waiting", "explore"]
+__all__ = ["MORE_MEMORY", "Limits", "Miss", "OnProgress", "Tally", "Waiting", "explore", "rounded"]
 
 _WINDOW = 100_000
 """Candidates that fit and wait to be timed, at most."""
@@ -33,7 +33,7 @@ _MOST_NEARLY = 256
 _FIRST_SLAB = 64
 _FIRST_BATCH = 16
 _LONG_S = 1.0
-_ROUNDING = 1 - 1e-9  # a bound is a sum in another order than the time it bounds
+_ROUNDING = 1 - 1e-9  # a bound or a deadline may be a sum in another order than the time it is compared with
 
 OnProgress = Callable[["Tally", Keep], None]
 _Item = TypeVar("_Item")
@@ -248,12 +248,22 @@ def _time(batch: Sequence[Waiting], evaluator: Evaluator, limits: Limits, keep: 
     times_s = evaluator.step_times_s([one.candidate for one in left])
     tally.too_late(late)
     tally.bounded += bounded
-    for one, step_time_s in zip(left, times_s, strict=True):
-        if deadline_s is not None and step_time_s > deadline_s:
+    for one, exact_s in zip(left, times_s, strict=True):
+        step_time_s = rounded(exact_s)
+        if deadline_s is not None and step_time_s * _ROUNDING > deadline_s:
             tally.too_late(1, [Miss(step_time_s - deadline_s, one.candidate, one.device_bytes, step_time_s)])
         else:
             tally.timed += 1
             keep.add(one.candidate, one.device_bytes, step_time_s)
+
+
+def rounded(step_time_s: float) -> float:
+    """To 12 digits: sums of the same numbers in another order are one time, and no front is made of their difference.
+
+    >>> rounded(0.1 + 0.2)
+    0.3
+    """
+    return float(f"{step_time_s:.12g}")
 
 
 def _is_later(one: Waiting, deadline_s: float, keep: Keep, tally: Tally) -> bool:

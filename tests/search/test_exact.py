@@ -19,6 +19,7 @@ from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.floor import MemoryFloor
 from simplan.search.reference import ReferenceEvaluator
+from simplan.search.run import rounded
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.questions import FAMILIES, question
@@ -34,13 +35,13 @@ Numbers = tuple[ParallelPlan, int, float]
 
 @cache
 def brute_force(num_devices: int = 4) -> tuple[Numbers, ...]:
-    """Every plan with its worst device's memory and its step time, by ``predict``."""
+    """Every plan with its worst device's memory and its step time to 12 digits, by ``predict``."""
     asked = asked_for(num_devices)
     enumeration = Enumeration(SearchSpace(**SPACE), asked)
     found = []
     for candidate in enumeration.candidates(enumeration.meshes, Counter()):
         one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
-        found.append((one.plan, one.worst_memory.device_bytes, one.step_time_s))
+        found.append((one.plan, one.worst_memory.device_bytes, rounded(one.step_time_s)))
     return tuple(found)
 
 
