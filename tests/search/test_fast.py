@@ -1,9 +1,10 @@
-"""Numbers of many plans at once against ``predict``, which lowers each to a Program, simulates it and walks its memory."""
+"""Numbers of many plans at once against ``predict``, which lowers each plan to a Program of its own."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.training import Precision, TrainingSpec
 
-SMALL = dict(hidden_size=64, num_attention_heads=4, vocab_size=96, seq_len=32)
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96, "seq_len": 32}
 MODELS = {
     "gpt": ModelSpec(family="gpt", num_hidden_layers=8, **SMALL),
     "gpt untied": ModelSpec(family="gpt", num_hidden_layers=8, tied_embeddings=False, **SMALL),
