@@ -16,6 +16,7 @@ from benchmarks.compiled_speed import compiled_speed
 from benchmarks.engine_speed import engine_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.pipeline_speed import pipeline_speed
+from benchmarks.search_speed import search_speed
 from benchmarks.table import Row, to_markdown
 
 _ALL: dict[str, Callable[[], list[Row]]] = {
@@ -23,6 +24,7 @@ _ALL: dict[str, Callable[[], list[Row]]] = {
     "engine-speed": engine_speed,
     "compiled-speed": compiled_speed,
     "pipeline-speed": pipeline_speed,
+    "search-speed": search_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,
     "accuracy": accuracy,
