@@ -41,8 +41,9 @@ def search_verdict(result: SearchResult) -> str:
     total = result.space.total
     best = result.best
     if best is None:
-        stopped = " before the search was stopped" if result.interrupted else ""
-        return f"no plan of {counted_plans(total)} is within the limits{stopped}"
+        if result.interrupted:
+            return f"stopped; none of the first {counted_plans(total)} is known to be within the limits"
+        return f"none of {counted_plans(total)} is within the limits"
     of = f"best of {counted_plans(total)} by {_GOALS[result.objectives[0]]}"
     if result.interrupted:
         of = f"stopped; {of.replace('best of', 'best of the first')} so far"

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from simplan.program.program import Phase
 from simplan.search.candidate import Candidate
 from simplan.search.numbers import Numbers
+from simplan.search.part import Part
 from simplan.search.rank_numbers import completing_s
 from simplan.search.replicas import reduced_backward_s
 from simplan.search.sharding import ShardedStage
-from simplan.search.stage_numbers import Part, pass_s
+from simplan.search.stage_numbers import pass_s
 from simplan.sim.pipeline.peaks import PipelineBytes
 from simplan.sim.pipeline.times import PipelineTimes
 from simplan.spec.layer import CollectiveKind
@@ -69,8 +70,8 @@ class Column:
 
     def write_bytes(self, held: PipelineBytes, k: int, num_microbatches: int) -> None:
         """Fills in the plan's column."""
-        index = self.layout.part_of
-        held.during[:, :, k], held.after[:, :, k] = self._changes[:, 0, index], self._changes[:, 1, index]
+        slots, changes = self._changes
+        held.during[slots, :, k], held.after[slots, :, k] = changes
         held.sent[:, :, k] = self._sent_bytes
         resting, of_microbatch, rebuilt = self._rank_bytes
         held.base[:, k] = resting + num_microbatches * of_microbatch
@@ -139,15 +140,17 @@ class Column:
         return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, first, last)
 
     @cached_property
-    def _changes(self) -> _Integers:
-        """Changes of memory by part, ``(slots, 2, parts)``."""
+    def _changes(self) -> tuple[_Integers, _Integers]:
+        """Slots that change memory, and by how much, ``(2, slots, stages)``: at the worst moment, and after."""
         found = []
         for part, stage in zip(self.layout.parts, self._sharded, strict=True):
             change = self._numbers.stage_changes(self._c, part, split=self._splits)
             if stage is not None:
                 change = change + self._numbers.sharding_changes(self._c, part, split=self._splits)
             found.append(change)
-        return np.stack(found, axis=-1)
+        changes = np.array(found)  # parts, slots, 2
+        slots = np.flatnonzero(changes.any(axis=(0, 2)))
+        return slots, changes[self.layout.part_of][:, slots].transpose(2, 1, 0)
 
     @cached_property
     def _sent_bytes(self) -> _Integers:

@@ -123,6 +123,13 @@ class Enumeration:
                         len(recomputes),
                     )
                     kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(kept_sizes))  # noqa: B023
+                    if kept and rules.in_low_precision:
+                        one = Candidate(tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_comm=cp_comm, ep=ep)
+                        kept_sizes = allowed(
+                            kept_sizes,
+                            lambda size: rules.low_precision(one._replace(microbatch_size=size)),  # noqa: B023
+                            len(kept),
+                        )
                     for size in kept_sizes:
                         for recompute in kept:
                             yield Candidate(

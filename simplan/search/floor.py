@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.shard import Shard
+from simplan.spec.software import StateBytes
 
 __all__ = ["MemoryFloor"]
 
@@ -21,31 +23,34 @@ class MemoryFloor:
 
     def __init__(self, question: Question) -> None:
         self._question = question
-        self._parameters: dict[tuple[int, int], int] = {}
+        self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self._context_bytes = int(question.software.context_bytes.get(question.cluster.device.kind, 0))
         if question.cluster.cores_per_node is not None:  # a calibration says how much
             self._context_bytes = 0
-        software, precision = question.software, question.training.precision
-        optimizer = question.training.optimizer
-        self._widths = []
-        for widths in (software.state_bytes, software.sharded_state_bytes):
-            state = next((state for name, state in widths.items() if name == precision), None)
-            self._widths.append((0, 0) if state is None else (state.parameter, state.optimizer_bytes(optimizer)))
+        self._widths: dict[bool, StateBytes] = {}
 
     def bytes(self, candidate: Candidate) -> int:
         """At least so many."""
-        num_parameters = self._of_replica(candidate.tp, candidate.ep) / candidate.pp
+        trained, frozen = self._of_replica(candidate.tp, candidate.ep)
         num_shards = candidate.dp_shard * candidate.cp
         sharded = candidate.shards_parameters
-        parameter_bytes, optimizer_bytes = self._widths[sharded]
-        weights = num_parameters * parameter_bytes / (num_shards if sharded else 1)
-        states = num_parameters * optimizer_bytes / (num_shards if candidate.zero_stage else 1)
-        return self._context_bytes + int(weights + states)
+        state = self._state(sharded)
+        weights = (trained * state.parameter + frozen * state.frozen) / (num_shards if sharded else 1)
+        optimizer_bytes = state.optimizer_bytes(self._question.training.optimizer)
+        states = trained * optimizer_bytes / (num_shards if candidate.zero_stage else 1)
+        return self._context_bytes + int((weights + states) / candidate.pp)
 
-    def _of_replica(self, tp: int, ep: int) -> int:
-        """Weights of all layers that one tensor- and expert-parallel rank has, tied ones once."""
+    def _state(self, sharded: bool) -> StateBytes:
+        if sharded not in self._widths:
+            plan = ParallelPlan(dp_shard=2) if sharded else ParallelPlan()
+            self._widths[sharded] = self._question.software.state(self._question.training, plan)
+        return self._widths[sharded]
+
+    def _of_replica(self, tp: int, ep: int) -> tuple[int, int]:
+        """Weights of all layers that one tensor- and expert-parallel rank has, tied ones once: trained, and frozen."""
         if (tp, ep) not in self._parameters:
             layers = self._question.model.layers_of(Shard(tp=tp, ep=ep))
-            tied = sum(p.num_elements for layer in layers for p in layer.parameters if p.name in layer.tied)
-            self._parameters[tp, ep] = sum(layer.num_parameters for layer in layers) - tied
+            held = [p for layer in layers for p in layer.parameters if p.name not in layer.tied]
+            frozen = sum(p.num_elements for p in held if p.frozen)
+            self._parameters[tp, ep] = sum(p.num_elements for p in held) - frozen, frozen
         return self._parameters[tp, ep]

@@ -15,6 +15,7 @@ from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
 from simplan.program.units import padded_elements
 from simplan.search.candidate import Candidate
 from simplan.search.layer_changes import Change, layer_change
+from simplan.search.part import Part
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -105,6 +106,7 @@ class Layers:
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
         self._changes: dict[tuple[int, tuple[bool, bool], Phase, bool], tuple[Change, int]] = {}
+        self._runs: dict[Part, list[tuple[int, int]]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._held: dict[tuple[int, int, bool], int] = {}
         self._counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -133,6 +135,19 @@ class Layers:
         found = self._counted.get((start, stop))
         if found is None:
             found = self._counted[start, stop] = list(Counter(self.kinds[start:stop]).items())
+        return found
+
+    def runs(self, part: Part) -> list[tuple[int, int]]:
+        """Layers that are alike and one after the other, each with how many; those at the ends of a stage are alone."""
+        found = self._runs.get(part)
+        if found is None:
+            found = self._runs[part] = []
+            for i in part.layers:
+                at_end = any((*part.ends(i), *(part.ends(i - 1) if found else ())))
+                if found and not at_end and self.kinds[found[-1][0]] == self.kinds[i]:
+                    found[-1] = (found[-1][0], found[-1][1] + 1)
+                else:
+                    found.append((i, 1))
         return found
 
     def facts(self, layer: int, ends: tuple[bool, bool], *, tied: bool) -> LayerFacts:

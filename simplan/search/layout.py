@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.search.layers import Layers
+from simplan.search.part import Part
 from simplan.search.split import balanced_boundaries
-from simplan.search.stage_numbers import Part
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.schedules import Placement
 
 __all__ = ["Crossings", "Layout", "layout_of", "placement_of"]
 
@@ -47,11 +47,10 @@ class Layout(NamedTuple):
     crossings: tuple[Crossings, ...]
 
 
-def placement_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+def placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """By stage, its rank."""
     num_stages = pp * virtual_stages
-    facts = SCHEDULE_FACTS.get(schedule)
-    if facts is not None and facts.placement == "v":
+    if kind == "v":
         return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
     return tuple(stage % pp for stage in range(num_stages))
 

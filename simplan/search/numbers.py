@@ -16,12 +16,13 @@ from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers, Way
 from simplan.search.layout import Layout, layout_of, placement_of
 from simplan.search.mesh import Mesh
+from simplan.search.part import Part
 from simplan.search.rank_numbers import RankNumbers, rank_numbers
 from simplan.search.sharding import ShardedStage, sharded_stage
 from simplan.search.stage_changes import UnitBytes, sharding_changes, stage_changes
-from simplan.search.stage_numbers import Part
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -101,9 +102,13 @@ class Numbers:
 
     def layout(self, c: Candidate) -> Layout:
         """Its stages; what is recomputed does not matter to the balanced split."""
-        placement = placement_of(c.schedule, c.pp, c.virtual_stages)
-        key = (Way.of(c)._replace(recompute="none"), placement)
-        return self._layouts.get(key, lambda: layout_of(self.layers(c), placement))
+        kind = SCHEDULE_FACTS[c.schedule].placement
+        key = (*split_key(c), c.microbatch_size, c.shards_parameters, kind, c.pp, c.virtual_stages)
+
+        def make() -> Layout:
+            return layout_of(self.layers(c), placement_of(kind, c.pp, c.virtual_stages))
+
+        return self._layouts.get(key, make)
 
     def sharded(self, c: Candidate, part: Part) -> ShardedStage | None:
         """Units of a stage under FSDP."""

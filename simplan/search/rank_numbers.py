@@ -9,8 +9,9 @@ from simplan.program.program import Phase
 from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers
 from simplan.search.mesh import Mesh
+from simplan.search.part import Part
 from simplan.search.replicas import dealt_update
-from simplan.search.stage_numbers import Part, table_bytes
+from simplan.search.stage_numbers import table_bytes
 from simplan.spec.layer import CollectiveKind
 
 __all__ = ["RankNumbers", "completing_s", "rank_numbers"]

@@ -10,7 +10,8 @@ from simplan.program.buckets import ddp_buckets
 from simplan.program.partition_states import partition_states
 from simplan.program.program import Phase
 from simplan.search.layers import Layers
-from simplan.search.stage_numbers import Part, part_times
+from simplan.search.part import Part
+from simplan.search.stage_numbers import part_times
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.software import SoftwareSpec
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
+from simplan.spec.low_precision_rules import low_precision_sizes
 from simplan.spec.models import FAMILIES
 from simplan.spec.rules import MAX_LAYER_PASSES, MAX_PIPELINE_CELLS
 from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
@@ -50,6 +51,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
         "layer_passes": f"microbatches x layers with collectives of their own must be at most {MAX_LAYER_PASSES:,}",
         "pipeline_cells": f"microbatches x pipeline ranks must be at most {MAX_PIPELINE_CELLS:,}",
+        "low_precision_sizes": "matrix products in 8 or 4 bits need sizes that are whole blocks",
         "memory": "the worst device must hold it",
         "max_step_time_s": "a step must be within the deadline",
     }
@@ -86,8 +88,13 @@ class Rules:
         self._ddp_splits, self._ddp_stages = software.ddp_splits, software.ddp_stages
         whole = bool(family.whole_layers)
         normed = model.qk_norm == "projection" and not model.num_experts
-        self._no_tp = whole or bool(model.num_experts) or normed
-        self._no_cp = whole or self._of_classes or family.task == "masked_token"
+        low = next((low for name, low in software.low_precision.items() if name == question.training.precision), None)
+        self._question = question
+        self.in_low_precision = low is not None
+        self._low_sizes: dict[Candidate, bool] = {}
+        self._no_tp = whole or bool(model.num_experts) or normed or (low is not None and low.kept == "quantized")
+        self._no_cp = whole or self._of_classes or family.task == "masked_token" or bool(model.document_lengths)
+        self._no_splits = bool(self._experts or self._convolutions or model.lora_rank or self.in_low_precision)
         self._no_ring = family.alibi or any(model.windows) or cluster.device.kind == "cpu"
 
     def first(self, c: Candidate) -> str | None:
@@ -103,7 +110,7 @@ class Rules:
             self.microbatches(c.dp, c.microbatch_size, c.pp, layer_by_layer=_layer_by_layer(c)),
             self.recompute(c.schedule, c.recompute),
         )
-        return next((why for why in whys if why is not None), None)
+        return next((why for why in whys if why is not None), None) or self.low_precision(c)
 
     def mesh(self, tp: int, cp: int, pp: int, dp_replicate: int, dp_shard: int, ep: int) -> str | None:
         """Ranks along each axis."""
@@ -154,7 +161,7 @@ class Rules:
             return "virtual_stages_of_schedule"
         if pp * virtual_stages > self._blocks:
             return "stages_within_layers"
-        return "schedule_modelled" if schedule in _SPLITS and (self._experts or self._convolutions) else None
+        return "schedule_modelled" if schedule in _SPLITS and self._no_splits else None
 
     def sharded_pipeline(
         self, schedule: str, virtual_stages: int, num_replicas: int, sharded: bool, zero_stage: int, reshard: bool
@@ -202,6 +209,26 @@ class Rules:
         if schedule in _SPLITS and recompute not in ("none", "selective"):
             return "split_backward_recompute"
         return None
+
+    def low_precision(self, c: Candidate) -> str | None:
+        """Sizes of matrix products in 8 and 4 bits, once nothing else is wrong; the same for most candidates."""
+        if not self.in_low_precision:
+            return None
+        same = Candidate(
+            tp=c.tp,
+            sequence_parallel=c.sequence_parallel,
+            cp=c.cp,
+            cp_comm=c.cp_comm,
+            ep=c.ep,
+            microbatch_size=c.microbatch_size,
+        )
+        if same not in self._low_sizes:
+            plan = same.plan()
+            form = self._question.software.state(self._question.training, plan).linear
+            assert form is not None, "a low precision has a format"
+            odd = low_precision_sizes(self._question.model, plan, form)
+            self._low_sizes[same] = next(odd, None) is not None
+        return "low_precision_sizes" if self._low_sizes[same] else None
 
 
 def _layer_by_layer(c: Candidate) -> bool:

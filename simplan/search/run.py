@@ -24,6 +24,8 @@ __all__ = ["MORE_MEMORY", "Limits", "Miss", "OnProgress", "Tally", "Waiting", "e
 
 _WINDOW = 100_000
 """Candidates that fit and wait to be timed, at most."""
+_WINDOW_S = 10.0
+"""After so long they are timed, however few: whoever stops a slow search wants to have a plan."""
 _MEMORY_BATCH = 4096
 _TIME_BATCH = 256
 MORE_MEMORY = 1.1
@@ -155,12 +157,13 @@ def explore(
     """
     told = on_progress or (lambda *_: None)
     waiting: list[Waiting] = []
+    opened_s = time.monotonic()
     for batch in _batches(enumeration.candidates(meshes, tally.rejected), _Pace(_MEMORY_BATCH)):
         waiting += _fitting(batch, evaluator, enumeration.floor, limits, keep, tally)
         told(tally, keep)
-        if len(waiting) >= _WINDOW:
+        if len(waiting) >= _WINDOW or time.monotonic() - opened_s > _WINDOW_S:
             _time_all(waiting, enumeration, evaluator, limits, keep, tally, told)
-            waiting = []
+            waiting, opened_s = [], time.monotonic()
     _time_all(waiting, enumeration, evaluator, limits, keep, tally, told)
     told(tally, keep)
 

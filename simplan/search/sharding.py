@@ -11,8 +11,8 @@ from simplan.program.units import Unit, fsdp_units, unit_of_layer
 from simplan.search.layer_changes import Change, footprint_change
 from simplan.search.layers import Layers
 from simplan.search.mesh import Mesh
+from simplan.search.part import Part
 from simplan.search.sharded_pass import LayerArrays, UnitArrays
-from simplan.search.stage_numbers import Part
 from simplan.spec.layer import CollectiveKind, LayerKind
 
 __all__ = ["ShardedStage", "layer_arrays", "sharded_stage"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from simplan.program.program import Phase
 from simplan.search.candidate import Candidate
 from simplan.search.numbers import Numbers
+from simplan.search.part import Part
 from simplan.search.rank_numbers import completing_s
 from simplan.search.replicas import reduced_backward_s
 from simplan.search.sharded_pass import sharded_pass_s, sharded_peak
 from simplan.search.sharding import layer_arrays
-from simplan.search.stage_numbers import Part, Walk, pass_bytes, pass_s
+from simplan.search.stage_numbers import Walk, pass_bytes, pass_s
 
 __all__ = ["peak_bytes", "step_time_s"]
 

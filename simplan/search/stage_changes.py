@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from simplan.program.program import Phase
 from simplan.search.layer_changes import Change
 from simplan.search.layers import Layers
+from simplan.search.part import Part
 from simplan.search.sharded_pass import UnitArrays
 from simplan.search.sharding import ShardedStage
-from simplan.search.stage_numbers import Part, Walk, pass_bytes, pass_changes
+from simplan.search.stage_numbers import Walk, pass_bytes, pass_changes
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 
 __all__ = ["UnitBytes", "sharding_changes", "stage_changes"]

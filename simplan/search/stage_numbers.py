@@ -9,36 +9,11 @@ from simplan.program.program import Phase
 from simplan.program.script import in_order
 from simplan.search.layer_changes import Change
 from simplan.search.layers import Layers
+from simplan.search.part import Part
 
-__all__ = ["Part", "Run", "Walk", "part_times", "pass_bytes", "pass_changes", "pass_s", "table_bytes"]
+__all__ = ["Run", "Walk", "part_times", "pass_bytes", "pass_changes", "pass_s", "table_bytes"]
 
 _NEVER = -(2**62)
-
-
-class Part(NamedTuple):
-    """A stage.
-
-    Attributes:
-        start, stop: Its layers.
-        receives: Its input comes from another rank.
-        hands_on: Its output goes to another rank, from which comes its gradient.
-        tied: It has the embedding and the head, which share a weight.
-    """
-
-    start: int
-    stop: int
-    receives: bool = False
-    hands_on: bool = False
-    tied: bool = False
-
-    @property
-    def layers(self) -> range:
-        """Indices of its layers."""
-        return range(self.start, self.stop)
-
-    def ends(self, layer: int) -> tuple[bool, bool]:
-        """Whether the input, and the gradient of the output, of a layer come from other ranks."""
-        return self.receives and layer == self.start, self.hands_on and layer == self.stop - 1
 
 
 class Run(NamedTuple):
@@ -115,9 +90,9 @@ def pass_changes(layers: Layers, part: Part, phase: Phase) -> list[Run]:
     In a backward of two parts what layers keep to the end of the stage goes with the last layer, as
     ``simplan.program.script`` has it.
     """
-    runs = _runs(layers, part)
+    runs = layers.runs(part)
     if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT):
-        runs.reverse()
+        runs = runs[::-1]
     found, delayed = [], 0
     for i, count in runs:
         change, late = layers.change(i, part.ends(i), phase, tied=part.tied)
@@ -147,15 +122,3 @@ def table_bytes(layers: Layers, part: Part) -> int:
     tables = [*((table, 1) for table in shared), *((t, count) for layer, count in kinds for t in layer.buffers)]
     widths = layers.state.activation, layers.state.residual
     return sum(count * table.num_bytes(*widths) for table, count in tables)
-
-
-def _runs(layers: Layers, part: Part) -> list[tuple[int, int]]:
-    """Layers that are alike and one after the other; those at the ends of the stage are alone."""
-    found: list[tuple[int, int]] = []
-    for i in part.layers:
-        at_end = any((*part.ends(i), *(part.ends(i - 1) if found else ())))
-        if found and not at_end and layers.kinds[found[-1][0]] == layers.kinds[i]:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((i, 1))
-    return found

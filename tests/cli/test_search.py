@@ -62,7 +62,7 @@ def test_no_plan_is_exit_code_3_and_says_what_would_make_one(simplan: Simplan, f
     file.write_text(text)
     result = simplan("search", file)
     assert (result.returncode, result.stderr) == (3, "")
-    assert result.stdout.startswith("small: no plan of ")
+    assert result.stdout.startswith("small: none of ")
     for words in ("Nearest misses", "too much", "What would make a plan, each tried", "devices with "):
         assert words in result.stdout
 

@@ -50,6 +50,7 @@ def question(
     memory_bytes: int | None = None,
     batch: int = 8,
     precision: Any = "bf16",
+    task: Any = "pretrain",
     **changes: Any,
 ) -> Question:
     """A small model on a few devices.
@@ -57,7 +58,7 @@ def question(
     Args:
         family: One of ``FAMILIES``.
         num_devices, cluster, memory_bytes: On what; memory of a device, if not its own.
-        batch, precision: Of the training.
+        batch, precision, task: Of the training.
         changes: Fields of the model.
     """
     devices = catalogue.cluster(cluster, num_devices)
@@ -65,4 +66,5 @@ def question(
         device = devices.device.model_copy(update={"memory_bytes": memory_bytes})
         devices = devices.model_copy(update={"device": device})
     model = ModelSpec.model_validate({"family": family, **FAMILIES[family], **changes})
-    return Question(model, devices, TrainingSpec(global_batch_size=batch, precision=precision), TORCH)
+    training = TrainingSpec(global_batch_size=batch, precision=precision, task=task)
+    return Question(model, devices, training, TORCH)

@@ -187,10 +187,14 @@ def test_the_reference_is_what_predict_says_and_its_bound_is_below(drawn: tuple[
         {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 3},
         {"tp": 2, "pp": 2},
         {"pp": 2, "dp_shard": 2, "zero_stage": 2},
+        {"tp": 2, "dp_replicate": 2, "lora": True},
     ],
 )
 def test_the_memory_floor_is_the_mean_of_weights_and_optimizer_states(plan: dict[str, Any]) -> None:
     asked = asked_for()
+    if plan.pop("lora", False):
+        model = asked.model.model_copy(update={"lora_rank": 8})
+        asked = replace(asked, model=model, training=asked.training.model_copy(update={"task": "lora"}))
     one = predict("x", *asked_parts(asked, ParallelPlan.model_validate(plan)))
     kept = (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER)
     mean_bytes = sum(memory.by_category.get(kind, 0) for memory in one.memory for kind in kept) / len(one.memory)

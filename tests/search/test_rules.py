@@ -73,6 +73,34 @@ def test_a_candidate_is_rejected_exactly_when_check_plan_refuses_it(
     event(str(why))
 
 
+SPECIAL: dict[str, dict[str, Any]] = {
+    "adapters": {"lora_rank": 4, "task": "lora"},
+    "documents": {"document_lengths": (16, 12)},
+    "fp8": {"precision": "fp8"},
+    "mxfp8": {"precision": "mxfp8", "hidden_size": 256, "intermediate_size": 256, "seq_len": 64},
+    "nvfp4 of 64 tokens": {"precision": "nvfp4", "hidden_size": 512, "intermediate_size": 512, "seq_len": 64},
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@given(candidate=candidates())
+@settings(max_examples=150, deadline=None)
+def test_so_it_is_where_more_is_refused(name: str, candidate: Candidate) -> None:
+    asked = question("llama", candidate.num_devices, batch=12, **SPECIAL[name])
+    asked.check()
+    assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_they_are_counted_there_too(name: str) -> None:
+    asked = question("llama", 4, batch=4, **SPECIAL[name])
+    enumeration, rejected = Enumeration(SearchSpace(cp=(1, 2), cp_comm=("all_gather",)), asked), Counter[str]()
+    found = list(enumeration.candidates(enumeration.meshes, rejected))
+    assert all(is_plan(asked, candidate) for candidate in found)
+    assert len(found) + rejected.total() == enumeration.total
+    assert found
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_candidates_are_all_plans_of_the_ranges(family: str) -> None:
     """Against all combinations of values, those left out that mean nothing in a plan."""

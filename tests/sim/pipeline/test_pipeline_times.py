@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simplan.program.action import ActionKind
+from simplan.program.action import Action, ActionKind
 from simplan.program.complete import last_backwards
 from simplan.program.program import Op, Stream
 from simplan.sim.engine import simulate
@@ -97,8 +97,12 @@ def durations_of(case: Case, times: PipelineTimes, plan: int) -> list[float]:
         if op.action == last[stage] and case.plan.dp > 1 and not case.plan.shards_parameters:
             copies[key := (op.rank, stage)] += 1  # the last backward is written layer by layer
             return taken_s / 2 if copies[key] == 1 else 0.0
-        return taken_s if op.name == str(op.action) else 0.0
+        if not (op.work or op.name == str(op.action)) or (op.rank, op.action) in written:
+            return 0.0
+        written.add((op.rank, op.action))  # an action that is written layer by layer takes its time in the first
+        return taken_s
 
+    written: set[tuple[int, Action]] = set()
     num_buckets: dict[tuple[int, int], int] = defaultdict(int)
     for op in case.program.ops:
         num_buckets[op.rank, op.action.stage] += op.stream is Stream.DATA
