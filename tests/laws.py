@@ -144,7 +144,8 @@ def check_engines(program: Program, durations_s: Sequence[float]) -> None:
     assert tuple(peaks.ranks) == program.ranks
     for rank, position, by_category in zip(program.ranks, peaks.position, peaks.by_category, strict=True):
         assert position == peak_position(program, rank)
-        assert list(by_category) == list(memory_peak(program, rank).by_category.values())
+        walked = memory_peak(program, rank).by_category
+        assert list(by_category) == [walked.get(category, 0) for category in MemoryCategory]
 
 
 def check_prediction(prediction: Prediction) -> None:

@@ -21,7 +21,8 @@ class MemoryPeaks:
     Attributes:
         ranks: (num_ranks,) Global ranks, in the order of ``Program.ranks``.
         position: (num_ranks,) Where in the rank's list it is; -1 for the time between steps.
-        by_category: (num_ranks, num_categories) Bytes at that instant, columns in the order of ``MemoryCategory``.
+        by_category: (num_ranks, num_categories) Bytes of the device at that instant, columns in the order of
+            ``MemoryCategory``; memory of the host is none of it unless the program's ``one_memory`` is set.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -37,7 +38,8 @@ class MemoryPeaks:
 
 def memory_peaks(program: Program) -> MemoryPeaks:
     """The same instants and bytes as ``memory_peak`` of each rank."""
-    during, after = _effects(program)
+    on_device = [program.one_memory or category is not MemoryCategory.HOST for category in _CATEGORIES]
+    during, after = (found * on_device for found in _effects(program))
     of_op = np.array([op.rank for op in program.ops], np.int64)
     in_order = np.argsort(of_op, kind="stable")  # each rank's operations in host issue order, rank after rank
     ranks = np.array(program.ranks, np.int64)
@@ -46,17 +48,21 @@ def memory_peaks(program: Program) -> MemoryPeaks:
     by_category = np.empty((len(ranks), len(_CATEGORIES)), np.int64)
     for row, rank in enumerate(program.ranks):
         mine = in_order[begins[row] : ends[row]]
-        position[row], by_category[row] = _worst(program, rank, during[mine], after[mine])
+        resting = program.resting_bytes[rank]
+        held = np.array([resting.get(category, 0) for category in _CATEGORIES], np.int64) * on_device
+        position[row], by_category[row] = _worst(held, program.rebuild_bytes[rank], during[mine], after[mine])
     return MemoryPeaks(ranks, position, by_category)
 
 
 def _worst(
-    program: Program, rank: int, during: npt.NDArray[np.int64], after: npt.NDArray[np.int64]
+    resting: npt.NDArray[np.int64],
+    rebuild_bytes: int,
+    during: npt.NDArray[np.int64],
+    after: npt.NDArray[np.int64],
 ) -> tuple[int, npt.NDArray[np.int64]]:
-    """Position and bytes by category of one rank's peak, from the effects of its operations by category."""
-    resting = np.array([program.resting_bytes[rank].get(category, 0) for category in _CATEGORIES], np.int64)
+    """Position and bytes by category of one rank's peak, from what rests and the effects of its operations."""
     between = resting.copy()
-    between[_CATEGORIES.index(MemoryCategory.BUFFERS)] += program.rebuild_bytes[rank]
+    between[_CATEGORIES.index(MemoryCategory.BUFFERS)] += rebuild_bytes
     held = resting + np.cumsum(after, axis=0) - after  # before each operation
     while_it_runs = held + during
     totals = while_it_runs.sum(axis=1)
