@@ -18,11 +18,11 @@ demo: $(READY)
 	$(BIN)/simplan demo
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n auto -m "not slow"
 	$(BIN)/simplan check scenarios
 
 test-all: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 	$(BIN)/simplan check scenarios
 
 lint: $(READY)

@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 from hypothesis import settings
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # How long an example takes depends on the machine, and no test of ours asserts a time.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+ONE_WORKER = (
+    "tests/cli/test_run.py",
+    "tests/executor/test_context_parallel.py",
+    "tests/executor/test_family_splits.py",
+    "tests/executor/test_tensor_parallel.py",
+    "tests/test_explain.py",
+    "tests/validate/test_compare.py",
+)
+"""Their tests share what is dear to make."""
+
+
+class SharedRuns(LoadScopeScheduling):
+    """Tests that look at one run go to the worker that made it; all others go wherever there is time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if file in ONE_WORKER:
+            return file
+        if file.startswith("tests/executor/") and test.endswith("]"):
+            return test[test.index("[") :]
+        return nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedRuns:
+    """How ``pytest -n`` spreads the tests (its ``xdist_group`` marks are lost in pytest 9.2)."""
+    return SharedRuns(config, log)

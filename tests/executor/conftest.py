@@ -202,7 +202,14 @@ CASES: dict[str, Callable[[], Job]] = {
         dtype="fp64",
     ),
     "zero1-2-offload-gpt-tied": lambda: _job(
-        plan={"dp_shard": 2, "zero_stage": 1, "offload_optimizer": True, "offload_activations": True}, dtype="fp64"
+        plan={
+            "dp_shard": 2,
+            "zero_stage": 1,
+            "bucket_bytes": 40_000,
+            "offload_optimizer": True,
+            "offload_activations": True,
+        },
+        dtype="fp64",
     ),
     "zero3-2-offload-llama": lambda: _job(
         model=_model("llama", num_hidden_layers=3),

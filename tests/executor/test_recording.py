@@ -36,7 +36,9 @@ def messages_of(rank: RankMeasurement) -> list[MeasuredCollective]:
 
 
 def collectives_of(rank: RankMeasurement, *kinds: str) -> list[MeasuredCollective]:
-    return [c for c in rank.collectives if c.kind not in ("send", "recv") and (not kinds or c.kind in kinds)]
+    """What a process group does; messages and copies over the link to the host have tests of their own."""
+    alone = ("send", "recv", "to_host", "from_host")
+    return [c for c in rank.collectives if c.kind not in alone and (not kinds or c.kind in kinds)]
 
 
 def data_parallel(run: Any, rank: RankMeasurement, *kinds: str) -> list[MeasuredCollective]:

@@ -9,6 +9,7 @@ from simplan.program.program import MemoryCategory
 from simplan.scenario import METRICS, Expectation, evaluate
 
 PREDICTION: dict[str, Any] = {
+    "num_trained_parameters": 1000,
     "step_time_s": 1.5,
     "level1_step_time_s": 1.6,
     "bubble_fraction": 3 / 11,
