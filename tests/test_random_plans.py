@@ -225,3 +225,37 @@ def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObje
         refused = ()
     assert all(problem.field and problem.rule for problem in refused)
     event("refused" if refused else "predicted")
+
+
+USES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "adapters": ({"lora_rank": 4, "lora_targets": ("q", "v", "down")}, {"task": "lora"}, {}),
+    "documents": ({"document_lengths": (20, 5, 4)}, {}, {}),
+    "fp8": ({}, {"precision": "fp8", "fp8_recipe": "rowwise"}, {}),
+    "mxfp8": ({}, {"precision": "mxfp8"}, {}),
+    "optimizer on the host": ({}, {}, {"offload_optimizer": True}),
+    "activations on the host": ({}, {}, {"offload_activations": True}),
+}
+"""What each way of using a model adds to model, training and plan."""
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_use_of_a_model_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(list(STRATEGIES)), "strategy")
+    plan = ParallelPlan.model_validate(STRATEGIES[name])
+    names = data.draw(st.lists(st.sampled_from(list(USES)), min_size=1, max_size=2, unique=True), "uses")
+    of_model, of_training, of_plan = ({k: v for name in names for k, v in USES[name][i].items()} for i in range(3))
+    recompute = data.draw(st.sampled_from(["none", "selective", "full"]), "recompute")
+    try:
+        keeps_the_laws(
+            ModelSpec.model_validate({**SIZES, "num_hidden_layers": 6, **of_model}),
+            "gb200-nvl72" if "mxfp8" in names else "dgx-h100",
+            plan.num_devices,
+            TrainingSpec(global_batch_size=3 * plan.dp * plan.microbatch_size, **of_training),
+            plan.model_copy(update={"recompute": recompute, **of_plan}),
+        )
+    except SpecError as error:
+        assert all(problem.field and problem.rule for problem in error.problems)
+        event(f"refused: {', '.join(sorted({problem.field for problem in error.problems}))}")
+    else:
+        event(f"predicted: {', '.join(sorted(names))}")

@@ -49,6 +49,7 @@ _READS: Mapping[str, tuple[str, ...]] = {
     "k_norm": ("k",),
     "rotary": ("q", "k"),
     "attention": ("qkv", "q", "k", "v"),
+    "join documents": ("attention",),
     "proj": ("attention",),
     "residual1": ("input", "proj"),
     "norm2": ("residual1",),
@@ -64,7 +65,13 @@ _READS: Mapping[str, tuple[str, ...]] = {
 """By kernel of a pre-norm block or a head, the kernels whose results it uses, as far as there are such."""
 
 _BEFORE_CORE = ("qkv output", "q, k and v", "q, k rotated and v", "q rotated", "own q")
-_OF_CORE = ("gathered k and v", "exchanged q, k and v", "attention core output", "attention logsumexp")
+_OF_CORE = (
+    "gathered k and v",
+    "exchanged q, k and v",
+    "attention core output",
+    "attention logsumexp",
+    "outputs of documents",
+)
 _NEEDED_FOR: Mapping[str, str] = {
     "input": "input",
     "norm1 statistics": "input",

@@ -53,8 +53,8 @@ def wait_until_gone(out_dir: Path, within_s: float = PATIENCE_S) -> None:
         ("exit", 60.0, "rank 1 ended with exit code 3 in 1F1 of step 3; its output is in "),
         (
             "hang",
-            15.0,
-            "rank 1 made no progress for 15 s (last action 1F1 of step 3); rank 0 was waiting in 0B1",
+            20.0,
+            "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was waiting in 0B1",
         ),
     ],
 )

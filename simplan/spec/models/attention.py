@@ -212,7 +212,7 @@ def _core_saved(form: AttentionForm, share: Share) -> list[Saved]:
     queries = "own q"
     if form.rotary:
         inputs, queries, maker = "q, k rotated and v", "q rotated", "rotary"
-    output = Saved("attention output", q, made_by="attention")
+    output = Saved("attention output", q, made_by="join documents" if share.documents else "attention")
     if shard.cp > 1 and shard.cp_comm == "a2a":
         saved = [
             Saved("exchanged q, k and v", q + 2 * kv, made_by="q, k and v"),
