@@ -22,7 +22,7 @@ from simplan.spec.plan import Recompute
 from simplan.spec.recompute import recomputation
 from simplan.validate.structure import predicted_messages
 from tests.executor.conftest import RANK_PROGRAMS
-from tests.executor.test_families import one_process
+from tests.executor.test_equality import one_process
 from tests.executor.test_level2 import issued
 from tests.executor.test_recompute import SCALARS, STATES, traced
 

@@ -26,8 +26,7 @@ from simplan.spec.training import TrainingSpec
 from tests.executor.accounting import account
 from tests.executor.conftest import RANK_PROGRAMS, MakeJob
 from tests.executor.layer_runs import assert_kept_and_peak
-from tests.executor.test_equality import own_part
-from tests.executor.test_families import one_process
+from tests.executor.test_equality import one_process, own_part
 
 CPU = torch.device("cpu")
 RELATIVE = 1e-9

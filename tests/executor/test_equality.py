@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.data import make_batch
+from executor.data import model_batch
 from executor.loss import cross_entropy
 from executor.model import build_stage, own_weights
 from executor.parallel import Parallel, Peers
@@ -28,22 +28,16 @@ def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, t
     num_parts = num_samples // job.plan.microbatch_size
     losses, gradients = [], []
     for step in range(num_steps):
-        tokens, targets = make_batch(
-            job.model.vocab_size,
-            job.model.seq_len,
-            seed=job.seed,
-            step=step,
-            first_sample=0,
-            num_samples=num_samples,
-        )
+        inputs, targets = model_batch(job.model, seed=job.seed, step=step, first_sample=0, num_samples=num_samples)
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
         parts = [
-            cross_entropy(model(x), y) for x, y in zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True)
+            cross_entropy(model(x), y) for x, y in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True)
         ]
         loss = torch.stack(parts).mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
     return losses, gradients
 

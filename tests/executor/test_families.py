@@ -16,10 +16,9 @@ from executor.data import IGNORED, model_batch
 from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.run import run_job
-from simplan.program.job import Job
 from tests.executor.conftest import RANK_PROGRAMS, MakeJob
 from tests.executor.family_models import VARIANTS, variant
-from tests.executor.test_equality import own_part
+from tests.executor.test_equality import one_process, own_part
 
 CPU = torch.device("cpu")
 EXACT: Any = {"rtol": 1e-9, "atol": 1e-9}
@@ -156,28 +155,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Schedule and plan."""
 
 QUICK = {("bert", "pipeline"), ("vit", "fsdp"), ("mpt", "ddp"), ("qk-norm", "fsdp")}
-
-
-def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then AdamW."""
-    model = build_stage(job.model, range(len(job.model.layers)), torch.float64, CPU, job.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    num_samples = job.training.global_batch_size
-    num_parts = num_samples // job.plan.microbatch_size
-    losses, gradients = [], []
-    for step in range(num_steps):
-        inputs, targets = model_batch(job.model, seed=job.seed, step=step, first_sample=0, num_samples=num_samples)
-        inputs = inputs.double() if inputs.is_floating_point() else inputs
-        parts = [
-            cross_entropy(model(x), y) for x, y in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True)
-        ]
-        loss = torch.stack(parts).mean()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-    return losses, gradients
 
 
 @pytest.mark.parametrize(

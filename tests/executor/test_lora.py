@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "num_key_value_heads": 4, "qk_norm": "head"},
     "mpt": {"family": "mpt"},
-    "packed": {"family": "llama", "num_key_value_heads": 4, "document_lengths": (29, 3, 20)},
+    "packed": {"family": "llama", "num_key_value_heads": 4, "document_lengths": (29, 3, 32)},
 }
 
 
