@@ -108,7 +108,7 @@ def _best(best: RankedPlan, unit: str) -> Iterator[str]:
     yield f"  memory       {rank} needs {format_bytes(best.device_bytes)}{spare}"
     if why is not None:
         yield f"  limited by   {_shares(why)}"
-        yield f"  would help   {_helps(why)}"
+        yield from (f"  {title:11}  {words}" for title, words in zip(("would help", ""), _helps(why), strict=False))
 
 
 def _shares(why: Explanation) -> str:
@@ -122,14 +122,14 @@ def _share_name(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _helps(why: Explanation) -> str:
-    """What 10 % more of each resource saves."""
+def _helps(why: Explanation) -> list[str]:
+    """What 10 % more of each resource saves: the most, then the others."""
     if not why.saved:
-        return "nothing that was tried: prices come from this machine's calibration"
+        return ["nothing that was tried: prices come from this machine's calibration"]
     saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)
     (most, name), *others = saved
-    words = "".join(f", {_RESOURCES[name]} {format_percent(share, 2)}" for share, name in others)
-    return f"10 % more {_RESOURCES[name]} makes a step {format_percent(most, 2)} shorter{words}"
+    words = ", ".join(f"{_RESOURCES[name]} {format_percent(share, 2)}" for share, name in others)
+    return [f"10 % more {_RESOURCES[name]} makes a step {format_percent(most, 2)} shorter", *([words] if words else [])]
 
 
 def _ranked_table(result: SearchResult) -> str:
@@ -139,25 +139,25 @@ def _ranked_table(result: SearchResult) -> str:
         why = plan.explanation
         return [
             str(rank),
-            search_plan_words(plan.plan),
             *_numbers(plan, result),
             "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
             "" if why is None else f"{_share_name(why.limit)} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else _RESOURCES[why.help],
+            search_plan_words(plan.plan),
         ]
 
-    headers = ["", "plan", *_headers(result), "to the best", "limited by", "helps most"]
+    headers = ["", *_headers(result), "to the best", "limited by", "helps most", "plan"]
     rows = [row(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
-    return "Ranked\n" + _table(headers, rows)
+    return "Ranked\n" + format_table_text(headers, rows, words_last=True)
 
 
 def _front_table(result: SearchResult) -> str:
     names = " and ".join(_GOALS[objective] for objective in result.objectives)
-    rows = [[search_plan_words(plan.plan), *_numbers(plan, result)] for plan in result.pareto]
+    rows = [[*_numbers(plan, result), search_plan_words(plan.plan)] for plan in result.pareto]
     shown = rows if len(rows) <= _MOST_POINTS else [*rows[: _MOST_POINTS - 1], rows[-1]]
     more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
     title = f"Pareto front of {names}: nothing is better in both than one of these {len(rows)}\n"
-    return title + _table(["plan", *_headers(result)], shown, left=1) + more
+    return title + format_table_text([*_headers(result), "plan"], shown, left=0, words_last=True) + more
 
 
 def _headers(result: SearchResult) -> list[str]:
@@ -184,19 +184,15 @@ def _space_table(result: SearchResult) -> str:
     rows.append([f"{space.timed:,}", "timed", "within all limits"])
     width = max(len(row[0]) for row in rows)
     padded = [[number.rjust(width), *words] for number, *words in rows]
-    return f"Where the {counted_plans(space.total)} went\n" + _table(["plans", "", "why"], padded, left=3)
+    return f"Where the {counted_plans(space.total)} went\n" + format_table_text(["plans", "", "why"], padded, left=3)
 
 
 def _misses(misses: Sequence[NearestMiss]) -> str:
     lines = []
     for miss in misses:
         if miss.lacking_s is not None and miss.step_time_s is not None:
-            lack = f"takes {format_time(miss.step_time_s)}, {format_time(miss.lacking_s)} too long"
+            lack = f"{format_time(miss.lacking_s)} too long, at {format_time(miss.step_time_s)}"
         else:
-            lack = f"needs {format_bytes(miss.device_bytes)}, {format_bytes(miss.lacking_bytes or 0)} too much"
-        lines.append(f"  - {search_plan_words(miss.plan)}: {lack}")
+            lack = f"{format_bytes(miss.lacking_bytes or 0)} too much, {format_bytes(miss.device_bytes)} in all"
+        lines.append(f"  - {lack}: {search_plan_words(miss.plan)}")
     return "\n".join(lines)
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 2) -> str:
-    return format_table_text(headers, rows, left=left)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 __all__ = ["format_ranks", "format_table_text"]
 
 
-def format_table_text(headers: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int = 2, left: int = 1) -> str:
+def format_table_text(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int = 2, left: int = 1, words_last: bool = False
+) -> str:
     """Columns padded to their widest cell.
 
     Args:
@@ -15,6 +17,7 @@ def format_table_text(headers: Sequence[str], rows: Iterable[Sequence[str]], *, 
         rows: Cells, as many a row as there are titles.
         indent: Spaces before every line.
         left: So many first columns are aligned to the left (words), the others to the right (numbers).
+        words_last: The last column is aligned to the left too.
 
     >>> print(format_table_text(["rank", "wait"], [["0", "1.2 ms"], ["1-3", "10 ms"]], indent=0))
     rank    wait
@@ -22,12 +25,13 @@ def format_table_text(headers: Sequence[str], rows: Iterable[Sequence[str]], *, 
     1-3    10 ms
     """
     lines = [list(headers), *(list(row) for row in rows)]
+    last = len(headers) - 1
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return "\n".join(
         (
             " " * indent
             + "  ".join(
-                cell.ljust(width) if column < left else cell.rjust(width)
+                cell.ljust(width) if column < left or (words_last and column == last) else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
         ).rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -12,6 +13,7 @@ import yaml
 
 from simplan.search import RANGES, SearchSpace
 
+ROOT = Path(__file__).resolve().parents[2]
 Simplan = Callable[..., "CompletedProcess[str]"]
 
 SCENARIO = """\
@@ -143,3 +145,16 @@ def test_search_then_predict_run_and_compare_the_plan_it_saved(simplan: Simplan,
     compared = simplan("compare", "prediction.json", "out/measurement.json")
     assert compared.returncode == 0
     assert "step time" in compared.stdout
+
+
+def test_the_readme_shows_what_is_printed(simplan: Simplan, tmp_path: Path) -> None:
+    """But for how many plans a bound spared and how many were timed, which depends on how fast a batch is."""
+    section = (ROOT / "README.md").read_text().partition("## Which plan?")[2]
+    scenario, shown = re.findall(r"```(?:yaml)?\n(name:.*?|llama3-8b-16:.*?)```", section, re.DOTALL)
+    (tmp_path / "llama.yaml").write_text(scenario)
+    found = simplan("search", "llama.yaml", "--top", "3").stdout
+
+    def comparable(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not re.match(r" +[\d,]+ +(bounded|timed) ", line)]
+
+    assert comparable(shown) == comparable(found)
