@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,6 +27,14 @@ model: {family: gpt, num_hidden_layers: 4, hidden_size: 64, num_attention_heads:
 cluster: {preset: dgx-h100, num_devices: 2}
 training: {global_batch_size: 8}
 search: {microbatch_size: [1, 2], schedule: [1f1b, zb-h1], recompute: [none, full], top: 3}
+"""
+
+LARGE = """\
+name: large
+model: {preset: gpt3-175b}
+cluster: {preset: dgx-a100-80gb, num_nodes: 128}
+training: {global_batch_size: 1536, precision: bf16}
+search: {}
 """
 
 
@@ -158,3 +171,22 @@ def test_the_readme_shows_what_is_printed(simplan: Simplan, tmp_path: Path) -> N
         return [line for line in text.splitlines() if not re.match(r" +[\d,]+ +(bounded|timed) ", line)]
 
     assert comparable(shown) == comparable(found)
+
+
+def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[str, str]) -> None:
+    """On a terminal, whose progress says when there is a best one."""
+    (tmp_path / "large.yaml").write_text(LARGE)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "simplan", "search", "large.yaml"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=theirs, text=True
+    ) as process:
+        os.close(theirs)
+        seen = ""
+        while "best" not in seen:
+            seen += os.read(ours, 4096).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 130
+    assert re.match(r"large: stopped; best of the first [\d,]+ plans by step time so far: ", out)
