@@ -225,11 +225,14 @@ class FsdpHooks(Hooks):
             self.writer.block_on(gather)
 
     def _copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
-        """Waits for a gathered unit and copies it to where it is used."""
+        """Waits for a gathered unit and copies it to where it is used.
+
+        In forward the buffer of the unit before is let go of, but a variable of torch's holds it until after the copy.
+        """
         unit = self._units[action.stage][index]
         num_bytes = unit.padded * self.stages.state.gathered
         freed = self._forward_buffer_bytes if in_forward else num_bytes
-        buffers = MemoryEffect(_BUFFERS, -freed if in_forward else 0, -freed)
+        buffers = MemoryEffect(_BUFFERS, 0, -freed)
         if in_forward:
             self._forward_buffer_bytes = num_bytes
         self.writer.block_on(self._gathering.pop((action.stage, index)))

@@ -129,7 +129,7 @@ def sharded_peak(
                 size = units.gathered[unit]
                 peak = max(peak, held + size + units.cast[unit])
                 held += size
-                peak = max(peak, held + size - forward_buffer)
+                peak = max(peak, held + size)
                 held += size - forward_buffer
                 forward_buffer = size
                 gathered[unit] = True
