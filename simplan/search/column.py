@@ -14,7 +14,6 @@ from simplan.search.part import Part
 from simplan.search.rank_numbers import completing_s
 from simplan.search.replicas import reduced_backward_s
 from simplan.search.sharding import ShardedStage
-from simplan.search.stage_numbers import pass_s
 from simplan.sim.pipeline.peaks import PipelineBytes
 from simplan.sim.pipeline.times import PipelineTimes
 from simplan.spec.layer import CollectiveKind
@@ -58,10 +57,9 @@ class Column:
         times.compute_s[:, :, k] = compute_s[:, index]
         times.reduce_copy_s[:, k] = reduce_copy_s[index]
         times.reduce_s[:, k] = reduce_s[index]
-        times.send_forward_s[:, k], times.send_backward_s[:, k] = self._sends_s
-        for number, stage in enumerate(self._sharded):
+        times.send_forward_s[:, k] = times.send_backward_s[:, k] = self._sends_s
+        for places, stage in zip(self.layout.places, self._sharded, strict=True):
             if stage is not None:
-                places = np.flatnonzero(index == number)
                 times.gather_s[places, : len(stage.units), k] = stage.arrays.gather_s
                 times.copy_s[places, : len(stage.units), k] = stage.arrays.copy_s
         times.tied_s[k] = self._tied_s
@@ -88,9 +86,9 @@ class Column:
         each_s = input_s + weight_s if self._splits else backward_s
         busy_s = m * forward_s + (m - 1) * each_s + (each_s if self._splits else last_s)
         of_rank_s = np.bincount(np.array(layout.placement), busy_s[layout.part_of], p)
-        sends_s = self._sends_s[:, : p - 1]
-        before_s = np.concatenate(([0.0], np.cumsum(forward_s[layout.part_of[: p - 1]] + sends_s[0])))
-        after_s = np.concatenate(([0.0], np.cumsum(backward_s[layout.part_of[: p - 1]] + sends_s[1])))
+        sends_s = self._sends_s[: p - 1]
+        before_s = np.concatenate(([0.0], np.cumsum(forward_s[layout.part_of[: p - 1]] + sends_s)))
+        after_s = np.concatenate(([0.0], np.cumsum(backward_s[layout.part_of[: p - 1]] + sends_s)))
         bounds_s = before_s + of_rank_s + (0.0 if self._splits else after_s)
         return float(bounds_s.max()) + min(rank.update_s for rank in self._ranks)
 
@@ -105,39 +103,37 @@ class Column:
         layers, c, numbers = self._layers, self._c, self._numbers
         input_s = weight_s = backward_s = last_s = 0.0
         if not self._splits or self._numbers.whole_in_weight(part):
-            backward_s = last_s = weight_s = pass_s(layers, part, _B)
+            backward_s = last_s = weight_s = layers.pass_s(part, _B)
         else:
-            input_s, weight_s = pass_s(layers, part, _I), pass_s(layers, part, _W)
+            input_s, weight_s = layers.pass_s(part, _I), layers.pass_s(part, _W)
         if sharded is None and c.dp * c.cp > 1 and not self._splits:
             data_s = self._mesh.data_s
             last_s = reduced_backward_s(layers, part, _B, numbers.software, numbers.bucket_bytes, data_s)
-        compute_s = (pass_s(layers, part, _F), backward_s, last_s, input_s, weight_s, weight_s)
+        compute_s = (layers.pass_s(part, _F), backward_s, last_s, input_s, weight_s, weight_s)
         completing = completing_s(layers, self._mesh, part, c, divides=numbers.num_microbatches(c) > 1)
         if sharded is None:
             return compute_s, 0.0, completing
-        units = sharded.arrays
-        # copies and reduce-scatters take turns; the all-reduces of replicas run beside them
-        ends_s = np.cumsum(units.scatter_s + np.concatenate(([0.0], units.reduce_copy_s[1:])))
-        replicated_s = (ends_s + np.cumsum(units.all_reduce_s[::-1])[::-1]).max()
-        return compute_s, float(units.reduce_copy_s[0]), float(replicated_s) + completing
+        return compute_s, float(sharded.arrays.reduce_copy_s[0]), sharded.reduce_s + completing
 
     @cached_property
     def _sends_s(self) -> _Floats:
-        """Forward and back, by boundary."""
-        layout, send = self.layout, CollectiveKind.SEND
-        found = np.zeros((2, len(layout.part_of) - 1))
-        for stage, crossing in enumerate(layout.crossings[:-1]):
-            ends = layout.placement[stage], layout.placement[stage + 1]
-            for way, (source, target) in enumerate((ends, ends[::-1])):
-                found[way, stage] = sum(self._mesh.between_s(send, size, source, target) for size in crossing.sizes)
-        return found
+        """By boundary; back takes as long as forward."""
+        within = self._mesh.within_nodes(self.layout.placement)
+        places = [(crossing.sizes, same) for crossing, same in zip(self.layout.crossings[:-1], within, strict=True)]
+        send = CollectiveKind.SEND
+        seconds = {
+            (sizes, same): sum(self._mesh.between_s(send, size, same_node=same) for size in sizes)
+            for sizes, same in set(places)
+        }
+        return np.array([seconds[place] for place in places])
 
     @property
     def _tied_s(self) -> float:
         first, last, num_bytes = self.layout.placement[0], self.layout.placement[-1], self._layers.tied_bytes
         if not num_bytes or first == last:
             return 0.0
-        return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, first, last)
+        [same_node] = self._mesh.within_nodes((first, last))
+        return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, same_node=same_node)
 
     @cached_property
     def _changes(self) -> tuple[_Integers, _Integers]:

@@ -104,6 +104,7 @@ class Layers:
         first: dict[tuple[str, int], int] = {}
         self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
+        self._stage_passes: dict[tuple[int, int, Phase], float] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
         self._changes: dict[tuple[int, tuple[bool, bool], Phase, bool], tuple[Change, int]] = {}
         self._runs: dict[Part, list[tuple[int, int]]] = {}
@@ -135,6 +136,15 @@ class Layers:
         found = self._counted.get((start, stop))
         if found is None:
             found = self._counted[start, stop] = list(Counter(self.kinds[start:stop]).items())
+        return found
+
+    def pass_s(self, part: Part, phase: Phase) -> float:
+        """Time of a pass through a stage."""
+        key = part.start, part.stop, phase
+        found = self._stage_passes.get(key)
+        if found is None:
+            kinds = self.kinds_in(part.start, part.stop)
+            found = self._stage_passes[key] = sum(count * self.passed(i, phase).seconds for i, count in kinds)
         return found
 
     def runs(self, part: Part) -> list[tuple[int, int]]:
@@ -206,14 +216,10 @@ class Layers:
 
     def owned(self, layer: int, *, tied: bool) -> int:
         """Parameters that a layer brings; a head whose weight is the embedding's of the same stage has it not."""
-        spec = self.specs[layer]
-        shared = sum(p.num_elements for p in spec.parameters if p.name in spec.tied) if tied else 0
-        return spec.num_parameters - shared
+        return self.held(layer, 1, tied=tied)
 
     def held(self, layer: int, num_shards: int, *, tied: bool) -> int:
         """The same of one shard, where every tensor is padded to equal ones."""
-        if num_shards == 1:
-            return self.owned(layer, tied=tied)
         key = (self.kinds[layer], num_shards, tied)
         found = self._held.get(key)
         if found is None:

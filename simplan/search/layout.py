@@ -33,6 +33,7 @@ class Layout(NamedTuple):
     Attributes:
         parts: Those that differ.
         part_of: By stage, which of them it is.
+        places: By part, its stages.
         placement: By stage, its rank.
         ranks: Stages of a rank, for those ranks that differ.
         kind_of: By rank, which of them it is.
@@ -41,6 +42,7 @@ class Layout(NamedTuple):
 
     parts: tuple[Part, ...]
     part_of: NDArray[np.int64]
+    places: tuple[NDArray[np.int64], ...]
     placement: tuple[int, ...]
     ranks: tuple[tuple[Part, ...], ...]
     kind_of: NDArray[np.int64]
@@ -56,7 +58,7 @@ def placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ..
 
 
 def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
-    """The balanced split  and its stages.
+    """The balanced split and its stages.
 
     Args:
         layers: The layers.
@@ -84,5 +86,8 @@ def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
     for stage, rank in enumerate(placement):
         of_rank[rank] += (parts[index[stage]],)
     ranks = tuple(dict.fromkeys(of_rank))
-    kind_of = np.array([ranks.index(parts_of_rank) for parts_of_rank in of_rank])
-    return Layout(tuple(parts), np.array(index), placement, ranks, kind_of, tuple(crossed[i] for i in index))
+    number_of = {parts_of_rank: number for number, parts_of_rank in enumerate(ranks)}
+    kind_of = np.array([number_of[parts_of_rank] for parts_of_rank in of_rank])
+    part_of = np.array(index)
+    places = tuple(np.flatnonzero(part_of == number) for number in range(len(parts)))
+    return Layout(tuple(parts), part_of, places, placement, ranks, kind_of, tuple(crossed[i] for i in index))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 from simplan.cost.base import CostModel
@@ -44,6 +44,7 @@ class Mesh:
             candidate.pp, candidate.dp_replicate, candidate.dp_shard, candidate.cp, candidate.tp, candidate.ep
         )
         self._prices: dict[tuple[str, CollectiveKind, int], float] = {}
+        self._within: dict[tuple[int, ...], list[bool]] = {}
 
     @cached_property
     def num_shards(self) -> int:
@@ -52,39 +53,43 @@ class Mesh:
 
     def data_s(self, kind: CollectiveKind, num_bytes: int) -> float:
         """Seconds of a collective of the ranks that average gradients."""
-        return self._seconds("dp_group", kind, num_bytes)
+        return self._priced("dp_group", kind, num_bytes)
 
     def shard_s(self, kind: CollectiveKind, num_bytes: int) -> float:
         """The same of those that shard."""
-        return self._seconds("shard_group", kind, num_bytes)
+        return self._priced("shard_group", kind, num_bytes)
 
     def replicate_s(self, kind: CollectiveKind, num_bytes: int) -> float:
         """The same of those that hold the same shard."""
-        return self._seconds("replicate_group", kind, num_bytes)
+        return self._priced("replicate_group", kind, num_bytes)
 
     def tensor_s(self, kind: CollectiveKind, num_bytes: int) -> float:
         """The same of those that split layers."""
-        return self._seconds("tp_group", kind, num_bytes)
+        return self._priced("tp_group", kind, num_bytes)
 
-    def between_s(self, kind: CollectiveKind, num_bytes: int, source: int, target: int) -> float:
+    def within_nodes(self, placement: tuple[int, ...]) -> list[bool]:
+        """Whether the first ranks of a pipeline rank and of the one after it in a placement share a node."""
+        found = self._within.get(placement)
+        if found is None:
+            width = self._mapping.ranks_per_stage
+            nodes = [self._cluster.node_of(rank * width) for rank in placement]
+            found = self._within[placement] = [node == after for node, after in pairwise(nodes)]
+        return found
+
+    def between_s(self, kind: CollectiveKind, num_bytes: int, *, same_node: bool) -> float:
         """Seconds of a message, or of a collective of two, between two pipeline ranks."""
-        width = self._mapping.ranks_per_stage
-        ends = source * width, target * width
-        same = self._cluster.node_of(ends[0]) == self._cluster.node_of(ends[1])
-        return self._priced("inside" if same else "across", kind, num_bytes, ends)
-
-    def _seconds(self, group: str, kind: CollectiveKind, num_bytes: int) -> float:
-        return self._priced(group, kind, num_bytes, self._groups[group])
+        return self._priced("inside" if same_node else "across", kind, num_bytes)
 
     @cached_property
     def _groups(self) -> dict[str, tuple[int, ...]]:
         mapping = self._mapping
         makers = (mapping.dp_group, mapping.shard_group, mapping.replicate_group, mapping.tp_group)
-        return {maker.__name__: maker(0) for maker in makers}
+        two = {"inside": (0, mapping.ranks_per_stage), "across": (0, self._cluster.devices_per_node)}
+        return {maker.__name__: maker(0) for maker in makers} | two
 
-    def _priced(self, group: str, kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    def _priced(self, group: str, kind: CollectiveKind, num_bytes: int) -> float:
         key = (group, kind, num_bytes)
         found = self._prices.get(key)
         if found is None:
-            found = self._prices[key] = self._cost.message(Message(kind, num_bytes, ranks)).seconds
+            found = self._prices[key] = self._cost.message(Message(kind, num_bytes, self._groups[group])).seconds
         return found

@@ -24,10 +24,13 @@ class ShardedStage(NamedTuple):
     Attributes:
         units: In the order in which FSDP ends their forward.
         arrays: Their numbers.
+        reduce_s: REDUCE_GRAD from its first reduce-scatter on: copies and reduce-scatters take turns,
+            and all-reduces of replicas run beside them.
     """
 
     units: tuple[Unit, ...]
     arrays: UnitArrays
+    reduce_s: float
 
 
 def sharded_stage(layers: Layers, part: Part, mesh: Mesh, *, keep_last: bool, replicated: bool) -> ShardedStage:
@@ -68,7 +71,9 @@ def sharded_stage(layers: Layers, part: Part, mesh: Mesh, *, keep_last: bool, re
         scattered=_integers(scattered),
         output=_integers(output),
     )
-    return ShardedStage(units, arrays)
+    ends_s = np.cumsum(arrays.scatter_s + np.concatenate(([0.0], arrays.reduce_copy_s[1:])))
+    reduce_s = (ends_s + np.cumsum(arrays.all_reduce_s[::-1])[::-1]).max()
+    return ShardedStage(units, arrays, float(reduce_s))
 
 
 def layer_arrays(layers: Layers, part: Part, units: tuple[Unit, ...]) -> LayerArrays:

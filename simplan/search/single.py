@@ -10,7 +10,7 @@ from simplan.search.rank_numbers import completing_s
 from simplan.search.replicas import reduced_backward_s
 from simplan.search.sharded_pass import sharded_pass_s, sharded_peak
 from simplan.search.sharding import layer_arrays
-from simplan.search.stage_numbers import Walk, pass_bytes, pass_s
+from simplan.search.stage_numbers import Walk, pass_bytes
 
 __all__ = ["peak_bytes", "step_time_s"]
 
@@ -27,8 +27,8 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
         if m > 1:
             each_s = sharded_pass_s(arrays, stage.arrays, _reshards(c), software.backward_prefetch, False)
     else:
-        forward_s = pass_s(layers, part, Phase.FORWARD)
-        each_s = last_s = forward_s + pass_s(layers, part, Phase.BACKWARD)
+        forward_s = layers.pass_s(part, Phase.FORWARD)
+        each_s = last_s = forward_s + layers.pass_s(part, Phase.BACKWARD)
         if c.dp * c.cp > 1:
             data_s, limit = numbers.mesh(c).data_s, numbers.bucket_bytes
             last_s = forward_s + reduced_backward_s(layers, part, Phase.BACKWARD, software, limit, data_s)

@@ -11,7 +11,7 @@ from simplan.search.layer_changes import Change
 from simplan.search.layers import Layers
 from simplan.search.part import Part
 
-__all__ = ["Run", "Walk", "part_times", "pass_bytes", "pass_changes", "pass_s", "table_bytes"]
+__all__ = ["Run", "Walk", "part_times", "pass_bytes", "pass_changes", "table_bytes"]
 
 _NEVER = -(2**62)
 
@@ -56,11 +56,6 @@ class Walk:
     def change(self) -> Change:
         """All of them; nothing at all changes nothing."""
         return Change(0 if self._during == _NEVER else self._during, self._held)
-
-
-def pass_s(layers: Layers, part: Part, phase: Phase) -> float:
-    """Time of a pass through a stage."""
-    return sum(count * layers.passed(i, phase).seconds for i, count in layers.kinds_in(part.start, part.stop))
 
 
 def part_times(layers: Layers, part: Part, phase: Phase, more_s: Sequence[float]) -> tuple[float, list[float]]:
