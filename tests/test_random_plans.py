@@ -207,7 +207,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
     plan, model = data.draw(plans(), "plan"), data.draw(models(), "model")
     training = TrainingSpec(
@@ -239,7 +239,7 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_use_of_a_model_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(STRATEGIES)), "strategy")
     plan = ParallelPlan.model_validate(STRATEGIES[name])

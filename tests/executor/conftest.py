@@ -242,8 +242,6 @@ QUICK = (
     "one-device-gpt-tied",
     "ddp2-gpt-tied",
     "zero1-2-gpt-tied",
-    "zero3-2-gpt-tied",
-    "1f1b-pp2-gpt-tied",
     "interleaved-pp2-v2-llama",
     "1f1b-pp2-zero3-2-llama",
     "zb-h1-pp2-gpt-tied",

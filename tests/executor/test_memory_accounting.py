@@ -110,7 +110,6 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
 QUICK = {
     ("one-device", "gpt", "bf16"),
     ("ddp", "llama", "fp32"),
-    ("zero3", "gpt", "fp32"),
     ("zero3-accumulation", "gpt-untied", "bf16"),
     ("hsdp", "llama", "fp32"),
     ("tp-sequence", "gpt", "bf16"),

@@ -125,6 +125,7 @@ def test_issued_as_predicted(run: Run) -> None:
     assert (num_exchanges > 0) == (plan.ep > 1)
 
 
+@pytest.mark.slow
 def test_bf16_issues_what_is_predicted(tmp_path: Path, make_job: Any, make_model: Any) -> None:
     """Under FSDP experts stay in fp32, and what is exchanged for them is as narrow as all activations."""
     training = make_job().training.model_copy(update={"global_batch_size": 16, "precision": "bf16"})
