@@ -5,6 +5,7 @@ Batch norms take the statistics of the microbatch they see, on this rank alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -33,7 +34,7 @@ class ResNetStem(nn.Module):
         return functional.max_pool2d(x, 3, stride=2, padding=1)
 
 
-class ResNetBlock(nn.Module):
+class ResNetBlock(nn.Module, ABC):
     """Convolutions and norms, with ReLUs between them, added to the input.
 
     Attributes:
@@ -60,8 +61,9 @@ class ResNetBlock(nn.Module):
         y += self.shortcut_norm(self.shortcut(x)) if self._has_shortcut else x
         return functional.relu_(y)
 
+    @abstractmethod
     def _make_branch(self, form: BlockForm) -> None:
-        raise NotImplementedError
+        """The convolutions and norms of the branch."""
 
 
 class BasicBlock(ResNetBlock):

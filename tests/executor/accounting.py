@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,11 +30,21 @@ from executor.recorder import Recorder
 from executor.trainer import Trainer
 from simplan.program.action import Action
 from simplan.program.job import Job
-from simplan.program.program import MemoryCategory
+from simplan.program.lower import Lowering, lower
+from simplan.program.program import MemoryCategory, Program
+from simplan.sim.memory import MemoryPeak, memory_peak
 from simplan.spec.plan import RankMapping
 from tests.executor.ledger import Allocation, Ledger, storage_key
 
-__all__ = ["Account", "MakeRecorder", "SilentRecorder", "account", "fake_trainer"]
+__all__ = [
+    "Account",
+    "MakeRecorder",
+    "SilentRecorder",
+    "account",
+    "fake_trainer",
+    "predicted_peak",
+    "predicted_program",
+]
 
 _C = MemoryCategory
 _MADE_IN = {
@@ -64,6 +74,25 @@ class Account:
     total_bytes: int
     by_category: dict[MemoryCategory, int]
     action: str
+
+
+def predicted_program(job: Job, *, gloo: bool = False) -> Program:
+    """What an account is compared with; all tensors are in the memory of this process, those on the host among them.
+
+    Args:
+        job: Of the account.
+        gloo: With what gloo copies and DDP's second buckets, neither of which there is in the fake process group.
+    """
+    how = Lowering(host_waits=gloo)
+    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    if not gloo:
+        program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))
+    return replace(program, one_memory=True)
+
+
+def predicted_peak(job: Job, rank: int, *, gloo: bool = False) -> MemoryPeak:
+    """The peak of one rank; arguments as above."""
+    return memory_peak(predicted_program(job, gloo=gloo), rank)
 
 
 def account(job: Job, rank: int) -> Account:

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from simplan.program.action import format_table
-from simplan.program.lower import Lowering, lower
 from simplan.program.table import plan_table
-from simplan.sim.memory import memory_peak
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account
+from tests.executor.accounting import account, predicted_peak
 from tests.executor.conftest import MakeJob
 
 TOTAL = 0.03
@@ -76,6 +74,4 @@ def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, precision: 
         dtype=precision,
     )
     rank = pp_rank * plan.num_devices // plan.pp
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), Lowering())
-    program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))  # DDP's second buckets are not in the account
-    assert memory_peak(program, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=TOTAL)
+    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=TOTAL)

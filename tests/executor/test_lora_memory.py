@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from simplan.program.action import format_table
-from simplan.program.lower import Lowering, lower
 from simplan.program.table import plan_table
-from simplan.sim.memory import memory_peak
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account
+from tests.executor.accounting import account, predicted_peak
 from tests.executor.conftest import MakeJob
 
 TOTAL = 0.03
@@ -92,7 +90,5 @@ def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, targets: tu
         dtype=precision,
     )
     rank = pp_rank * plan.num_devices // plan.pp
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), Lowering())
-    program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))  # DDP's second buckets are not in the account
-    found, wanted = memory_peak(program, rank), account(job, rank)
+    found, wanted = predicted_peak(job, rank), account(job, rank)
     assert found.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)

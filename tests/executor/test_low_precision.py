@@ -19,13 +19,10 @@ from executor.precision import Autocast
 from executor.run import run_job
 from simplan.errors import NotModelledError
 from simplan.program.job import Job
-from simplan.program.lower import Lowering, lower
-from simplan.program.program import MemoryCategory
 from simplan.program.table import plan_table
-from simplan.sim.memory import memory_peak
 from simplan.spec.model import ModelSpec
 from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account
+from tests.executor.accounting import account, predicted_peak
 
 E4M3_LARGEST, E5M2_LARGEST = 448.0, 57344.0
 
@@ -153,13 +150,6 @@ def test_ranks_have_the_losses_of_one_process(family: str, plan: dict[str, Any],
     assert measurement.losses == pytest.approx(wanted, rel=5e-4)
 
 
-def predicted(job: Job, rank: int) -> dict[MemoryCategory, int]:
-    how = Lowering(host_waits=False)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
-    program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))
-    return dict(memory_peak(program, rank).by_category)
-
-
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
@@ -176,7 +166,7 @@ def predicted(job: Job, rank: int) -> dict[MemoryCategory, int]:
 def test_peak_is_torchs(family: str, plan: dict[str, Any], make_job: Any) -> None:
     """On fake tensors, of which a cast has at most 2^18 elements in fp32 at a time."""
     job = job_of(make_job, larger(family), plan, 2)
-    found, wanted = sum(predicted(job, 0).values()), account(job, 0).total_bytes
+    found, wanted = predicted_peak(job, 0).total_bytes, account(job, 0).total_bytes
     assert found == pytest.approx(wanted, rel=0.03)
 
 

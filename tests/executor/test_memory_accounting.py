@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from executor.run import run_job
 from simplan.program.action import format_table
 from simplan.program.job import Job
-from simplan.program.lower import Lowering, lower
-from simplan.program.program import MemoryCategory, Program
+from simplan.program.program import MemoryCategory
 from simplan.program.table import plan_table
-from simplan.sim.memory import MemoryPeak, memory_peak
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import SilentRecorder, account, fake_trainer
+from tests.executor.accounting import SilentRecorder, account, fake_trainer, predicted_peak, predicted_program
 from tests.executor.conftest import MakeJob
 
 TOTAL, CATEGORY = 0.03, 0.06
@@ -169,16 +166,9 @@ def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) ->
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 
-def program_of(job: Job, *, gloo: bool = False) -> Program:
-    """All tensors are in the memory of this process, those on the host among them."""
-    how = Lowering(host_waits=gloo)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
-    return replace(program, one_memory=True)
-
-
 def predicted_in(job: Job, rank: int, action: str) -> dict[MemoryCategory, int]:
     """The worst moment of one action, where two actions need almost as much."""
-    program = program_of(job)
+    program = predicted_program(job)
     held = Counter(dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank])
     worst = Counter(held)
     for op in (program.ops[index] for index in program.by_rank[rank]):
@@ -192,19 +182,11 @@ def predicted_in(job: Job, rank: int, action: str) -> dict[MemoryCategory, int]:
     return dict(worst)
 
 
-def predicted(job: Job, rank: int, *, gloo: bool = False) -> MemoryPeak:
-    """With what gloo copies and DDP's second buckets, neither of which there is in the fake process group."""
-    program = program_of(job, gloo=gloo)
-    if not gloo:
-        program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))
-    return memory_peak(program, rank)
-
-
 @pytest.mark.parametrize(("strategy", "name", "precision"), cases())
 def test_peak_is_torchs(make_job: MakeJob, strategy: str, name: str, precision: str) -> None:
     job, rank = job_and_rank(make_job, strategy, name, precision)
     assert job.model.num_parameters > 100e6
-    found, wanted = predicted(job, rank), account(job, rank)
+    found, wanted = predicted_peak(job, rank), account(job, rank)
     assert found.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)
     by_category = found.by_category if found.action == wanted.action else predicted_in(job, rank, wanted.action)
     assert sum(by_category.values()) == pytest.approx(wanted.total_bytes, rel=TOTAL)
@@ -241,7 +223,7 @@ def test_peak_is_that_of_torchs_mem_tracker(make_job: MakeJob, strategy: str, na
             built.step(*batch)
     ((_, snapshot),) = tracker.get_tracker_snapshot("peak").items()
     measured = {str(getattr(key, "value", key)): num_bytes for key, num_bytes in snapshot.items()}
-    found = predicted(job, rank)
+    found = predicted_peak(job, rank)
     assert found.total_bytes == pytest.approx(measured["Total"], rel=TOTAL)
     for category, names in TRACKED.items():
         wanted = sum(measured.get(name, 0) for name in names)
@@ -273,7 +255,7 @@ def test_real_ranks_allocate_what_is_predicted(
     job = job_of(make_job, name, changes, num_microbatches, precision, num_steps=1, profile_memory=True)
     measurement = run_job(job, tmp_path)
     for rank in range(job.plan.num_devices):
-        peak = predicted(job, rank, gloo=True)
+        peak = predicted_peak(job, rank, gloo=True)
         assert (peak.action == "") == (job.plan.microbatch_size == 1)
         measured = measurement.ranks[rank].peak_memory.allocated_bytes
         assert measured is not None

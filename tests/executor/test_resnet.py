@@ -31,10 +31,10 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
 from simplan.spec.training import Precision, TrainingSpec
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.accounting import account
+from tests.executor.accounting import account, predicted_peak
 from tests.executor.conftest import MakeJob
 from tests.executor.layer_runs import BATCH, LayerRun, assert_ranks_equal_one_process
-from tests.executor.test_memory_accounting import TOTAL, predicted
+from tests.executor.test_memory_accounting import TOTAL
 from tests.executor.test_recompute import SCALARS, traced
 
 CPU = torch.device("cpu")
@@ -250,7 +250,7 @@ def test_peak_of_a_rank_is_torchs(name: str, layer_type: str, precision: Precisi
     )
     rank = pp_rank * plan.num_devices // plan.pp
     tolerance = TOTAL if plan.shards_parameters else 0.01
-    assert predicted(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=tolerance)
+    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,9 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, Recompute
 from simplan.spec.training import Precision, TrainingSpec
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.accounting import account
+from tests.executor.accounting import account, predicted_peak
 from tests.executor.conftest import MakeJob
 from tests.executor.layer_runs import assert_kept_and_peak, assert_ranks_equal_one_process
-from tests.executor.test_memory_accounting import predicted
 from tests.executor.test_recompute import STATES
 
 CPU = torch.device("cpu")
@@ -311,4 +310,4 @@ def test_peak_of_a_rank_is_torchs(name: str, gated: bool, precision: Precision, 
         dtype=precision,
     )
     rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=0.01)
+    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=0.01)
