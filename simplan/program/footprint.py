@@ -304,11 +304,12 @@ def owned_parameters(layers: Sequence[LayerSpec], *, trained: bool = False) -> l
         trained: Only those that are not frozen.
     """
     holds_embedding = any(layer.kind is LayerKind.EMBEDDING for layer in layers)
-    return [
-        sum(
-            p.num_elements
-            for p in layer.parameters
-            if not ((holds_embedding and p.name in layer.tied) or (trained and p.frozen))
-        )
-        for layer in layers
-    ]
+    found: dict[str, int] = {}  # layers that are alike bring as many
+    for layer in layers:
+        if layer.key not in found:
+            found[layer.key] = sum(
+                p.num_elements
+                for p in layer.parameters
+                if not ((holds_embedding and p.name in layer.tied) or (trained and p.frozen))
+            )
+    return [found[layer.key] for layer in layers]

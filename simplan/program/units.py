@@ -47,29 +47,35 @@ def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool)
     groups: list[tuple[int, ...]] = [(position,) for position in alone]
     if tied:
         groups.append((0, head))
+    seen: dict[tuple[str, ...], Unit] = {}  # layers that are alike make units that are
     units = []
     for group in groups:
-        owned = [
-            parameter
-            for position in group
-            for parameter in layers[position].parameters
-            if not (parameter.expert or (tied and parameter.name in layers[position].tied))
-        ]
-        elements = sum(parameter.num_elements for parameter in owned)
-        padded = sum(padded_elements(parameter.shape, num_shards) for parameter in owned)
-        trained = [parameter for parameter in owned if not parameter.frozen]
-        units.append(
-            Unit(
-                group,
-                elements,
-                padded,
-                stays=keep_last and group == groups[-1],
-                trained=sum(parameter.num_elements for parameter in trained),
-                trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
-                has_backward=bool(trained) or layers[group[-1]].kind is not LayerKind.EMBEDDING,
-            )
-        )
+        members = [layers[position] for position in group]
+        key = tuple(layer.key for layer in members)
+        if key not in seen:
+            seen[key] = _unit(members, num_shards, tied=tied)
+        units.append(seen[key]._replace(layers=group, stays=keep_last and group == groups[-1]))
     return tuple(units)
+
+
+def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool) -> Unit:
+    """A unit that is nowhere yet."""
+    owned = [
+        parameter
+        for layer in layers
+        for parameter in layer.parameters
+        if not (parameter.expert or (tied and parameter.name in layer.tied))
+    ]
+    trained = [parameter for parameter in owned if not parameter.frozen]
+    return Unit(
+        (),
+        sum(parameter.num_elements for parameter in owned),
+        sum(padded_elements(parameter.shape, num_shards) for parameter in owned),
+        stays=False,
+        trained=sum(parameter.num_elements for parameter in trained),
+        trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
+        has_backward=bool(trained) or layers[-1].kind is not LayerKind.EMBEDDING,
+    )
 
 
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
-from simplan.search.column import Column
-from simplan.search.layers import Way
 from simplan.search.mesh import is_even
-from simplan.search.numbers import Kept, Numbers, mesh_key, split_key
+from simplan.search.numbers import Kept, Numbers, split_key
+from simplan.search.passes import Passes
+from simplan.search.pipelined import Pipelined
 from simplan.search.question import Question
+from simplan.search.upkeep import Upkeep
 from simplan.sim.pipeline.table import PipelineTable, Tables
 from simplan.spec.schedules import SCHEDULE_FACTS
 
@@ -19,6 +20,9 @@ __all__ = ["FastEvaluator", "covers_job"]
 
 _BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 _SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-v"})
+_STAGES = {
+    name: (SCHEDULE_FACTS[name].placement, SCHEDULE_FACTS[name].splits_backward) for name in _SCHEDULES - {"none"}
+}
 
 
 def covers_job(question: Question) -> bool:
@@ -45,7 +49,7 @@ class FastEvaluator:
         cluster, software = question.cluster, question.software
         self._numbers = Numbers(question.model, cluster, question.training, software)
         self._context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
-        self._columns, self._uneven = Kept(5_000), Kept(5_000)
+        self._passes, self._upkeeps, self._uneven = Kept(10_000), Kept(10_000), Kept(5_000)
         self._tables = Tables()
 
     def covers(self, c: Candidate) -> bool:
@@ -75,18 +79,21 @@ class FastEvaluator:
             if table is None:
                 peaks = [single.peak_bytes(self._numbers, c) for c in some]
             else:
-                peaks = pipelined.peaks_bytes(table, [self._column(c) for c in some])
+                peaks = pipelined.peaks_bytes(table, [self._pipelined(c) for c in some])
             for place, peak in zip(places, peaks, strict=True):
                 found[place] = peak
         return found
 
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """See ``Evaluator``; without a pipeline it is the step time itself."""
-        numbers = self._numbers
-        return [
-            self._column(c).least_time_s(numbers.num_microbatches(c)) if c.pp > 1 else single.step_time_s(numbers, c)
-            for c in candidates
-        ]
+        found = []
+        for c in candidates:
+            if c.pp > 1:
+                passes, upkeep = self._pipelined(c)
+                found.append(passes.least_s + upkeep.least_update_s)
+            else:
+                found.append(single.step_time_s(self._numbers, c))
+        return found
 
     def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """See ``Evaluator``."""
@@ -96,16 +103,22 @@ class FastEvaluator:
             if table is None:
                 times = [single.step_time_s(self._numbers, c) for c in some]
             else:
-                times = pipelined.step_times_s(table, [self._column(c) for c in some])
+                times = pipelined.step_times_s(table, [self._pipelined(c) for c in some])
             for place, seconds in zip(places, times, strict=True):
                 found[place] = seconds
         return found
 
-    def _column(self, c: Candidate) -> Column:
-        facts = SCHEDULE_FACTS[c.schedule]
-        sharding = c.shards_parameters, c.shards_optimizer_only, self._numbers.num_microbatches(c) > 1
-        key = (Way.of(c), mesh_key(c), c.virtual_stages, facts.placement, facts.splits_backward, sharding)
-        return self._columns.get(key, lambda: Column(self._numbers, c))
+    def _pipelined(self, c: Candidate) -> Pipelined:
+        """A plan of which other plans, that differ from it in other things, share one half or the other."""
+        sharded, only_optimizer, dp = c.shards_parameters, c.shards_optimizer_only, c.dp
+        split, stages = c[4:11], _STAGES[c.schedule]  # from tp to virtual_stages
+        mesh = None if sharded or dp * c.cp == 1 or stages[1] else c[:2]  # DDP reduces beside the last backward
+        way = (split, stages, c.microbatch_size, c.recompute, sharded, dp, mesh)
+        passes = self._passes.get(way, lambda: Passes(self._numbers, c))
+        divides = self._numbers.num_microbatches(c) > 1
+        mesh_way = (c[:2], split, stages, passes.layout.number, sharded, only_optimizer, divides)
+        upkeep = self._upkeeps.get(mesh_way, lambda: Upkeep(self._numbers, c, passes.layout))
+        return Pipelined(passes, upkeep)
 
     def _by_table(self, candidates: Sequence[Candidate]) -> list[tuple[PipelineTable | None, list[int]]]:
         """Plans that share a table, as places in the list; ``None`` without a pipeline."""

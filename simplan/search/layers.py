@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
 from simplan.program.action import Action, ActionKind
@@ -87,6 +91,7 @@ class Layers:
     Attributes:
         specs: The layers, as one rank has them.
         kinds: By layer, the number of the first layer that is like it.
+        pattern: The same, to tell ways apart.
         state: Element widths.
     """
 
@@ -103,6 +108,7 @@ class Layers:
         self.batch_bytes = self._stages.batch_bytes  # of one microbatch
         first: dict[tuple[str, int], int] = {}
         self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]
+        self.pattern = tuple(self.kinds)
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
         self._stage_passes: dict[tuple[int, int, Phase], float] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
@@ -111,6 +117,7 @@ class Layers:
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._held: dict[tuple[int, int, bool], int] = {}
         self._counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._leaving: dict[Part, tuple[Crossing, ...]] = {}
 
     def _variant(self, layer: int) -> int:
         """With torchtitan's selective_layer every second block is recomputed."""
@@ -151,14 +158,34 @@ class Layers:
         """Layers that are alike and one after the other, each with how many; those at the ends of a stage are alone."""
         found = self._runs.get(part)
         if found is None:
-            found = self._runs[part] = []
-            for i in part.layers:
-                at_end = any((*part.ends(i), *(part.ends(i - 1) if found else ())))
-                if found and not at_end and self.kinds[found[-1][0]] == self.kinds[i]:
-                    found[-1] = (found[-1][0], found[-1][1] + 1)
-                else:
-                    found.append((i, 1))
+            first, last = part.start + part.receives, part.stop - part.hands_on
+            found = self._runs[part] = [(part.start, 1)] if part.receives else []
+            for _, group in groupby(range(first, last), self.kinds.__getitem__):
+                alike = list(group)
+                found.append((alike[0], len(alike)))
+            if part.hands_on and last >= first:  # else it is the layer that receives
+                found.append((last, 1))
         return found
+
+    def passed_back(self, part: Part, scaled: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """A whole backward that divides gradients after each layer's last computation.
+
+        Args:
+            part: The stage.
+            scaled: By layer, in the order of the pass, how many gradients.
+
+        Returns:
+            By layer in that order, its time, and that up to the end of its last computation.
+        """
+        known: dict[tuple[int, int], Pass] = {}
+        found = []
+        for i, elements in zip(reversed(part.layers), scaled, strict=True):
+            key = self.kinds[i], elements
+            if key not in known:
+                known[key] = self.passed(i, Phase.BACKWARD, self.seconds(i, Phase.SCALE, elements))
+            found.append(known[key])
+        seconds, computed_s = np.array(found).T
+        return seconds, computed_s
 
     def facts(self, layer: int, ends: tuple[bool, bool], *, tied: bool) -> LayerFacts:
         """What a layer keeps.
@@ -177,9 +204,12 @@ class Layers:
             found = self._facts[key] = layer_facts(spec, self.way.microbatch_size, self.state, kept, ends, left)
         return found
 
-    def leaving(self, start: int, stop: int) -> tuple[Crossing, ...]:
-        """Tensors that a stage with these layers hands on."""
-        return self._stages.leaving(self.specs[start:stop])
+    def leaving(self, part: Part) -> tuple[Crossing, ...]:
+        """Tensors that a stage hands on."""
+        found = self._leaving.get(part)
+        if found is None:
+            found = self._leaving[part] = self._stages.leaving(self.specs[part.start : part.stop])
+        return found
 
     @cached_property
     def tied_bytes(self) -> int:

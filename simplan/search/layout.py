@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.search.layers import Layers
 from simplan.search.part import Part
-from simplan.search.split import balanced_boundaries
 from simplan.spec.schedules import Placement
 
-__all__ = ["Crossings", "Layout", "layout_of", "placement_of"]
-
-
-class Crossings(NamedTuple):
-    """What goes from a stage to the next one for a microbatch.
-
-    Attributes:
-        sizes: Bytes of its tensors.
-        made_bytes: Of those that were made in the stage.
-    """
-
-    sizes: tuple[int, ...]
-    made_bytes: int
+__all__ = ["Layout", "layout_of", "placement_of"]
 
 
 class Layout(NamedTuple):
     """Stages of a pipeline.
 
     Attributes:
+        number: Its own, among the layouts of a job.
         parts: Those that differ.
         part_of: By stage, which of them it is.
-        places: By part, its stages.
         placement: By stage, its rank.
         ranks: Stages of a rank, for those ranks that differ.
         kind_of: By rank, which of them it is.
-        crossings: By stage, what it sends on to another rank.
     """
 
+    number: int
     parts: tuple[Part, ...]
     part_of: NDArray[np.int64]
-    places: tuple[NDArray[np.int64], ...]
-    placement: tuple[int, ...]
+    placement: NDArray[np.int64]
     ranks: tuple[tuple[Part, ...], ...]
     kind_of: NDArray[np.int64]
-    crossings: tuple[Crossings, ...]
+
+    def by_rank(self, of_part: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sums over the stages of every rank of what parts have; exact for integers up to 2^53."""
+        sums: NDArray[np.float64] = np.bincount(self.placement, of_part[self.part_of].astype(float), len(self.kind_of))
+        return sums
 
 
 def placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ...]:
@@ -57,37 +47,30 @@ def placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ..
     return tuple(stage % pp for stage in range(num_stages))
 
 
-def layout_of(layers: Layers, placement: tuple[int, ...]) -> Layout:
-    """The balanced split and its stages.
+def layout_of(number: int, boundaries: Sequence[int], kinds: Sequence[int], placement: Sequence[int]) -> Layout:
+    """The stages of a split.
 
     Args:
-        layers: The layers.
-        placement: Of the stages.
+        number: Its own.
+        boundaries: Layers with which stages begin, and how many there are.
+        kinds: By layer, the number of the first one that is like it.
+        placement: By stage, its rank.
     """
     num_stages = len(placement)
-    boundaries = balanced_boundaries(layers.block_times_s, num_stages)
     seen: dict[tuple[object, ...], int] = {}
     parts: list[Part] = []
     index: list[int] = []
-    crossed: list[Crossings] = []
-    for stage in range(num_stages):
-        start, stop = boundaries[stage], boundaries[stage + 1]
-        receives = stage > 0 and placement[stage - 1] != placement[stage]
-        hands_on = stage < num_stages - 1 and placement[stage + 1] != placement[stage]
-        key = (tuple(layers.kinds[start:stop]), receives, hands_on)
-        if key not in seen:
-            seen[key] = len(parts)
-            parts.append(Part(start, stop, receives, hands_on))
-            leaving = layers.leaving(start, stop) if hands_on else ()
-            made = sum(crossing.num_bytes for crossing in leaving if not crossing.passes)
-            crossed.append(Crossings(tuple(crossing.num_bytes for crossing in leaving), made))
-        index.append(seen[key])
     of_rank: list[tuple[Part, ...]] = [()] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
-        of_rank[rank] += (parts[index[stage]],)
+        start, stop = boundaries[stage], boundaries[stage + 1]
+        receives = stage > 0 and placement[stage - 1] != rank
+        hands_on = stage < num_stages - 1 and placement[stage + 1] != rank
+        place = seen.setdefault((tuple(kinds[start:stop]), receives, hands_on), len(parts))
+        if place == len(parts):
+            parts.append(Part(start, stop, receives, hands_on))
+        index.append(place)
+        of_rank[rank] += (parts[place],)
     ranks = tuple(dict.fromkeys(of_rank))
-    number_of = {parts_of_rank: number for number, parts_of_rank in enumerate(ranks)}
-    kind_of = np.array([number_of[parts_of_rank] for parts_of_rank in of_rank])
-    part_of = np.array(index)
-    places = tuple(np.flatnonzero(part_of == number) for number in range(len(parts)))
-    return Layout(tuple(parts), part_of, places, placement, ranks, kind_of, tuple(crossed[i] for i in index))
+    place_of = {parts_of_rank: place for place, parts_of_rank in enumerate(ranks)}
+    kind_of = np.array([place_of[parts_of_rank] for parts_of_rank in of_rank])
+    return Layout(number, tuple(parts), np.array(index), np.array(placement), ranks, kind_of)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
 from simplan.program.program import Message
@@ -44,7 +47,6 @@ class Mesh:
             candidate.pp, candidate.dp_replicate, candidate.dp_shard, candidate.cp, candidate.tp, candidate.ep
         )
         self._prices: dict[tuple[str, CollectiveKind, int], float] = {}
-        self._within: dict[tuple[int, ...], list[bool]] = {}
 
     @cached_property
     def num_shards(self) -> int:
@@ -67,14 +69,10 @@ class Mesh:
         """The same of those that split layers."""
         return self._priced("tp_group", kind, num_bytes)
 
-    def within_nodes(self, placement: tuple[int, ...]) -> list[bool]:
+    def within_nodes(self, placement: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the first ranks of a pipeline rank and of the one after it in a placement share a node."""
-        found = self._within.get(placement)
-        if found is None:
-            width = self._mapping.ranks_per_stage
-            nodes = [self._cluster.node_of(rank * width) for rank in placement]
-            found = self._within[placement] = [node == after for node, after in pairwise(nodes)]
-        return found
+        nodes = placement * self._mapping.ranks_per_stage // self._cluster.devices_per_node
+        return np.asarray(nodes[1:] == nodes[:-1])
 
     def between_s(self, kind: CollectiveKind, num_bytes: int, *, same_node: bool) -> float:
         """Seconds of a message, or of a collective of two, between two pipeline ranks."""

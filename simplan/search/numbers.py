@@ -12,14 +12,18 @@ from numpy.typing import NDArray
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.compute import roofline
+from simplan.program.units import Unit
 from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers, Way
 from simplan.search.layout import Layout, layout_of, placement_of
 from simplan.search.mesh import Mesh
 from simplan.search.part import Part
-from simplan.search.rank_numbers import RankNumbers, rank_numbers
-from simplan.search.sharding import ShardedStage, sharded_stage
-from simplan.search.stage_changes import UnitBytes, sharding_changes, stage_changes
+from simplan.search.part_states import PartStates, part_states
+from simplan.search.replicas import Bucketed, Dealt, bucketed, dealt_update
+from simplan.search.sharded_pass import LayerArrays
+from simplan.search.sharding import ShardedStage, layer_arrays, sharded_stage
+from simplan.search.split import balanced_boundaries
+from simplan.search.stage_changes import sharding_changes, stage_changes
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.schedules import SCHEDULE_FACTS
@@ -61,6 +65,9 @@ class Numbers:
     Args:
         model, cluster, training, software: The job.
         bucket_bytes: Size of DDP's buckets, where the user gave one.
+
+    Attributes:
+        whole: All layers as one stage.
     """
 
     def __init__(
@@ -73,7 +80,9 @@ class Numbers:
     ) -> None:
         self.model, self.cluster, self.training, self.software = model, cluster, training, software
         self.bucket_bytes = bucket_bytes
-        self._few, self._layouts, self._stages = Kept(2_000), Kept(20_000), Kept(50_000)
+        self.whole = Part(0, len(model.layers), tied=model.tied_embeddings)
+        self._few, self._splits, self._stages = Kept(2_000), Kept(5_000), Kept(100_000)
+        self._layouts: dict[tuple[object, ...], Layout] = {}  # all, since what is made for one is known by it
 
     def num_microbatches(self, c: Candidate) -> int:
         """Microbatches of a step of one data-parallel rank."""
@@ -101,14 +110,17 @@ class Numbers:
         return self._few.get(mesh_key(c), lambda: Mesh(c, self.cluster, cost))
 
     def layout(self, c: Candidate) -> Layout:
-        """Its stages; what is recomputed does not matter to the balanced split."""
+        """Its stages, the same object for equal ones; what is recomputed does not matter to the balanced split."""
+        layers = self.layers(c)
+        key = ("split", *split_key(c), c.microbatch_size, c.shards_parameters, c.num_stages)
+        boundaries = self._splits.get(key, lambda: balanced_boundaries(layers.block_times_s, c.num_stages))
         kind = SCHEDULE_FACTS[c.schedule].placement
-        key = (*split_key(c), c.microbatch_size, c.shards_parameters, kind, c.pp, c.virtual_stages)
-
-        def make() -> Layout:
-            return layout_of(self.layers(c), placement_of(kind, c.pp, c.virtual_stages))
-
-        return self._layouts.get(key, make)
+        same = (boundaries, layers.pattern, kind, c.pp)
+        found = self._layouts.get(same)
+        if found is None:
+            placement = placement_of(kind, c.pp, c.virtual_stages)
+            found = self._layouts[same] = layout_of(len(self._layouts), boundaries, layers.kinds, placement)
+        return found
 
     def sharded(self, c: Candidate, part: Part) -> ShardedStage | None:
         """Units of a stage under FSDP."""
@@ -122,23 +134,34 @@ class Numbers:
 
         return self._stages.get(("units", part, *split_key(c), *mesh_key(c)), make)
 
-    def rank(self, c: Candidate, parts: tuple[Part, ...]) -> RankNumbers:
-        """What a rank with these stages holds and how it ends its step."""
-        key = ("rank", parts, *split_key(c), *mesh_key(c), c.shards_parameters, c.shards_optimizer_only)
-        optimizer = self.training.optimizer
-        return self._stages.get(key, lambda: rank_numbers(self.layers(c), self.mesh(c), parts, c, optimizer))
+    def whole_model(self, c: Candidate, units: tuple[Unit, ...]) -> LayerArrays:
+        """Layers of a model that is not cut into stages, between the hooks of FSDP's units."""
+        return self._few.get(("model", Way.of(c)), lambda: layer_arrays(self.layers(c), self.whole, units))
+
+    def states(self, c: Candidate, part: Part) -> PartStates:
+        """What a rank of a stage holds of its parameters."""
+        sharded = c.shards_parameters
+        key = ("states", part, *split_key(c), *mesh_key(c), sharded)
+        return self._stages.get(key, lambda: part_states(self.layers(c), part, self.mesh(c), sharded=sharded))
+
+    def dealt(self, c: Candidate, parts: tuple[Part, ...]) -> Dealt:
+        """ZeRO-1 on a pipeline rank with these stages."""
+        mesh = self.mesh(c)
+        key = ("dealt", parts, *split_key(c), *mesh_key(c))
+        return self._stages.get(key, lambda: dealt_update(self.layers(c), parts, mesh.num_shards, mesh.shard_s))
+
+    def buckets(self, c: Candidate, part: Part) -> Bucketed:
+        """DDP's buckets of a stage."""
+        key = ("buckets", part, *split_key(c), c.shards_parameters)
+        return self._stages.get(key, lambda: bucketed(self.layers(c), part, self.software, self.bucket_bytes))
 
     def stage_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
         """What a stage's computations do to memory, ``(slots, 2)``; no matter how many shards there are."""
 
         def make() -> NDArray[np.int64]:
             layers, stage = self.layers(c), self.sharded(c, part)
-            begins = None
-            if stage is not None:
-                whole, held = stage.arrays.whole.tolist(), stage.arrays.accumulated.tolist()
-                firsts = [part.start + unit.layers[0] for unit in stage.units]
-                begins = {i: UnitBytes(*sizes) for i, *sizes in zip(firsts, whole, held, strict=True)}
-            return stage_changes(layers, part, begins, split=split, whole_in_weight=self.whole_in_weight(part))
+            units = None if stage is None else stage.unit_bytes(part)
+            return stage_changes(layers, part, units, split=split, whole_in_weight=self.whole_in_weight(part))
 
         return self._stages.get(("changes", part, Way.of(c), split), make)
 

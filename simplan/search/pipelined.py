@@ -3,27 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from simplan.search.column import Column
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.search.layout import Layout
+from simplan.search.passes import Passes
+from simplan.search.upkeep import Upkeep
 from simplan.sim.pipeline.peaks import PipelineBytes, pipeline_peaks
 from simplan.sim.pipeline.table import PipelineTable
 from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
 
-__all__ = ["peaks_bytes", "step_times_s"]
+__all__ = ["Pipelined", "peaks_bytes", "step_times_s"]
+
+_Integers = NDArray[np.int64]
+_Item = TypeVar("_Item")
+_Array = TypeVar("_Array", NDArray[np.int64], NDArray[np.float64])
 
 
-def peaks_bytes(table: PipelineTable, columns: Sequence[Column]) -> list[int]:
+class Pipelined(NamedTuple):
+    """A plan, in two halves that it shares with others."""
+
+    passes: Passes
+    upkeep: Upkeep
+
+
+def peaks_bytes(table: PipelineTable, plans: Sequence[Pipelined]) -> list[int]:
     """Memory of the worst rank of plans that share a table."""
-    held = PipelineBytes.zeros(table.num_stages, table.num_ranks, len(columns))
-    for k, column in enumerate(columns):
-        column.write_bytes(held, k, table.num_microbatches)
+    passes, upkeeps = _halves(plans)
+    held = PipelineBytes.zeros(table.num_stages, table.num_ranks, len(plans))
+    slots = table.memory_slots
+    found = passes.by_stage([one.changes[slots] for one in passes.distinct])
+    found += upkeeps.by_stage([one.changes[slots] for one in upkeeps.distinct])
+    held.during[slots], held.after[slots] = found[:, 0], found[:, 1]
+    made, crossed = passes.by_stage([one.crossing_bytes for one in passes.distinct])
+    held.sent[0], held.sent[1, 1:] = made, crossed[:-1]
+    resting = upkeeps.by_plan([one.resting_bytes for one in upkeeps.distinct])
+    held.base[:] = resting[0] + passes.by_plan([one.buffer_bytes for one in passes.distinct])
+    held.extra[:] = resting[1]
     return [int(peak) for peak in pipeline_peaks(table, held).max(axis=0)]
 
 
-def step_times_s(table: PipelineTable, columns: Sequence[Column]) -> list[float]:
+def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float]:
     """Step times of plans that share a table."""
-    num_units = max(column.num_units for column in columns)
-    times = PipelineTimes.zeros(table.num_stages, table.num_ranks, len(columns), num_units)
-    for k, column in enumerate(columns):
-        column.write_times(times, k)
+    passes, upkeeps = _halves(plans)
+    num_units = max(one.num_units for one in upkeeps.distinct)
+    units_s = upkeeps.by_stage([_padded(one.units_s, num_units) for one in upkeeps.distinct])
+    sends_s = passes.by_plan([one.sends_s for one in passes.distinct])
+    send_s = np.zeros((2, table.num_stages, len(plans)))
+    send_s[0, :-1] = send_s[1, 1:] = sends_s
+    reduce_copy_s, reduce_s = upkeeps.by_stage([one.reduce_s for one in upkeeps.distinct])
+    update_s, after_s = upkeeps.by_plan([one.update_s for one in upkeeps.distinct])
+    gather_s, copy_s = np.ascontiguousarray(units_s.transpose(0, 2, 1, 3))
+    times = PipelineTimes(
+        compute_s=passes.by_stage([one.compute_s for one in passes.distinct]),
+        send_s=send_s,
+        gather_s=gather_s,
+        copy_s=copy_s,
+        reduce_copy_s=reduce_copy_s,
+        reduce_s=reduce_s,
+        tied_s=np.array([one.tied_s for one in passes.distinct])[passes.of_plan],
+        update_s=update_s,
+        after_s=after_s,
+    )
     return [float(seconds) for seconds in pipeline_times(table, times)]
+
+
+class _Half(NamedTuple, Generic[_Item]):
+    """One half of all plans.
+
+    Attributes:
+        distinct: Those that differ.
+        of_plan: ``(plans,)``: which of them a plan has.
+        part_of: ``(stages, plans)``: by stage, the place of its part when all parts of all that differ stand in a row.
+    """
+
+    distinct: list[_Item]
+    of_plan: _Integers
+    part_of: _Integers
+
+    def by_stage(self, of_parts: Sequence[_Array]) -> _Array:
+        """From ``(..., parts)`` of each that differs to ``(..., stages, plans)``."""
+        return np.take(np.concatenate(of_parts, axis=-1), self.part_of, axis=-1)
+
+    def by_plan(self, found: Sequence[_Array]) -> _Array:
+        """From an array of each that differs to one with the plans as its last axis."""
+        return np.take(np.stack(found, axis=-1), self.of_plan, axis=-1)
+
+
+def _halves(plans: Sequence[Pipelined]) -> tuple[_Half[Passes], _Half[Upkeep]]:
+    layouts = [plan.passes.layout for plan in plans]
+    return _half([plan.passes for plan in plans], layouts), _half([plan.upkeep for plan in plans], layouts)
+
+
+def _half(items: Sequence[_Item], layouts: Sequence[Layout]) -> _Half[_Item]:
+    numbers: dict[int, int] = {}
+    distinct: list[_Item] = []
+    rows: list[_Integers] = []
+    num_parts = 0
+    for item, layout in zip(items, layouts, strict=True):
+        if numbers.setdefault(id(item), len(distinct)) == len(distinct):
+            distinct.append(item)
+            rows.append(layout.part_of + num_parts)
+            num_parts += len(layout.parts)
+    of_plan = np.array([numbers[id(item)] for item in items])
+    return _Half(distinct, of_plan, np.take(np.stack(rows, axis=-1), of_plan, axis=-1))
+
+
+def _padded(units_s: NDArray[np.float64], num_units: int) -> NDArray[np.float64]:
+    missing = num_units - units_s.shape[1]
+    return np.pad(units_s, ((0, 0), (0, missing), (0, 0))) if missing else units_s

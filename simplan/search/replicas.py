@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.program.buckets import ddp_buckets
 from simplan.program.partition_states import partition_states
 from simplan.program.program import Phase
 from simplan.search.layers import Layers
 from simplan.search.part import Part
-from simplan.search.stage_numbers import part_times
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["Dealt", "MessageTime", "dealt_update", "reduced_backward_s"]
+__all__ = ["Bucketed", "Dealt", "MessageTime", "bucketed", "dealt_update", "reduced_backward_s"]
 
 MessageTime = Callable[[CollectiveKind, int], float]
 """Seconds of a collective of so many bytes in some group."""
@@ -23,9 +25,44 @@ MessageTime = Callable[[CollectiveKind, int], float]
 _ENDLESS = 2**62
 
 
-def reduced_backward_s(
-    layers: Layers, part: Part, phase: Phase, software: SoftwareSpec, bucket_bytes: int | None, message_s: MessageTime
-) -> float:
+class Bucketed(NamedTuple):
+    """DDP's buckets of a stage, in the order in which they are reduced.
+
+    Attributes:
+        num_bytes: Of each.
+        ready: ``(buckets,)``: of each, how many layers backward has passed once its gradients are there, less one.
+        scaled: By layer in the order of backward, its parameters, whose gradients are divided.
+    """
+
+    num_bytes: tuple[int, ...]
+    ready: NDArray[np.int64]
+    scaled: tuple[int, ...]
+
+
+def bucketed(layers: Layers, part: Part, software: SoftwareSpec, bucket_bytes: int | None) -> Bucketed:
+    """The buckets of a stage.
+
+    Args:
+        layers: The layers.
+        part: The stage.
+        software: Sizes of buckets.
+        bucket_bytes: The plan's own size.
+    """
+    limits = (software.bucket_bytes, software.first_bucket_bytes)
+    if not software.grad_overlap:
+        limits = (_ENDLESS, _ENDLESS)
+    elif bucket_bytes is not None:
+        limits = (bucket_bytes, bucket_bytes)
+    buckets = ddp_buckets([layers.specs[i] for i in part.layers], layers.state.gradient, *limits)
+    last = len(part.layers) - 1
+    return Bucketed(
+        tuple(bucket.num_bytes for bucket in buckets),
+        np.array([last - bucket.ready_layer for bucket in buckets], np.int64),
+        tuple(layers.owned(i, tied=part.tied) for i in reversed(part.layers)),
+    )
+
+
+def reduced_backward_s(layers: Layers, part: Part, buckets: Bucketed, message_s: MessageTime) -> float:
     """The last backward of a stage: gradients are divided layer by layer, and reduced in buckets beside what is left.
 
     Buckets run one after the other on a stream of their own, so the last one ends when the one that hindered most and
@@ -34,23 +71,15 @@ def reduced_backward_s(
     Args:
         layers: The layers.
         part: The stage.
-        phase: Whole backward, or gradients of weights.
-        software: Sizes of buckets.
-        bucket_bytes: The plan's own size.
+        buckets: Of the stage.
         message_s: All-reduces of the data-parallel group.
     """
-    scaling_s = [layers.seconds(i, Phase.SCALE, layers.owned(i, tied=part.tied)) for i in part.layers]
-    computed_s, ended_s = part_times(layers, part, phase, scaling_s)
-    limits = (software.bucket_bytes, software.first_bucket_bytes)
-    if not software.grad_overlap:
-        limits = (_ENDLESS, _ENDLESS)
-    elif bucket_bytes is not None:
-        limits = (bucket_bytes, bucket_bytes)
-    end_s = computed_s
-    stream_s = 0.0
-    for bucket in ddp_buckets([layers.specs[i] for i in part.layers], layers.state.gradient, *limits):
-        stream_s = max(stream_s, ended_s[bucket.ready_layer]) + message_s(CollectiveKind.ALL_REDUCE, bucket.num_bytes)
-    return max(end_s, stream_s)
+    seconds, computed_s = layers.passed_back(part, buckets.scaled)
+    passed_s = np.cumsum(seconds)
+    ended_s = (passed_s - seconds + computed_s)[buckets.ready]
+    reduced_s = np.array([message_s(CollectiveKind.ALL_REDUCE, num_bytes) for num_bytes in buckets.num_bytes])
+    waiting_s = ended_s + np.cumsum(reduced_s[::-1])[::-1]
+    return max(float(passed_s[-1]), float(waiting_s.max(initial=0.0)))
 
 
 class Dealt(NamedTuple):

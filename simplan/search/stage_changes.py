@@ -5,7 +5,6 @@ The order of what FSDP's hooks do is that of ``simplan.program.fsdp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,56 +15,62 @@ from simplan.search.layer_changes import Change
 from simplan.search.layers import Layers
 from simplan.search.part import Part
 from simplan.search.sharded_pass import UnitArrays
-from simplan.search.sharding import ShardedStage
-from simplan.search.stage_numbers import Walk, pass_bytes, pass_changes
+from simplan.search.sharding import ShardedStage, UnitBytes
+from simplan.search.stage_numbers import Run, in_turn, pass_runs, walked
 from simplan.sim.pipeline.slots import NUM_SLOTS, Slot
 
-__all__ = ["UnitBytes", "sharding_changes", "stage_changes"]
+__all__ = ["sharding_changes", "stage_changes"]
 
-_INPUTS = (Slot.INPUT, Slot.INPUT_WIDENS, Slot.INPUT_WIDENS_FIRST)
-_BACKWARDS = (Slot.BACKWARD, Slot.BACKWARD_FIRST, Slot.BACKWARD_LAST, Slot.BACKWARD_ONLY)
-_WEIGHTS = (
+_INPUTS = [Slot.INPUT, Slot.INPUT_WIDENS, Slot.INPUT_WIDENS_FIRST]
+_BACKWARDS = [Slot.BACKWARD, Slot.BACKWARD_FIRST, Slot.BACKWARD_LAST, Slot.BACKWARD_ONLY]
+_WEIGHTS = [
     Slot.WEIGHT,
     Slot.WEIGHT_FIRST,
     Slot.WEIGHT_LAST,
     Slot.WEIGHT_ONLY,
     Slot.WEIGHT_AGAIN,
     Slot.WEIGHT_AGAIN_LAST,
-)
+]
 
 
 def stage_changes(
-    layers: Layers, part: Part, begins: dict[int, UnitBytes] | None, *, split: bool, whole_in_weight: bool
+    layers: Layers, part: Part, units: dict[int, UnitBytes] | None, *, split: bool, whole_in_weight: bool
 ) -> NDArray[np.int64]:
     """What a stage's computations do to memory, ``(slots, 2)``: at the worst moment, and after.
 
     Args:
         layers: The layers.
         part: The stage.
-        begins: By layer with which a unit of FSDP begins, the unit; None without FSDP.
+        units: FSDP's, by the layer with which each begins; None without FSDP.
         split: Its backward is in two parts.
         whole_in_weight: Of which the second does all (the first stage's, under torch).
     """
     found = np.zeros((NUM_SLOTS, 2), np.int64)
-    found[Slot.FORWARD] = pass_bytes(layers, part, Phase.FORWARD)
+    found[Slot.FORWARD] = walked(pass_runs(layers, part, Phase.FORWARD))
     widens = layers.state.gathered != layers.state.accumulated
 
-    def write(slots: Sequence[Slot], phase: Phase, held: Held | None = None) -> None:
-        found[list(slots)] = _with_hooks(layers, part, phase, begins or {}, held)
+    def write(slots: list[Slot], runs: list[Run], held: Held | None = None) -> None:
+        found[slots] = walked(_with_hooks(runs, units, held) if units and held else runs)
 
     if not split or whole_in_weight:
         backwards = _WEIGHTS if split else _BACKWARDS
-        write(backwards, Phase.BACKWARD, Held(widens=widens))
-        write(backwards[1:4:2], Phase.BACKWARD, Held(new=True, widens=widens))
+        runs = pass_runs(layers, part, Phase.BACKWARD)
+        write(backwards, runs, Held(widens=widens))
+        if units:
+            write(backwards[1:4:2], runs, Held(new=True, widens=widens))
         return found
-    write(_INPUTS, Phase.BACKWARD_INPUT)
-    write(_WEIGHTS, Phase.BACKWARD_WEIGHT)
+    inputs = pass_runs(layers, part, Phase.BACKWARD_INPUT)
+    weights = pass_runs(layers, part, Phase.BACKWARD_WEIGHT)
+    write(_INPUTS, inputs)
+    write(_WEIGHTS, weights)
+    if not units:
+        return found
     if widens:
-        write([Slot.INPUT_WIDENS], Phase.BACKWARD_INPUT, Held(widens=True, frees=True))
-        write([Slot.INPUT_WIDENS_FIRST], Phase.BACKWARD_INPUT, Held(new=True, widens=True, frees=True))
-        write(_WEIGHTS[:4], Phase.BACKWARD_WEIGHT, Held(narrow=True))
+        write([Slot.INPUT_WIDENS], inputs, Held(widens=True, frees=True))
+        write([Slot.INPUT_WIDENS_FIRST], inputs, Held(new=True, widens=True, frees=True))
+        write(_WEIGHTS[:4], weights, Held(narrow=True))
     else:
-        write([Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY], Phase.BACKWARD_WEIGHT, Held(new=True))
+        write([Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY], weights, Held(new=True))
     return found
 
 
@@ -82,10 +87,8 @@ def sharding_changes(
     """
     found = np.zeros((NUM_SLOTS, 2), np.int64)
     units = sharded.arrays
-    walk = Walk()
-    for gathered, cast in zip(units.gathered.tolist(), units.cast.tolist(), strict=True):
-        walk.add(gathered + cast, gathered)
-    found[Slot.UNSHARD] = walk.change
+    gathers = zip(units.gathered.tolist(), units.cast.tolist(), strict=True)
+    found[Slot.UNSHARD] = in_turn((gathered + cast, gathered) for gathered, cast in gathers)
     found[Slot.SETTLE] = (units.gathered.max(), 0)
     found[Slot.RESHARD] = -units.gathered.sum()
     narrow = widens and split and not whole_in_weight
@@ -93,18 +96,6 @@ def sharding_changes(
     first = Held(new=True, widens=True, frees=True) if narrow else None
     found[Slot.REDUCE_GRAD_NARROW] = _reduce(units, first, replicated)
     return found
-
-
-class UnitBytes(NamedTuple):
-    """Gradients of a unit.
-
-    Attributes:
-        whole: As they come.
-        accumulated: As they are added up.
-    """
-
-    whole: int
-    accumulated: int
 
 
 class Held(NamedTuple):
@@ -132,28 +123,25 @@ class Held(NamedTuple):
         return [*found, Change(-unit.whole, -unit.whole)] if self.frees else found
 
 
-def _with_hooks(layers: Layers, part: Part, phase: Phase, begins: dict[int, UnitBytes], held: Held | None) -> Change:
-    """A pass, and after each unit what becomes of its gradients."""
-    walk = Walk()
-    for run in pass_changes(layers, part, phase):
-        unit = begins.get(run.layer)
-        after = held.changes(unit) if held and unit else []
-        walk.repeat([run.change, *after], run.num_layers)
-    return walk.change
+def _with_hooks(runs: list[Run], units: dict[int, UnitBytes], held: Held) -> list[Run]:
+    """The same, and after each layer with which a unit begins what becomes of the unit's gradients."""
+    return [
+        run._replace(change=in_turn([run.change, *held.changes(units[run.layer])])) if run.layer in units else run
+        for run in runs
+    ]
 
 
 def _reduce(units: UnitArrays, held: Held | None, replicated: bool) -> Change:
     """REDUCE_GRAD, before which gradients of the last microbatch may have to be added to the others."""
-    walk = Walk()
+    changes: list[tuple[int, int]] = []
     buffer = outputs = 0
     columns = (units.scattered, units.output, units.gathered, units.accumulated, units.whole)
     for scattered, output, gathered, accumulated, whole in zip(*(c.tolist() for c in columns), strict=True):
-        for change in held.changes(UnitBytes(whole, accumulated)) if held else ():
-            walk.add(*change)
+        changes += held.changes(UnitBytes(whole, accumulated)) if held else ()
         changed = scattered - buffer - gathered
-        walk.add(changed, changed - accumulated)
+        changes.append((changed, changed - accumulated))
         buffer = scattered
-        walk.add(output, output if replicated else 0)
+        changes.append((output, output if replicated else 0))
         outputs += output if replicated else 0
-    walk.add(-buffer - outputs, -buffer - outputs)
-    return walk.change
+    changes.append((-buffer - outputs, -buffer - outputs))
+    return in_turn(changes)

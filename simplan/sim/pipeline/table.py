@@ -13,7 +13,7 @@ from simplan.program.complete import Unshard
 from simplan.sim.pipeline.events import complete
 from simplan.sim.pipeline.orders import compute_order
 from simplan.sim.pipeline.sharding import NONE, ONCE, WINDOW
-from simplan.sim.pipeline.slots import kind_of
+from simplan.sim.pipeline.slots import NUM_SLOTS, Slot, kind_of
 from simplan.sim.pipeline.types import Bytes, Ints, Longs, Places, Steps
 
 __all__ = ["PipelineTable", "Tables", "compiled_table"]
@@ -40,6 +40,7 @@ class PipelineTable:
         live: ``(results, 3)``: where a segment that comes more than once begins, what has been sent and not been used:
             segment, place among what waits (way times stages plus receiving stage), microbatch.
         depth: A power of two, no smaller than the results that wait for a neighbouring stage at once.
+        memory_slots: Slots that may change memory.
     """
 
     num_ranks: int
@@ -56,6 +57,7 @@ class PipelineTable:
     segments: Longs
     live: Longs
     depth: int
+    memory_slots: Longs
 
     @property
     def num_bytes(self) -> int:
@@ -121,6 +123,7 @@ def compiled_table(schedule: str, pp: int, m: int, v: int, unshard: Unshard) -> 
         segments=events.segments,
         live=_arrived(events.live, gets_over),
         depth=1 << (events.most_waiting - 1).bit_length(),
+        memory_slots=_memory_slots(events.slot),
     )
 
 
@@ -131,6 +134,13 @@ def _arrived(live: Longs, gets_over: Ints) -> Longs:
     sent = gets_over[way, receiver] >= 0
     waiting = np.stack([segment, way * gets_over.shape[1] + receiver, microbatch], axis=1)
     return np.asarray(waiting[sent])
+
+
+def _memory_slots(slots: Bytes) -> Longs:
+    """Those of events but for OPTIM, and the first part of a computation after UNSHARD."""
+    occurs = np.bincount(slots, minlength=NUM_SLOTS) > 0
+    occurs[Slot.SETTLE], occurs[Slot.OPTIM] = occurs[Slot.UNSHARD], False
+    return np.flatnonzero(occurs)
 
 
 class Tables:

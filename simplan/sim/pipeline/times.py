@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simplan.sim.jit import jit
 from simplan.sim.pipeline.steady import repeat
 from simplan.sim.pipeline.table import PipelineTable
-from simplan.sim.pipeline.types import Floats
+from simplan.sim.pipeline.types import Floats, Places
 from simplan.sim.pipeline.walk import DURATIONS, State
 
 __all__ = ["PipelineTimes", "pipeline_times"]
@@ -130,21 +131,27 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
     for number, (first, length, repeats, shift) in enumerate(table.segments.tolist()):
         events, live = table.events(first, length), table.live[table.live[:, 0] == number, 1:]
         repeat(events, repeats, shift, live, table.depth, table.places, state, times.of_events)
-    return _finish(table, times, state)
+    return _finished(table.places, state, times.tied_s, times.update_s, times.after_s)
 
 
-def _finish(table: PipelineTable, times: PipelineTimes, state: State) -> Floats:
+@jit
+def _finished(places: Places, state: State, tied_s: Floats, update_s: Floats, after_s: Floats) -> Floats:
     """OPTIM and what follows: it waits for the rank's messages, which in the end are all those of its pairs."""
-    ready_s = state.clock_s
-    for boundary in range(table.num_stages - 1):
-        pair = table.sends_over[0, boundary]
+    rank_of, sends_over, _ = places
+    ready_s, pair_s = state.clock_s, state.pair_s
+    num_ranks, num_plans = ready_s.shape
+    for boundary in range(len(rank_of) - 1):
+        pair = sends_over[0, boundary]
         if pair >= 0:
-            for rank in table.rank_of[boundary : boundary + 2]:
-                ready_s[rank] = np.maximum(ready_s[rank], state.pair_s[pair])
-    first, last = table.rank_of[[0, -1]]
-    if first != last:
-        met_s = np.maximum(ready_s[first], ready_s[last]) + times.tied_s
-        for rank in (first, last):
-            ready_s[rank] = np.where(times.tied_s > 0, met_s, ready_s[rank])
-    step_s: Floats = (ready_s + times.update_s + times.after_s).max(axis=0)
+            for stage in range(boundary, boundary + 2):
+                rank = rank_of[stage]
+                for k in range(num_plans):
+                    ready_s[rank, k] = max(ready_s[rank, k], pair_s[pair, k])
+    first, last = rank_of[0], rank_of[-1]
+    step_s = np.zeros(num_plans)
+    for k in range(num_plans):
+        if first != last and tied_s[k] > 0:
+            ready_s[first, k] = ready_s[last, k] = max(ready_s[first, k], ready_s[last, k]) + tied_s[k]
+        for rank in range(num_ranks):
+            step_s[k] = max(step_s[k], ready_s[rank, k] + update_s[rank, k] + after_s[rank, k])
     return step_s

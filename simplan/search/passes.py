@@ -1,0 +1,123 @@
+"""What microbatches do on their way through a pipeline; plans share it that differ in data parallelism alone."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.program.program import Phase
+from simplan.search.candidate import Candidate
+from simplan.search.numbers import Numbers
+from simplan.search.part import Part
+from simplan.search.replicas import reduced_backward_s
+from simplan.spec.layer import CollectiveKind
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["Passes"]
+
+_Floats = NDArray[np.float64]
+_Integers = NDArray[np.int64]
+_F, _B, _I, _W = Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT
+
+
+class Passes:
+    """Stages of a plan with a pipeline, by part of its layout.
+
+    Args:
+        numbers: Of the job.
+        candidate: Any plan with these.
+
+    Attributes:
+        layout: Which stages there are.
+    """
+
+    def __init__(self, numbers: Numbers, candidate: Candidate) -> None:
+        self._numbers, self._c = numbers, candidate
+        self._layers, self._mesh = numbers.layers(candidate), numbers.mesh(candidate)
+        self._m = numbers.num_microbatches(candidate)
+        self._splits = SCHEDULE_FACTS[candidate.schedule].splits_backward
+        self.layout = numbers.layout(candidate)
+
+    @cached_property
+    def compute_s(self) -> _Floats:
+        """``(6, parts)``: F, B, the last B, I, W, the last W."""
+        return np.array([self._of_part_s(part) for part in self.layout.parts]).T
+
+    def _of_part_s(self, part: Part) -> tuple[float, ...]:
+        layers, c, numbers = self._layers, self._c, self._numbers
+        input_s = weight_s = backward_s = last_s = 0.0
+        if not self._splits or numbers.whole_in_weight(part):
+            backward_s = last_s = weight_s = layers.pass_s(part, _B)
+        else:
+            input_s, weight_s = layers.pass_s(part, _I), layers.pass_s(part, _W)
+        if not self._splits and not c.shards_parameters and c.dp * c.cp > 1:
+            last_s = reduced_backward_s(layers, part, numbers.buckets(c, part), self._mesh.data_s)
+        return layers.pass_s(part, _F), backward_s, last_s, input_s, weight_s, weight_s
+
+    @cached_property
+    def sends_s(self) -> _Floats:
+        """``(stages - 1,)``: by boundary; back takes as long as forward."""
+        within = self._mesh.within_nodes(self.layout.placement)
+        part_of = self.layout.part_of[:-1]
+        found = np.zeros(len(part_of))
+        for same_node in (True, False):
+            here = within == same_node
+            for number in np.unique(part_of[here]).tolist():
+                found[here & (part_of == number)] = sum(
+                    self._mesh.between_s(CollectiveKind.SEND, crossing.num_bytes, same_node=same_node)
+                    for crossing in self._layers.leaving(self.layout.parts[number])
+                )
+        return found
+
+    @cached_property
+    def tied_s(self) -> float:
+        """All-reduce of a weight that the first and the last stage share."""
+        ends, num_bytes = self.layout.placement[[0, -1]], self._layers.tied_bytes
+        if not num_bytes or ends[0] == ends[1]:
+            return 0.0
+        [same_node] = self._mesh.within_nodes(ends)
+        return self._mesh.between_s(CollectiveKind.ALL_REDUCE, num_bytes, same_node=bool(same_node))
+
+    @cached_property
+    def least_s(self) -> float:
+        """A bound: no rank is through before its first input is there, all its work is done, and what it gave is used.
+
+        Where backward is whole the last action of a rank is a backward of its first stage, after which come those of
+        all stages before it, one after the other.
+        """
+        m, layout, p = self._m, self.layout, self._c.pp
+        forward_s, backward_s, last_s, input_s, weight_s, _ = self.compute_s
+        each_s = input_s + weight_s if self._splits else backward_s
+        busy_s = m * forward_s + (m - 1) * each_s + (each_s if self._splits else last_s)
+        of_rank_s = layout.by_rank(busy_s)
+        first, sends_s = layout.part_of[: p - 1], self.sends_s[: p - 1]
+        of_rank_s[1:] += np.cumsum(forward_s[first] + sends_s)
+        if not self._splits:
+            of_rank_s[1:] += np.cumsum(backward_s[first] + sends_s)
+        return float(of_rank_s.max())
+
+    @cached_property
+    def changes(self) -> _Integers:
+        """``(slots, 2, parts)``: bytes more at the worst moment, and after."""
+        of_parts = [self._numbers.stage_changes(self._c, part, split=self._splits) for part in self.layout.parts]
+        return np.stack(of_parts, axis=-1)
+
+    @cached_property
+    def crossing_bytes(self) -> _Integers:
+        """``(2, parts)``: of what a stage hands on, what it made itself, and all."""
+        leaving = [self._layers.leaving(part) if part.hands_on else () for part in self.layout.parts]
+        made = [sum(crossing.num_bytes for crossing in found if not crossing.passes) for found in leaving]
+        return np.array([made, [sum(crossing.num_bytes for crossing in found) for found in leaving]], np.int64)
+
+    @cached_property
+    def buffer_bytes(self) -> _Integers:
+        """``(ranks,)``: receive buffers of all microbatches, and their images."""
+        layout = self.layout
+        crossed = self.crossing_bytes[1][layout.part_of]
+        received = crossed.copy()
+        received[1:] += crossed[:-1]
+        of_rank = np.bincount(layout.placement, received, self._c.pp).astype(np.int64)
+        of_rank[layout.placement[0]] += self._layers.batch_bytes
+        return np.asarray(of_rank * self._m)

@@ -1,0 +1,105 @@
+"""What data parallelism and the optimizer add to a pipeline: what plans share that differ in microbatches only."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.search.candidate import Candidate
+from simplan.search.layout import Layout
+from simplan.search.numbers import Numbers
+from simplan.sim.pipeline.slots import NUM_SLOTS
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["Upkeep"]
+
+_Floats = NDArray[np.float64]
+_Integers = NDArray[np.int64]
+
+
+class Upkeep:
+    """Stages and ranks of a plan with a pipeline.
+
+    Args:
+        numbers: Of the job.
+        candidate: Any plan with these.
+        layout: Its stages.
+    """
+
+    def __init__(self, numbers: Numbers, candidate: Candidate, layout: Layout) -> None:
+        self._numbers, self._c, self._layout = numbers, candidate, layout
+        self._state = numbers.layers(candidate).state
+        self._parts = [numbers.states(candidate, part) for part in layout.parts]
+        sharded = [numbers.sharded(candidate, part) for part in layout.parts]
+        self._sharded = [stage for stage in sharded if stage is not None]  # all or none
+        if candidate.shards_optimizer_only:
+            self._dealt = [numbers.dealt(candidate, parts) for parts in layout.ranks]
+
+    @property
+    def num_units(self) -> int:
+        """Most units of a stage."""
+        return max((len(stage.units) for stage in self._sharded), default=0)
+
+    @cached_property
+    def units_s(self) -> _Floats:
+        """``(2, units, parts)``: gathers, and copies out of them."""
+        found = np.zeros((2, self.num_units, len(self._parts)))
+        for number, stage in enumerate(self._sharded):
+            found[0, : len(stage.units), number] = stage.arrays.gather_s
+            found[1, : len(stage.units), number] = stage.arrays.copy_s
+        return found
+
+    @cached_property
+    def reduce_s(self) -> _Floats:
+        """``(2, parts)``: REDUCE_GRAD up to its first reduce-scatter, and the rest of it."""
+        divides = self._numbers.num_microbatches(self._c) > 1
+        found = np.zeros((2, len(self._parts)))
+        found[1] = [part.completing_s(divides=divides) for part in self._parts]
+        if self._sharded:
+            found += [
+                [float(stage.arrays.reduce_copy_s[0]) for stage in self._sharded],
+                [stage.reduce_s for stage in self._sharded],
+            ]
+        return found
+
+    @cached_property
+    def update_s(self) -> _Floats:
+        """``(2, ranks)``: the optimizer step, and what follows it (ZeRO-1's broadcasts)."""
+        layout = self._layout
+        if self._c.shards_optimizer_only:
+            return np.array([(deal.update_s, deal.broadcast_s) for deal in self._dealt])[layout.kind_of].T
+        of_rank_s = layout.by_rank(np.array([part.update_s for part in self._parts]))
+        return np.array([of_rank_s, np.zeros_like(of_rank_s)])
+
+    @cached_property
+    def least_update_s(self) -> float:
+        """Of the quickest rank."""
+        return float(self.update_s[0].min())
+
+    @cached_property
+    def resting_bytes(self) -> _Integers:
+        """``(2, ranks)``: between steps, buffers of messages aside; and DDP's second buckets."""
+        layout, state = self._layout, self._state
+        elements = self._of_ranks([part.elements for part in self._parts])
+        trained = elements
+        if self._c.shards_optimizer_only:
+            trained = np.array([deal.elements for deal in self._dealt])[layout.kind_of]
+        resting = elements * (state.parameter + state.gradient)
+        resting += trained * state.optimizer_bytes(self._numbers.training.optimizer)
+        resting += self._of_ranks([part.table_bytes for part in self._parts])
+        reduces = self._c.dp * self._c.cp > 1 and not self._c.shards_parameters
+        return np.array([resting, elements * (state.gradient if reduces else 0)])
+
+    def _of_ranks(self, of_parts: list[int]) -> _Integers:
+        return self._layout.by_rank(np.array(of_parts)).astype(np.int64)
+
+    @cached_property
+    def changes(self) -> _Integers:
+        """``(slots, 2, parts)``: what FSDP does to memory: at the worst moment, and after."""
+        if not self._sharded:
+            return np.zeros((NUM_SLOTS, 2, len(self._parts)), np.int64)
+        split = SCHEDULE_FACTS[self._c.schedule].splits_backward
+        found = [self._numbers.sharding_changes(self._c, part, split=split) for part in self._layout.parts]
+        return np.stack(found, axis=-1)
