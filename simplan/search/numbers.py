@@ -132,7 +132,7 @@ class Numbers:
             replicated = c.dp_replicate > 1
             return sharded_stage(self.layers(c), part, self.mesh(c), keep_last=keep_last, replicated=replicated)
 
-        return self._stages.get(("units", part, *split_key(c), *mesh_key(c)), make)
+        return self._stages.get(("units", part, mesh_key(c)), make)
 
     def whole_model(self, c: Candidate, units: tuple[Unit, ...]) -> LayerArrays:
         """Layers of a model that is not cut into stages, between the hooks of FSDP's units."""
@@ -141,19 +141,22 @@ class Numbers:
     def states(self, c: Candidate, part: Part) -> PartStates:
         """What a rank of a stage holds of its parameters."""
         sharded = c.shards_parameters
-        key = ("states", part, *split_key(c), *mesh_key(c), sharded)
+        key = ("states", part, mesh_key(c), c.sequence_parallel, c.cp_comm, sharded)
         return self._stages.get(key, lambda: part_states(self.layers(c), part, self.mesh(c), sharded=sharded))
 
     def dealt(self, c: Candidate, parts: tuple[Part, ...]) -> Dealt:
         """ZeRO-1 on a pipeline rank with these stages."""
         mesh = self.mesh(c)
-        key = ("dealt", parts, *split_key(c), *mesh_key(c))
+        key = ("dealt", parts, mesh_key(c))
         return self._stages.get(key, lambda: dealt_update(self.layers(c), parts, mesh.num_shards, mesh.shard_s))
 
     def buckets(self, c: Candidate, part: Part) -> Bucketed:
         """DDP's buckets of a stage."""
-        key = ("buckets", part, *split_key(c), c.shards_parameters)
-        return self._stages.get(key, lambda: bucketed(self.layers(c), part, self.software, self.bucket_bytes))
+
+        def make() -> Bucketed:
+            return bucketed(self.layers(c), part, self.software, self.bucket_bytes, self.mesh(c).data_s)
+
+        return self._stages.get(("buckets", part, mesh_key(c)), make)
 
     def stage_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
         """What a stage's computations do to memory, ``(slots, 2)``; no matter how many shards there are."""
@@ -179,7 +182,7 @@ class Numbers:
                 replicated=c.dp_replicate > 1,
             )
 
-        return self._stages.get(("sharding", part, *split_key(c), *mesh_key(c), split), make)
+        return self._stages.get(("sharding", part, mesh_key(c), split), make)
 
     def whole_in_weight(self, part: Part) -> bool:
         """The first stage has no gradient to hand on, so that torch does all of its backward in W."""
@@ -187,7 +190,7 @@ class Numbers:
 
 
 def mesh_key(c: Candidate) -> tuple[int, ...]:
-    """The mesh."""
+    """The mesh, which says which parameters a rank has; exchanges of tokens do not matter to these."""
     return c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp
 
 

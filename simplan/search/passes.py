@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.program.program import Phase
+from simplan.program.stage import Crossing
 from simplan.search.candidate import Candidate
 from simplan.search.numbers import Numbers
 from simplan.search.part import Part
@@ -53,23 +54,25 @@ class Passes:
         else:
             input_s, weight_s = layers.pass_s(part, _I), layers.pass_s(part, _W)
         if not self._splits and not c.shards_parameters and c.dp * c.cp > 1:
-            last_s = reduced_backward_s(layers, part, numbers.buckets(c, part), self._mesh.data_s)
+            last_s = reduced_backward_s(layers, part, numbers.buckets(c, part))
         return layers.pass_s(part, _F), backward_s, last_s, input_s, weight_s, weight_s
 
     @cached_property
     def sends_s(self) -> _Floats:
         """``(stages - 1,)``: by boundary; back takes as long as forward."""
-        within = self._mesh.within_nodes(self.layout.placement)
-        part_of = self.layout.part_of[:-1]
-        found = np.zeros(len(part_of))
-        for same_node in (True, False):
-            here = within == same_node
-            for number in np.unique(part_of[here]).tolist():
-                found[here & (part_of == number)] = sum(
-                    self._mesh.between_s(CollectiveKind.SEND, crossing.num_bytes, same_node=same_node)
-                    for crossing in self._layers.leaving(self.layout.parts[number])
-                )
+        first, within = self.layout.part_of[:-1], self._mesh.within_nodes(self.layout.placement)
+        found = np.zeros(len(first))
+        for same_node in set(within.tolist()):
+            of_part_s = np.array([self._send_s(part, same_node=same_node) for part in self.layout.parts])
+            found = np.where(within == same_node, of_part_s[first], found)
         return found
+
+    def _send_s(self, part: Part, *, same_node: bool) -> float:
+        crossings = self._leaving(part)
+        return sum(self._mesh.between_s(CollectiveKind.SEND, one.num_bytes, same_node=same_node) for one in crossings)
+
+    def _leaving(self, part: Part) -> tuple[Crossing, ...]:
+        return self._layers.leaving(part) if part.hands_on else ()
 
     @cached_property
     def tied_s(self) -> float:
@@ -107,7 +110,7 @@ class Passes:
     @cached_property
     def crossing_bytes(self) -> _Integers:
         """``(2, parts)``: of what a stage hands on, what it made itself, and all."""
-        leaving = [self._layers.leaving(part) if part.hands_on else () for part in self.layout.parts]
+        leaving = [self._leaving(part) for part in self.layout.parts]
         made = [sum(crossing.num_bytes for crossing in found if not crossing.passes) for found in leaving]
         return np.array([made, [sum(crossing.num_bytes for crossing in found) for found in leaving]], np.int64)
 

@@ -8,7 +8,6 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.search.layout import Layout
 from simplan.search.passes import Passes
 from simplan.search.upkeep import Upkeep
 from simplan.sim.pipeline.peaks import PipelineBytes, pipeline_peaks
@@ -18,7 +17,7 @@ from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
 __all__ = ["Pipelined", "peaks_bytes", "step_times_s"]
 
 _Integers = NDArray[np.int64]
-_Item = TypeVar("_Item")
+_Item = TypeVar("_Item", Passes, Upkeep)
 _Array = TypeVar("_Array", NDArray[np.int64], NDArray[np.float64])
 
 
@@ -31,7 +30,7 @@ class Pipelined(NamedTuple):
 
 def peaks_bytes(table: PipelineTable, plans: Sequence[Pipelined]) -> list[int]:
     """Memory of the worst rank of plans that share a table."""
-    passes, upkeeps = _halves(plans)
+    passes, upkeeps = _half([plan.passes for plan in plans]), _half([plan.upkeep for plan in plans])
     held = PipelineBytes.zeros(table.num_stages, table.num_ranks, len(plans))
     slots = table.memory_slots
     found = passes.by_stage([one.changes[slots] for one in passes.distinct])
@@ -47,7 +46,7 @@ def peaks_bytes(table: PipelineTable, plans: Sequence[Pipelined]) -> list[int]:
 
 def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float]:
     """Step times of plans that share a table."""
-    passes, upkeeps = _halves(plans)
+    passes, upkeeps = _half([plan.passes for plan in plans]), _half([plan.upkeep for plan in plans])
     num_units = max(one.num_units for one in upkeeps.distinct)
     units_s = upkeeps.by_stage([_padded(one.units_s, num_units) for one in upkeeps.distinct])
     sends_s = passes.by_plan([one.sends_s for one in passes.distinct])
@@ -64,8 +63,8 @@ def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float
         reduce_copy_s=reduce_copy_s,
         reduce_s=reduce_s,
         tied_s=np.array([one.tied_s for one in passes.distinct])[passes.of_plan],
-        update_s=update_s,
-        after_s=after_s,
+        update_s=np.ascontiguousarray(update_s),
+        after_s=np.ascontiguousarray(after_s),
     )
     return [float(seconds) for seconds in pipeline_times(table, times)]
 
@@ -89,26 +88,16 @@ class _Half(NamedTuple, Generic[_Item]):
 
     def by_plan(self, found: Sequence[_Array]) -> _Array:
         """From an array of each that differs to one with the plans as its last axis."""
-        return np.take(np.stack(found, axis=-1), self.of_plan, axis=-1)
+        return np.moveaxis(np.array(found)[self.of_plan], 0, -1)
 
 
-def _halves(plans: Sequence[Pipelined]) -> tuple[_Half[Passes], _Half[Upkeep]]:
-    layouts = [plan.passes.layout for plan in plans]
-    return _half([plan.passes for plan in plans], layouts), _half([plan.upkeep for plan in plans], layouts)
-
-
-def _half(items: Sequence[_Item], layouts: Sequence[Layout]) -> _Half[_Item]:
-    numbers: dict[int, int] = {}
-    distinct: list[_Item] = []
-    rows: list[_Integers] = []
-    num_parts = 0
-    for item, layout in zip(items, layouts, strict=True):
-        if numbers.setdefault(id(item), len(distinct)) == len(distinct):
-            distinct.append(item)
-            rows.append(layout.part_of + num_parts)
-            num_parts += len(layout.parts)
-    of_plan = np.array([numbers[id(item)] for item in items])
-    return _Half(distinct, of_plan, np.take(np.stack(rows, axis=-1), of_plan, axis=-1))
+def _half(items: Sequence[_Item]) -> _Half[_Item]:
+    place_of = {item: place for place, item in enumerate(dict.fromkeys(items))}
+    of_plan = np.array([place_of[item] for item in items])
+    layouts = [item.layout for item in place_of]
+    begins = np.cumsum([0, *(len(layout.parts) for layout in layouts[:-1])])
+    part_of = np.array([layout.part_of for layout in layouts]).T + begins
+    return _Half(list(place_of), of_plan, np.take(part_of, of_plan, axis=1))
 
 
 def _padded(units_s: NDArray[np.float64], num_units: int) -> NDArray[np.float64]:

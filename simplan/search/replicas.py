@@ -29,17 +29,19 @@ class Bucketed(NamedTuple):
     """DDP's buckets of a stage, in the order in which they are reduced.
 
     Attributes:
-        num_bytes: Of each.
+        left_s: ``(buckets,)``: time of the reductions of each and of all after it.
         ready: ``(buckets,)``: of each, how many layers backward has passed once its gradients are there, less one.
         scaled: By layer in the order of backward, its parameters, whose gradients are divided.
     """
 
-    num_bytes: tuple[int, ...]
+    left_s: NDArray[np.float64]
     ready: NDArray[np.int64]
     scaled: tuple[int, ...]
 
 
-def bucketed(layers: Layers, part: Part, software: SoftwareSpec, bucket_bytes: int | None) -> Bucketed:
+def bucketed(
+    layers: Layers, part: Part, software: SoftwareSpec, bucket_bytes: int | None, message_s: MessageTime
+) -> Bucketed:
     """The buckets of a stage.
 
     Args:
@@ -47,6 +49,7 @@ def bucketed(layers: Layers, part: Part, software: SoftwareSpec, bucket_bytes: i
         part: The stage.
         software: Sizes of buckets.
         bucket_bytes: The plan's own size.
+        message_s: All-reduces of the data-parallel group.
     """
     limits = (software.bucket_bytes, software.first_bucket_bytes)
     if not software.grad_overlap:
@@ -55,14 +58,15 @@ def bucketed(layers: Layers, part: Part, software: SoftwareSpec, bucket_bytes: i
         limits = (bucket_bytes, bucket_bytes)
     buckets = ddp_buckets([layers.specs[i] for i in part.layers], layers.state.gradient, *limits)
     last = len(part.layers) - 1
+    seconds = np.array([message_s(CollectiveKind.ALL_REDUCE, bucket.num_bytes) for bucket in buckets])
     return Bucketed(
-        tuple(bucket.num_bytes for bucket in buckets),
+        np.cumsum(seconds[::-1])[::-1],
         np.array([last - bucket.ready_layer for bucket in buckets], np.int64),
         tuple(layers.owned(i, tied=part.tied) for i in reversed(part.layers)),
     )
 
 
-def reduced_backward_s(layers: Layers, part: Part, buckets: Bucketed, message_s: MessageTime) -> float:
+def reduced_backward_s(layers: Layers, part: Part, buckets: Bucketed) -> float:
     """The last backward of a stage: gradients are divided layer by layer, and reduced in buckets beside what is left.
 
     Buckets run one after the other on a stream of their own, so the last one ends when the one that hindered most and
@@ -72,14 +76,11 @@ def reduced_backward_s(layers: Layers, part: Part, buckets: Bucketed, message_s:
         layers: The layers.
         part: The stage.
         buckets: Of the stage.
-        message_s: All-reduces of the data-parallel group.
     """
     seconds, computed_s = layers.passed_back(part, buckets.scaled)
     passed_s = np.cumsum(seconds)
     ended_s = (passed_s - seconds + computed_s)[buckets.ready]
-    reduced_s = np.array([message_s(CollectiveKind.ALL_REDUCE, num_bytes) for num_bytes in buckets.num_bytes])
-    waiting_s = ended_s + np.cumsum(reduced_s[::-1])[::-1]
-    return max(float(passed_s[-1]), float(waiting_s.max(initial=0.0)))
+    return max(float(passed_s[-1]), float((ended_s + buckets.left_s).max(initial=0.0)))
 
 
 class Dealt(NamedTuple):

@@ -27,7 +27,7 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
         forward_s = layers.pass_s(part, Phase.FORWARD)
         each_s = last_s = forward_s + layers.pass_s(part, Phase.BACKWARD)
         if c.dp * c.cp > 1:
-            last_s = forward_s + reduced_backward_s(layers, part, numbers.buckets(c, part), numbers.mesh(c).data_s)
+            last_s = forward_s + reduced_backward_s(layers, part, numbers.buckets(c, part))
     states = numbers.states(c, part)
     update_s = states.update_s
     if c.shards_optimizer_only:

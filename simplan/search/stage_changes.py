@@ -45,12 +45,14 @@ def stage_changes(
         split: Its backward is in two parts.
         whole_in_weight: Of which the second does all (the first stage's, under torch).
     """
-    found = np.zeros((NUM_SLOTS, 2), np.int64)
+    found = [Change(0, 0)] * NUM_SLOTS
     found[Slot.FORWARD] = walked(pass_runs(layers, part, Phase.FORWARD))
     widens = layers.state.gathered != layers.state.accumulated
 
     def write(slots: list[Slot], runs: list[Run], held: Held | None = None) -> None:
-        found[slots] = walked(_with_hooks(runs, units, held) if units and held else runs)
+        change = walked(_with_hooks(runs, units, held) if units and held else runs)
+        for slot in slots:
+            found[slot] = change
 
     if not split or whole_in_weight:
         backwards = _WEIGHTS if split else _BACKWARDS
@@ -58,20 +60,18 @@ def stage_changes(
         write(backwards, runs, Held(widens=widens))
         if units:
             write(backwards[1:4:2], runs, Held(new=True, widens=widens))
-        return found
+        return np.array(found, np.int64)
     inputs = pass_runs(layers, part, Phase.BACKWARD_INPUT)
     weights = pass_runs(layers, part, Phase.BACKWARD_WEIGHT)
     write(_INPUTS, inputs)
     write(_WEIGHTS, weights)
-    if not units:
-        return found
-    if widens:
+    if units and widens:
         write([Slot.INPUT_WIDENS], inputs, Held(widens=True, frees=True))
         write([Slot.INPUT_WIDENS_FIRST], inputs, Held(new=True, widens=True, frees=True))
         write(_WEIGHTS[:4], weights, Held(narrow=True))
-    else:
+    elif units:
         write([Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY], weights, Held(new=True))
-    return found
+    return np.array(found, np.int64)
 
 
 def sharding_changes(

@@ -26,10 +26,13 @@ class Upkeep:
         numbers: Of the job.
         candidate: Any plan with these.
         layout: Its stages.
+
+    Attributes:
+        layout: These.
     """
 
     def __init__(self, numbers: Numbers, candidate: Candidate, layout: Layout) -> None:
-        self._numbers, self._c, self._layout = numbers, candidate, layout
+        self._numbers, self._c, self.layout = numbers, candidate, layout
         self._state = numbers.layers(candidate).state
         self._parts = [numbers.states(candidate, part) for part in layout.parts]
         sharded = [numbers.sharded(candidate, part) for part in layout.parts]
@@ -67,7 +70,7 @@ class Upkeep:
     @cached_property
     def update_s(self) -> _Floats:
         """``(2, ranks)``: the optimizer step, and what follows it (ZeRO-1's broadcasts)."""
-        layout = self._layout
+        layout = self.layout
         if self._c.shards_optimizer_only:
             return np.array([(deal.update_s, deal.broadcast_s) for deal in self._dealt])[layout.kind_of].T
         of_rank_s = layout.by_rank(np.array([part.update_s for part in self._parts]))
@@ -81,7 +84,7 @@ class Upkeep:
     @cached_property
     def resting_bytes(self) -> _Integers:
         """``(2, ranks)``: between steps, buffers of messages aside; and DDP's second buckets."""
-        layout, state = self._layout, self._state
+        layout, state = self.layout, self._state
         elements = self._of_ranks([part.elements for part in self._parts])
         trained = elements
         if self._c.shards_optimizer_only:
@@ -93,7 +96,7 @@ class Upkeep:
         return np.array([resting, elements * (state.gradient if reduces else 0)])
 
     def _of_ranks(self, of_parts: list[int]) -> _Integers:
-        return self._layout.by_rank(np.array(of_parts)).astype(np.int64)
+        return self.layout.by_rank(np.array(of_parts)).astype(np.int64)
 
     @cached_property
     def changes(self) -> _Integers:
@@ -101,5 +104,5 @@ class Upkeep:
         if not self._sharded:
             return np.zeros((NUM_SLOTS, 2, len(self._parts)), np.int64)
         split = SCHEDULE_FACTS[self._c.schedule].splits_backward
-        found = [self._numbers.sharding_changes(self._c, part, split=split) for part in self._layout.parts]
+        found = [self._numbers.sharding_changes(self._c, part, split=split) for part in self.layout.parts]
         return np.stack(found, axis=-1)
