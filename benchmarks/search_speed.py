@@ -32,8 +32,8 @@ enumeration = Enumeration(SearchSpace(), asked)
 evaluator = FastEvaluator(asked)
 plans = list(enumeration.candidates(enumeration.meshes, Counter()))
 covered = [plan for plan in plans if evaluator.covers(plan)]
-parts = [covered[start : start + 4096] for start in range(0, len(covered), 4096)]
-FastEvaluator(asked).device_bytes(parts[-1][:64]), FastEvaluator(asked).step_times_s(parts[-1][:64])  # numba loads
+parts = [covered[start : start + 16384] for start in range(0, len(covered), 16384)]  # as many as a search at once
+FastEvaluator(asked).device_bytes(covered[::1000]), FastEvaluator(asked).step_times_s(covered[::1000])  # numba loads
 start_s = time.process_time()
 for part in parts:
     evaluator.device_bytes(part)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+from simplan.program.complete import Unshard
 from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
 from simplan.search.mesh import is_even
@@ -17,6 +19,8 @@ from simplan.sim.pipeline.table import PipelineTable, Tables
 from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["FastEvaluator", "covers_job"]
+
+_Number = TypeVar("_Number", int, float)
 
 _BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 _SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-v"})
@@ -49,7 +53,7 @@ class FastEvaluator:
         cluster, software = question.cluster, question.software
         self._numbers = Numbers(question.model, cluster, question.training, software)
         self._context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
-        self._passes, self._upkeeps, self._uneven = Kept(10_000), Kept(10_000), Kept(5_000)
+        self._plans, self._passes, self._upkeeps, self._uneven = Kept(50_000), Kept(5_000), Kept(5_000), Kept(2_500)
         self._tables = Tables()
 
     def covers(self, c: Candidate) -> bool:
@@ -73,67 +77,65 @@ class FastEvaluator:
 
     def allocated_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
         """What the worst rank allocates."""
-        found = [0] * len(candidates)
-        for table, places in self._by_table(candidates):
-            some = [candidates[place] for place in places]
-            if table is None:
-                peaks = [single.peak_bytes(self._numbers, c) for c in some]
-            else:
-                peaks = pipelined.peaks_bytes(table, [self._pipelined(c) for c in some])
-            for place, peak in zip(places, peaks, strict=True):
-                found[place] = peak
-        return found
+        return self._each(candidates, single.peak_bytes, pipelined.peaks_bytes)
 
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """See ``Evaluator``; without a pipeline it is the step time itself."""
         found = []
         for c in candidates:
             if c.pp > 1:
-                passes, upkeep = self._pipelined(c)
-                found.append(passes.least_s + upkeep.least_update_s)
+                plan = self._pipelined(c)
+                found.append(plan.passes.least_s + plan.upkeep.least_update_s)
             else:
                 found.append(single.step_time_s(self._numbers, c))
         return found
 
     def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """See ``Evaluator``."""
-        found = [0.0] * len(candidates)
-        for table, places in self._by_table(candidates):
-            some = [candidates[place] for place in places]
-            if table is None:
-                times = [single.step_time_s(self._numbers, c) for c in some]
+        return self._each(candidates, single.step_time_s, pipelined.step_times_s)
+
+    def _each(
+        self,
+        candidates: Sequence[Candidate],
+        alone: Callable[[Numbers, Candidate], _Number],
+        together: Callable[[PipelineTable, Sequence[Pipelined]], list[_Number]],
+    ) -> list[_Number]:
+        """Numbers of plans without a pipeline one by one, of others by the table that they share."""
+        found: list[Any] = [0] * len(candidates)
+        by_table: dict[object, list[tuple[int, Pipelined]]] = defaultdict(list)
+        for place, c in enumerate(candidates):
+            if c.pp > 1:
+                plan = self._pipelined(c)
+                by_table[plan.table].append((place, plan))
             else:
-                times = pipelined.step_times_s(table, [self._pipelined(c) for c in some])
-            for place, seconds in zip(places, times, strict=True):
-                found[place] = seconds
+                found[place] = alone(self._numbers, c)
+        for plans in by_table.values():
+            table = self._tables.get(*plans[0][1].table)
+            for (place, _), number in zip(plans, together(table, [plan for _, plan in plans]), strict=True):
+                found[place] = number
         return found
 
     def _pipelined(self, c: Candidate) -> Pipelined:
-        """A plan of which other plans, that differ from it in other things, share one half or the other."""
+        return self._plans.get(c, lambda: self._put_together(c))
+
+    def _put_together(self, c: Candidate) -> Pipelined:
+        """Other plans, that differ from this one in other things, share one half of it or the other."""
         sharded, only_optimizer, dp = c.shards_parameters, c.shards_optimizer_only, c.dp
         split, stages = c[4:11], _STAGES[c.schedule]  # from tp to virtual_stages
         mesh = None if sharded or dp * c.cp == 1 or stages[1] else c[:2]  # DDP reduces beside the last backward
         way = (split, stages, c.microbatch_size, c.recompute, sharded, dp, mesh)
         passes = self._passes.get(way, lambda: Passes(self._numbers, c))
-        divides = self._numbers.num_microbatches(c) > 1
-        mesh_way = (c[:2], split, stages, passes.layout.number, sharded, only_optimizer, divides)
+        m = self._numbers.num_microbatches(c)
+        mesh_way = (c[:2], split, stages, passes.layout.number, sharded, only_optimizer, m > 1)
         upkeep = self._upkeeps.get(mesh_way, lambda: Upkeep(self._numbers, c, passes.layout))
-        return Pipelined(passes, upkeep)
-
-    def _by_table(self, candidates: Sequence[Candidate]) -> list[tuple[PipelineTable | None, list[int]]]:
-        """Plans that share a table, as places in the list; ``None`` without a pipeline."""
-        grouped: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        for place, c in enumerate(candidates):
-            key = (c.schedule, c.pp, self._numbers.num_microbatches(c), c.virtual_stages, _unshard(c))
-            grouped[key if c.pp > 1 else ()].append(place)
-        return [(self._tables.get(*key) if key else None, places) for key, places in grouped.items()]  # type: ignore[arg-type]
+        return Pipelined(passes, upkeep, (c.schedule, c.pp, m, c.virtual_stages, _unshard(c)))
 
     def _on_device(self, allocated_bytes: int) -> int:
         return -(-allocated_bytes // _BLOCK_BYTES) * _BLOCK_BYTES + self._context_bytes
 
 
-def _unshard(c: Candidate) -> str:
+def _unshard(c: Candidate) -> Unshard:
     """As ``unshard_of`` a plan."""
-    if c.pp == 1 or not c.shards_parameters:
+    if not c.shards_parameters:
         return "none"
     return "window" if c.zero_stage == 3 and c.reshard_after_forward else "once"

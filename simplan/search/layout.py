@@ -35,8 +35,8 @@ class Layout(NamedTuple):
 
     def by_rank(self, of_part: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
         """Sums over the stages of every rank of what parts have; exact for integers up to 2^53."""
-        sums: NDArray[np.float64] = np.bincount(self.placement, of_part[self.part_of].astype(float), len(self.kind_of))
-        return sums
+        found: NDArray[np.float64] = np.bincount(self.placement, of_part[self.part_of], len(self.kind_of))  # type: ignore[assignment] # weighted
+        return found
 
 
 def placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -36,27 +35,28 @@ _Value = TypeVar("_Value")
 
 
 class Kept:
-    """Results by what they depend on; those that were used last are kept.
+    """Results by what they depend on. Those used last are kept: of two generations the elder is let go of as a whole.
 
     Args:
-        most: How many.
+        most: How many a generation has.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known: OrderedDict[Hashable, Any] = OrderedDict()
+        self._young: dict[Hashable, Any] = {}
+        self._old: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        """The result for a key."""
-        known = self._known
-        if key in known:
-            known.move_to_end(key)
-            found: _Value = known[key]
-            return found
-        made = known[key] = make()
-        if len(known) > self._most:
-            known.popitem(last=False)
-        return made
+        """The result for a key; not None."""
+        found: _Value | None = self._young.get(key)
+        if found is None:
+            found = self._old.pop(key, None)
+            if found is None:
+                found = make()
+            if len(self._young) >= self._most:
+                self._young, self._old = {}, self._young
+            self._young[key] = found
+        return found
 
 
 class Numbers:
@@ -81,7 +81,7 @@ class Numbers:
         self.model, self.cluster, self.training, self.software = model, cluster, training, software
         self.bucket_bytes = bucket_bytes
         self.whole = Part(0, len(model.layers), tied=model.tied_embeddings)
-        self._few, self._splits, self._stages = Kept(2_000), Kept(5_000), Kept(100_000)
+        self._few, self._splits, self._stages = Kept(1_000), Kept(2_500), Kept(50_000)
         self._layouts: dict[tuple[object, ...], Layout] = {}  # all, since what is made for one is known by it
 
     def num_microbatches(self, c: Candidate) -> int:

@@ -43,8 +43,8 @@ class Passes:
 
     @cached_property
     def compute_s(self) -> _Floats:
-        """``(6, parts)``: F, B, the last B, I, W, the last W."""
-        return np.array([self._of_part_s(part) for part in self.layout.parts]).T
+        """``(parts, 6)``: F, B, the last B, I, W, the last W."""
+        return np.array([self._of_part_s(part) for part in self.layout.parts])
 
     def _of_part_s(self, part: Part) -> tuple[float, ...]:
         layers, c, numbers = self._layers, self._c, self._numbers
@@ -91,7 +91,7 @@ class Passes:
         all stages before it, one after the other.
         """
         m, layout, p = self._m, self.layout, self._c.pp
-        forward_s, backward_s, last_s, input_s, weight_s, _ = self.compute_s
+        forward_s, backward_s, last_s, input_s, weight_s, _ = self.compute_s.T
         each_s = input_s + weight_s if self._splits else backward_s
         busy_s = m * forward_s + (m - 1) * each_s + (each_s if self._splits else last_s)
         of_rank_s = layout.by_rank(busy_s)
@@ -103,22 +103,22 @@ class Passes:
 
     @cached_property
     def changes(self) -> _Integers:
-        """``(slots, 2, parts)``: bytes more at the worst moment, and after."""
-        of_parts = [self._numbers.stage_changes(self._c, part, split=self._splits) for part in self.layout.parts]
-        return np.stack(of_parts, axis=-1)
+        """``(parts, slots, 2)``: bytes more at the worst moment, and after."""
+        return np.array([self._numbers.stage_changes(self._c, part, split=self._splits) for part in self.layout.parts])
 
     @cached_property
     def crossing_bytes(self) -> _Integers:
-        """``(2, parts)``: of what a stage hands on, what it made itself, and all."""
+        """``(parts, 2)``: of what a stage hands on, what it made itself, and all."""
         leaving = [self._leaving(part) for part in self.layout.parts]
-        made = [sum(crossing.num_bytes for crossing in found if not crossing.passes) for found in leaving]
-        return np.array([made, [sum(crossing.num_bytes for crossing in found) for found in leaving]], np.int64)
+        made = [[one.num_bytes for one in found if not one.passes] for found in leaving]
+        every = [[one.num_bytes for one in found] for found in leaving]
+        return np.array([list(map(sum, made)), list(map(sum, every))], np.int64).T
 
     @cached_property
     def buffer_bytes(self) -> _Integers:
         """``(ranks,)``: receive buffers of all microbatches, and their images."""
         layout = self.layout
-        crossed = self.crossing_bytes[1][layout.part_of]
+        crossed = self.crossing_bytes[layout.part_of, 1]
         received = crossed.copy()
         received[1:] += crossed[:-1]
         of_rank = np.bincount(layout.placement, received, self._c.pp).astype(np.int64)

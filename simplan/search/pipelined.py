@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.program.complete import Unshard
+from simplan.search.layout import Layout
 from simplan.search.passes import Passes
 from simplan.search.upkeep import Upkeep
 from simplan.sim.pipeline.peaks import PipelineBytes, pipeline_peaks
@@ -22,10 +25,16 @@ _Array = TypeVar("_Array", NDArray[np.int64], NDArray[np.float64])
 
 
 class Pipelined(NamedTuple):
-    """A plan, in two halves that it shares with others."""
+    """A plan, in two halves that it shares with others.
+
+    Attributes:
+        passes, upkeep: These.
+        table: Arguments of ``compiled_table``.
+    """
 
     passes: Passes
     upkeep: Upkeep
+    table: tuple[str, int, int, int, Unshard]
 
 
 def peaks_bytes(table: PipelineTable, plans: Sequence[Pipelined]) -> list[int]:
@@ -33,9 +42,9 @@ def peaks_bytes(table: PipelineTable, plans: Sequence[Pipelined]) -> list[int]:
     passes, upkeeps = _half([plan.passes for plan in plans]), _half([plan.upkeep for plan in plans])
     held = PipelineBytes.zeros(table.num_stages, table.num_ranks, len(plans))
     slots = table.memory_slots
-    found = passes.by_stage([one.changes[slots] for one in passes.distinct])
-    found += upkeeps.by_stage([one.changes[slots] for one in upkeeps.distinct])
-    held.during[slots], held.after[slots] = found[:, 0], found[:, 1]
+    found = passes.by_stage([one.changes for one in passes.distinct], slots)
+    found += upkeeps.by_stage([one.changes for one in upkeeps.distinct], slots)
+    held.during[slots], held.after[slots] = found
     made, crossed = passes.by_stage([one.crossing_bytes for one in passes.distinct])
     held.sent[0], held.sent[1, 1:] = made, crossed[:-1]
     resting = upkeeps.by_plan([one.resting_bytes for one in upkeeps.distinct])
@@ -82,22 +91,25 @@ class _Half(NamedTuple, Generic[_Item]):
     of_plan: _Integers
     part_of: _Integers
 
-    def by_stage(self, of_parts: Sequence[_Array]) -> _Array:
-        """From ``(..., parts)`` of each that differs to ``(..., stages, plans)``."""
-        return np.take(np.concatenate(of_parts, axis=-1), self.part_of, axis=-1)
+    def by_stage(self, of_parts: Sequence[_Array], some: _Integers | None = None) -> _Array:
+        """From ``(parts, ..., n)`` of each that differs to ``(n, ..., stages, plans)``, or to some of the n."""
+        of_all = np.concatenate(of_parts).T
+        return (of_all if some is None else of_all[..., some, :]).take(self.part_of, axis=-1)
 
     def by_plan(self, found: Sequence[_Array]) -> _Array:
         """From an array of each that differs to one with the plans as its last axis."""
-        return np.moveaxis(np.array(found)[self.of_plan], 0, -1)
+        of_plans = np.array(found)[self.of_plan]
+        return of_plans.transpose(*range(1, of_plans.ndim), 0)
 
 
 def _half(items: Sequence[_Item]) -> _Half[_Item]:
-    place_of = {item: place for place, item in enumerate(dict.fromkeys(items))}
+    distinct = list(dict.fromkeys(items))
+    place_of = {item: place for place, item in enumerate(distinct)}
     of_plan = np.array([place_of[item] for item in items])
-    layouts = [item.layout for item in place_of]
-    begins = np.cumsum([0, *(len(layout.parts) for layout in layouts[:-1])])
-    part_of = np.array([layout.part_of for layout in layouts]).T + begins
-    return _Half(list(place_of), of_plan, np.take(part_of, of_plan, axis=1))
+    layouts: list[Layout] = [item.layout for item in distinct]
+    begins = list(accumulate((len(layout.parts) for layout in layouts[:-1]), initial=0))
+    part_of = np.array([layout.part_of for layout in layouts]).T + np.array(begins)
+    return _Half(distinct, of_plan, part_of.take(of_plan, axis=1))
 
 
 def _padded(units_s: NDArray[np.float64], num_units: int) -> NDArray[np.float64]:

@@ -26,13 +26,13 @@ _WINDOW = 100_000
 """Candidates that fit and wait to be timed, at most."""
 _WINDOW_S = 10.0
 """After so long they are timed, however few: whoever stops a slow search wants to have a plan."""
-_MEMORY_BATCH = 4096
+_MEMORY_BATCH = 16384
 _TIME_BATCH = 256
 MORE_MEMORY = 1.1
 _MOST_NEARLY = 256
 _FIRST_SLAB = 64
 _FIRST_BATCH = 16
-_LONG_S = 1.0
+_LONG_S = 2.0
 _ROUNDING = 1 - 1e-9  # a bound or a deadline may be a sum in another order than the time it is compared with
 
 OnProgress = Callable[["Tally", Keep], None]
@@ -293,7 +293,7 @@ class _Pace:
         """How long the last ones took."""
         if seconds > _LONG_S:
             self.size = max(1, self.size // 2)
-        elif seconds < _LONG_S / 4:
+        elif seconds < _LONG_S / 2:
             self.size = min(2 * self.size, self._most)
 
 

@@ -126,8 +126,8 @@ class Held(NamedTuple):
 def _with_hooks(runs: list[Run], units: dict[int, UnitBytes], held: Held) -> list[Run]:
     """The same, and after each layer with which a unit begins what becomes of the unit's gradients."""
     return [
-        run._replace(change=in_turn([run.change, *held.changes(units[run.layer])])) if run.layer in units else run
-        for run in runs
+        Run(layer, number, in_turn([change, *held.changes(units[layer])]) if layer in units else change)
+        for layer, number, change in runs
     ]
 
 

@@ -47,24 +47,20 @@ class Upkeep:
 
     @cached_property
     def units_s(self) -> _Floats:
-        """``(2, units, parts)``: gathers, and copies out of them."""
-        found = np.zeros((2, self.num_units, len(self._parts)))
+        """``(parts, units, 2)``: gathers, and copies out of them."""
+        found = np.zeros((len(self._parts), self.num_units, 2))
         for number, stage in enumerate(self._sharded):
-            found[0, : len(stage.units), number] = stage.arrays.gather_s
-            found[1, : len(stage.units), number] = stage.arrays.copy_s
+            found[number, : len(stage.units), 0] = stage.arrays.gather_s
+            found[number, : len(stage.units), 1] = stage.arrays.copy_s
         return found
 
     @cached_property
     def reduce_s(self) -> _Floats:
-        """``(2, parts)``: REDUCE_GRAD up to its first reduce-scatter, and the rest of it."""
+        """``(parts, 2)``: REDUCE_GRAD up to its first reduce-scatter, and the rest of it."""
         divides = self._numbers.num_microbatches(self._c) > 1
-        found = np.zeros((2, len(self._parts)))
-        found[1] = [part.completing_s(divides=divides) for part in self._parts]
+        found = np.array([(0.0, part.completing_s(divides=divides)) for part in self._parts])
         if self._sharded:
-            found += [
-                [float(stage.arrays.reduce_copy_s[0]) for stage in self._sharded],
-                [stage.reduce_s for stage in self._sharded],
-            ]
+            found += [(stage.arrays.reduce_copy_s[0], stage.reduce_s) for stage in self._sharded]
         return found
 
     @cached_property
@@ -100,9 +96,9 @@ class Upkeep:
 
     @cached_property
     def changes(self) -> _Integers:
-        """``(slots, 2, parts)``: what FSDP does to memory: at the worst moment, and after."""
+        """``(parts, slots, 2)``: what FSDP does to memory: at the worst moment, and after."""
         if not self._sharded:
-            return np.zeros((NUM_SLOTS, 2, len(self._parts)), np.int64)
+            return np.zeros((len(self._parts), NUM_SLOTS, 2), np.int64)
         split = SCHEDULE_FACTS[self._c.schedule].splits_backward
         found = [self._numbers.sharding_changes(self._c, part, split=split) for part in self.layout.parts]
-        return np.stack(found, axis=-1)
+        return np.array(found)
