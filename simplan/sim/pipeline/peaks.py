@@ -71,21 +71,36 @@ def pipeline_peaks(table: PipelineTable, held: PipelineBytes) -> Longs:
         table: What all ranks do.
         held: What it does to memory.
     """
-    now, most = held.base.copy(), held.base + held.extra
-    kept = np.zeros_like(now)
-    is_gathering = np.zeros(table.num_stages, np.bool_)
+    events = table.slot, table.stage, table.microbatch
     changes = held.during, held.after, held.sent
-    for first, length, repeats, _ in table.segments.tolist():
-        before, kept_before = now.copy(), kept.copy()
-        top = now.copy()
-        _walk(table.events(first, length), table.places, changes, now, kept, is_gathering, top)
-        # each time it comes, it leaves as much, and what it needs at most is that much higher the next time
-        left = now - before
-        np.maximum(most, top + (repeats - 1) * np.maximum(left, 0), out=most)
-        now += (repeats - 1) * left
-        kept += (repeats - 1) * (kept - kept_before)
+    most, now = _walked(events, table.segments, table.places, changes, held.base, held.extra)
     assert (now == held.base).all(), "memory is not back to its base"
     return most
+
+
+@jit
+def _walked(
+    events: Steps, segments: Longs, places: Places, changes: tuple[Longs, Longs, Longs], base: Longs, extra: Longs
+) -> tuple[Longs, Longs]:
+    """The most that is held in a step, and what is held at its end."""
+    slots, stages, microbatches = events
+    now, most = base.copy(), base + extra
+    kept = np.zeros_like(now)
+    is_gathering = np.zeros(changes[0].shape[1], np.bool_)
+    for number in range(len(segments)):
+        first, length, repeats, _ = segments[number]
+        before, kept_before, top = now.copy(), kept.copy(), now.copy()
+        part = slice(first, first + length)
+        _walk((slots[part], stages[part], microbatches[part]), places, changes, now, kept, is_gathering, top)
+        more = repeats - 1
+        for r in range(now.shape[0]):
+            for k in range(now.shape[1]):
+                # each time it comes, it leaves as much, and what it needs at most is that much higher the next time
+                left = now[r, k] - before[r, k]
+                most[r, k] = max(most[r, k], top[r, k] + more * max(left, 0))
+                now[r, k] += more * left
+                kept[r, k] += more * (kept[r, k] - kept_before[r, k])
+    return most, now
 
 
 @jit

@@ -9,7 +9,7 @@ import numpy as np
 from simplan.sim.jit import jit
 from simplan.sim.pipeline.steady import repeat
 from simplan.sim.pipeline.table import PipelineTable
-from simplan.sim.pipeline.types import Floats, Places
+from simplan.sim.pipeline.types import Floats, Longs, Places, Steps
 from simplan.sim.pipeline.walk import DURATIONS, State
 
 __all__ = ["PipelineTimes", "pipeline_times"]
@@ -118,20 +118,48 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
         table: What all ranks do.
         times: How long it takes.
     """
-    p, s, k = table.num_ranks, table.num_stages, len(times.tied_s)
+    events, sizes = (table.slot, table.stage, table.microbatch), (table.num_pairs, table.depth, int(table.two_peers))
+    ends = times.tied_s, times.update_s, times.after_s
+    return _walked(events, table.segments, table.live, sizes, table.places, times.of_events, ends)
+
+
+@jit
+def _walked(
+    events: Steps,
+    segments: Longs,
+    live: Longs,
+    sizes: tuple[int, int, int],
+    places: Places,
+    costs: tuple[Floats, ...],
+    ends: tuple[Floats, Floats, Floats],
+) -> Floats:
+    """All segments of a step; ``sizes`` are pairs of ranks, depth, and whether there are two peers."""
+    slots, stages, microbatches = events
+    num_pairs, depth, two_peers = sizes
+    num_stages, num_units, k = costs[2].shape
+    p = ends[1].shape[0]
     state = State(
-        clock_s=np.zeros((p, k)),
-        pair_s=np.zeros((table.num_pairs, k)),
-        stream_s=np.zeros((4, p, k) if table.two_peers else (4, 0, k)),
-        arrival_s=np.zeros((2 * s * table.depth, k)),
-        shard_s=np.zeros((p, k)),
-        gathered_s=np.zeros(times.gather_s.shape),
-        is_gathering=np.zeros(s, np.bool_),
+        np.zeros((p, k)),
+        np.zeros((num_pairs, k)),
+        np.zeros((4, p * two_peers, k)),
+        np.zeros((2 * num_stages * depth, k)),
+        np.zeros((p, k)),
+        np.zeros((num_stages, num_units, k)),
+        np.zeros(num_stages, np.bool_),
     )
-    for number, (first, length, repeats, shift) in enumerate(table.segments.tolist()):
-        events, live = table.events(first, length), table.live[table.live[:, 0] == number, 1:]
-        repeat(events, repeats, shift, live, table.depth, table.places, state, times.of_events)
-    return _finished(table.places, state, times.tied_s, times.update_s, times.after_s)
+    begin = 0
+    for number in range(len(segments)):
+        first, length, repeats, shift = segments[number]
+        end = begin
+        while end < len(live) and live[end, 0] == number:
+            end += 1
+        part = slice(first, first + length)
+        repeat(
+            (slots[part], stages[part], microbatches[part]),
+            repeats, shift, live[begin:end, 1:], depth, places, state, costs,
+        )  # fmt: skip
+        begin = end
+    return _finished(places, state, ends[0], ends[1], ends[2])
 
 
 @jit
