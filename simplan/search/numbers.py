@@ -100,14 +100,16 @@ class Numbers:
 
     def layers(self, c: Candidate) -> Layers:
         """Its layers."""
-        way = Way.of(c)
-        cost = self.cost(shards_parameters=c.shards_parameters)
-        return self._few.get(way, lambda: Layers(self.model, self.training, self.software, way, cost))
+
+        def make() -> Layers:
+            cost = self.cost(shards_parameters=c.shards_parameters)
+            return Layers(self.model, self.training, self.software, Way.of(c), cost)
+
+        return self._few.get((*split_key(c), c.microbatch_size, c.recompute, c.shards_parameters), make)
 
     def mesh(self, c: Candidate) -> Mesh:
         """Its mesh."""
-        cost = self.cost(shards_parameters=False)
-        return self._few.get(mesh_key(c), lambda: Mesh(c, self.cluster, cost))
+        return self._few.get(mesh_key(c), lambda: Mesh(c, self.cluster, self.cost(shards_parameters=False)))
 
     def layout(self, c: Candidate) -> Layout:
         """Its stages, the same object for equal ones; what is recomputed does not matter to the balanced split."""
@@ -160,13 +162,14 @@ class Numbers:
 
     def stage_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
         """What a stage's computations do to memory, ``(slots, 2)``; no matter how many shards there are."""
+        layers = self.layers(c)
 
         def make() -> NDArray[np.int64]:
-            layers, stage = self.layers(c), self.sharded(c, part)
+            stage = self.sharded(c, part)
             units = None if stage is None else stage.unit_bytes(part)
             return stage_changes(layers, part, units, split=split, whole_in_weight=self.whole_in_weight(part))
 
-        return self._stages.get(("changes", part, Way.of(c), split), make)
+        return self._stages.get(("changes", part, layers.way, split), make)
 
     def sharding_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
         """What gathering, resharding and reducing do."""

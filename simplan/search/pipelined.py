@@ -50,7 +50,8 @@ def peaks_bytes(table: PipelineTable, plans: Sequence[Pipelined]) -> list[int]:
     resting = upkeeps.by_plan([one.resting_bytes for one in upkeeps.distinct])
     held.base[:] = resting[0] + passes.by_plan([one.buffer_bytes for one in passes.distinct])
     held.extra[:] = resting[1]
-    return [int(peak) for peak in pipeline_peaks(table, held).max(axis=0)]
+    peaks: list[int] = pipeline_peaks(table, held).max(axis=0).tolist()
+    return peaks
 
 
 def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float]:
@@ -75,7 +76,8 @@ def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float
         update_s=np.ascontiguousarray(update_s),
         after_s=np.ascontiguousarray(after_s),
     )
-    return [float(seconds) for seconds in pipeline_times(table, times)]
+    seconds: list[float] = pipeline_times(table, times).tolist()
+    return seconds
 
 
 class _Half(NamedTuple, Generic[_Item]):
