@@ -125,9 +125,9 @@ class FastEvaluator:
         mesh = None if sharded or dp * c.cp == 1 or stages[1] else c[:2]  # DDP reduces beside the last backward
         way = (split, stages, c.microbatch_size, c.recompute, sharded, dp, mesh)
         passes = self._passes.get(way, lambda: Passes(self._numbers, c))
-        m = self._numbers.num_microbatches(c)
-        mesh_way = (c[:2], split, stages, passes.layout.number, sharded, only_optimizer, m > 1)
+        mesh_way = (c[:2], split, stages[1], passes.layout.number, sharded, only_optimizer)
         upkeep = self._upkeeps.get(mesh_way, lambda: Upkeep(self._numbers, c, passes.layout))
+        m = self._numbers.num_microbatches(c)
         return Pipelined(passes, upkeep, (c.schedule, c.pp, m, c.virtual_stages, _unshard(c)))
 
     def _on_device(self, allocated_bytes: int) -> int:

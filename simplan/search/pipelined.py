@@ -62,7 +62,7 @@ def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float
     sends_s = passes.by_plan([one.sends_s for one in passes.distinct])
     send_s = np.zeros((2, table.num_stages, len(plans)))
     send_s[0, :-1] = send_s[1, 1:] = sends_s
-    reduce_copy_s, reduce_s = upkeeps.by_stage([one.reduce_s for one in upkeeps.distinct])
+    reduce_copy_s, reduce_s, divide_s = upkeeps.by_stage([one.reduce_s for one in upkeeps.distinct])
     update_s, after_s = upkeeps.by_plan([one.update_s for one in upkeeps.distinct])
     gather_s, copy_s = np.ascontiguousarray(units_s.transpose(0, 2, 1, 3))
     times = PipelineTimes(
@@ -71,7 +71,7 @@ def step_times_s(table: PipelineTable, plans: Sequence[Pipelined]) -> list[float
         gather_s=gather_s,
         copy_s=copy_s,
         reduce_copy_s=reduce_copy_s,
-        reduce_s=reduce_s,
+        reduce_s=reduce_s + divide_s if table.num_microbatches > 1 else reduce_s,
         tied_s=np.array([one.tied_s for one in passes.distinct])[passes.of_plan],
         update_s=np.ascontiguousarray(update_s),
         after_s=np.ascontiguousarray(after_s),

@@ -56,11 +56,10 @@ class Upkeep:
 
     @cached_property
     def reduce_s(self) -> _Floats:
-        """``(parts, 2)``: REDUCE_GRAD up to its first reduce-scatter, and the rest of it."""
-        divides = self._numbers.num_microbatches(self._c) > 1
-        found = np.array([(0.0, part.completing_s(divides=divides)) for part in self._parts])
+        """``(parts, 3)``: REDUCE_GRAD up to its first reduce-scatter; the rest; division of gradients."""
+        found = np.array([(0.0, part.summing_s, part.dividing_s) for part in self._parts])
         if self._sharded:
-            found += [(stage.arrays.reduce_copy_s[0], stage.reduce_s) for stage in self._sharded]
+            found[:, :2] += [(stage.arrays.reduce_copy_s[0], stage.reduce_s) for stage in self._sharded]
         return found
 
     @cached_property
