@@ -26,30 +26,25 @@ def balanced_boundaries(layer_times_s: Sequence[float], num_stages: int) -> tupl
 def _split(before: NDArray[np.float64], num_stages: int) -> NDArray[np.int64]:
     """Inner boundaries in blocks; ``before`` has the time before each block, and of all.
 
-    First the smallest slowest stage by bisection over the times of all intervals, then the least sum of squares by
+    First the smallest slowest stage by bisection, down to neighbouring floats, then the least sum of squares by
     dynamic programming over the places that a stage can begin at.
     """
     num_blocks = len(before) - 1
-    times_s = np.empty(num_blocks * (num_blocks + 1) // 2)
-    n = 0
-    for end in range(1, num_blocks + 1):
-        for start in range(end):
-            times_s[n] = before[end] - before[start]
-            n += 1
-    times_s.sort()
-    low, high = 0, len(times_s) - 1
-    while low < high:
-        middle = (low + high) // 2
+    low_s, high_s = 0.0, before[num_blocks]  # too little, and enough
+    while True:
+        middle_s = (low_s + high_s) / 2
+        if middle_s <= low_s or middle_s >= high_s:
+            break
         end = 0
         for _ in range(num_stages):
             start = end
-            while end < num_blocks and before[end + 1] - before[start] <= times_s[middle]:
+            while end < num_blocks and before[end + 1] - before[start] <= middle_s:
                 end += 1
         if end == num_blocks:
-            high = middle
+            high_s = middle_s
         else:
-            low = middle + 1
-    slowest_s = times_s[low] * _ROUNDING
+            low_s = middle_s
+    slowest_s = high_s * _ROUNDING
 
     places = num_blocks + 1 - num_stages
     least = np.full(places, np.inf)
