@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from benchmarks.table import Row
-from simplan.cost.collectives import ring_s
+from simplan.cost.collectives import message_price
 from simplan.program.action import ActionKind
 from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower

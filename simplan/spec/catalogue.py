@@ -86,32 +86,46 @@ def device(name: str) -> DeviceSpec:
 
 
 @cache
-def link(name: str) -> LinkSpec:
+def link(name: str, *, textbook: bool = False) -> LinkSpec:
     """A link; ``network-<n>gbit`` is a network of n Gbit/s per device.
+
+    Args:
+        name: Its name.
+        textbook: Without what measurements say (``links_fitted.yaml``): where a fit starts.
 
     Raises:
         SpecError: No such link; names the nearest.
     """
     match = _NETWORK.fullmatch(name)
     if match is not None and float(match[1]) > 0:
-        return network_link(float(match[1]))
-    entry = _entry("links", name)
-    return LinkSpec.model_validate({"id": name, **entry, "sources": _sources("links", entry["sources"])})
+        return network_link(float(match[1]), textbook=textbook)
+    return _link(name, name, _entry("links", name), textbook=textbook)
 
 
-def network_link(gbit_per_device: float) -> LinkSpec:
+def network_link(gbit_per_device: float, *, textbook: bool = False) -> LinkSpec:
     """The network between nodes.
 
     Args:
         gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
+        textbook: As of ``link``.
     """
-    entry = _file("links")["network"]
-    return LinkSpec(
-        id=f"network-{gbit_per_device:g}gbit",
-        bytes_per_s=gbit_per_device * 1e9 / 8,
-        latency_s=entry["latency_s"],
-        sources=_sources("links", entry["sources"]),
-    )
+    entry = {key: value for key, value in _file("links")["network"].items() if key != "gbit_per_s"}
+    entry["bytes_per_s"] = gbit_per_device * 1e9 / 8
+    return _link(f"network-{gbit_per_device:g}gbit", "network", entry, textbook=textbook)
+
+
+def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> LinkSpec:
+    values = {"id": name, **entry, "sources": _sources("links", entry["sources"])}
+    if not textbook:
+        fitted = _parsed("links_fitted")
+        own = fitted["links"].get(kind, {})
+        for key in own.keys() & values["sources"].keys():
+            values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
+        values |= {"relative_std": fitted["relative_std"], **own}
+        if entry.get("library", "nccl") == "nccl":
+            values["launch_s"] = fitted["launch_s"]
+            values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
+    return LinkSpec.model_validate(values)
 
 
 @cache
@@ -209,9 +223,13 @@ def software(name: str) -> SoftwareSpec:
     return SoftwareSpec.model_validate({"id": name, **entry, "sources": _sources("software", entry["sources"])})
 
 
-@cache
 def _file(kind: Kind) -> dict[str, Any]:
-    text = resources.files("simplan.spec").joinpath("catalog", f"{kind}.yaml").read_text(encoding="utf-8")
+    return _parsed(kind)
+
+
+@cache
+def _parsed(name: str) -> dict[str, Any]:
+    text = resources.files("simplan.spec").joinpath("catalog", f"{name}.yaml").read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
     return data
 
