@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fit.records import Record, load_records
+from fit.records import Record, kind_of, load_records
 from fit.robust import Constant, Floats, minimize
 from simplan.cost.nccl import nccl_ways
 from simplan.cost.route import route_of
@@ -37,6 +37,7 @@ _LAUNCH_S = 10e-6  # textbook: about 5 us for the start of a kernel, and as much
 _BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of the logarithm, low, high
     "latency_s": (0.5, 1e-6, 10e-6),
     "network.latency_s": (0.7, 3e-6, 300e-6),
+    "efa.latency_s": (0.7, 3e-6, 300e-6),
     "bandwidth_share": (0.15, 0.5, 1.0),
     "switch_share": (0.15, 0.4, 1.0),
     _LAUNCH: (0.5, 2e-6, 60e-6),
@@ -44,6 +45,7 @@ _BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of t
 _STD = {"small": 0.25, "medium": 0.25, "large": 0.07}  # what a curve scatters about a perfect formula, roughly
 _ROWS_OF_CURVE = 2.0  # that a curve counts for, in each size class
 _FOLDS = 5
+_NETWORKS = ("network", "efa")
 _DIGITS = 4
 
 Values = Mapping[str, float]
@@ -83,7 +85,8 @@ def fit(records: Sequence[Record]) -> dict[str, float]:
     def residuals(values: Floats, rows: Sequence[int]) -> Floats:
         named = {constant.name: value for constant, value in zip(constants, values.tolist(), strict=True)}
         chosen = list(rows)
-        return (_log_seconds([records[row] for row in chosen], named) - measured[chosen]) / std[chosen]
+        errors: Floats = (_log_seconds([records[row] for row in chosen], named) - measured[chosen]) / std[chosen]
+        return errors
 
     found = minimize(constants, residuals, weights)
     return {constant.name: value for constant, value in zip(constants, found.tolist(), strict=True)}
@@ -108,15 +111,16 @@ def _log_seconds(records: Sequence[Record], values: Values) -> Floats:
 
 
 def _with_values(cluster: ClusterSpec, values: Values) -> ClusterSpec:
-    def changed(link: LinkSpec, kind: str) -> LinkSpec:
+    def changed(link: LinkSpec) -> LinkSpec:
+        kind = kind_of(link)
         own = {key.removeprefix(f"{kind}."): value for key, value in values.items() if key.startswith(f"{kind}.")}
         return link.model_copy(update={**own, _LAUNCH: values[_LAUNCH]})
 
     inside, between = cluster.intra_link, cluster.inter_link
     return cluster.model_copy(
         update={
-            "intra_link": inside and changed(inside, inside.id),
-            "inter_link": between and changed(between, "network"),
+            "intra_link": inside and changed(inside),
+            "inter_link": between and changed(between),
         }
     )
 
@@ -139,7 +143,8 @@ def _constant(name: str, textbook: float, rows: Sequence[int]) -> Constant:
 
 
 def _textbook_link(kind: str) -> LinkSpec:
-    return catalogue.network_link(1.0, textbook=True) if kind == "network" else catalogue.link(kind, textbook=True)
+    name = f"{kind}-400gbit" if kind in _NETWORKS else kind
+    return catalogue.link(name, textbook=True)
 
 
 def _textbook(records: Sequence[Record]) -> dict[str, float]:
@@ -179,7 +184,7 @@ def _errors_text(records: Sequence[Record], tables: Mapping[str, Floats]) -> Ite
     for index, record in enumerate(records):
         tier = "between nodes" if record.crosses else "inside a node"
         size = {"small": "1 below 1 MiB", "medium": "2 below 64 MiB", "large": "3 64 MiB and more"}[record.size_class]
-        for name in (f"{record.kinds[0]}, {tier}: {size}", f"~ {tier}: {size}", "~~ all"):
+        for name in (f"{record.kinds[-1]}, {tier}: {size}", f"~ {tier}: {size}", "~~ all"):
             groups.setdefault(name, []).append(index)
     yield ""
     yield f"{'mean / median absolute error, %':48}{'rows':>5}" + "".join(f"{name:>24}" for name in tables)
@@ -210,10 +215,18 @@ def fitted_text(values: Values, records: Sequence[Record], by_source: Floats, by
         for name, value in values.items():
             if name.startswith(f"{kind}."):
                 lines.append(f"    {name.partition('.')[2]}: {_number(value)}")
-        crosses = kind == "network"
-        lines.append(f"    relative_std: {_spread(records, by_source, lambda record: record.crosses == crosses)}")
+        tier = _between if kind in _NETWORKS else _inside
+        lines.append(f"    relative_std: {_spread(records, by_source, tier)}")
         lines.append(f'    fitted_on: "{_ids([record.id for record in records if kind in record.kinds])}"')
     return "\n".join(lines) + "\n"
+
+
+def _between(record: Record) -> bool:
+    return record.crosses
+
+
+def _inside(record: Record) -> bool:
+    return not record.crosses
 
 
 def _number(value: float) -> str:

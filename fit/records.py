@@ -10,10 +10,10 @@ from simplan.cost.collectives import bus_factor
 from simplan.io import read_yaml
 from simplan.program.program import Message
 from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec
+from simplan.spec.hardware import ClusterSpec, LinkSpec
 from simplan.spec.layer import CollectiveKind
 
-__all__ = ["Record", "load_records"]
+__all__ = ["Record", "kind_of", "load_records"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,7 @@ class Record:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of links it uses."""
-        inside = self.cluster.intra_link
-        return (*((inside.id,) if inside else ()), *(("network",) if self.crosses else ()))
+        return tuple(kind_of(link) for link in (self.cluster.intra_link, self.cluster.inter_link) if link is not None)
 
     @property
     def size_class(self) -> str:
@@ -69,9 +68,7 @@ def _record(row: dict[str, Any]) -> Record:
         device=catalogue.device(row["device"]),
         devices_per_node=row["devices_per_node"],
         intra_link=catalogue.link(row["intra_link"], textbook=True),
-        inter_link=catalogue.network_link(row["inter_link_gbit_per_device"], textbook=True)
-        if row["num_nodes"] > 1
-        else None,
+        inter_link=_network(row),
     )
     algorithm = row["algo"] or ""
     return Record(
@@ -83,6 +80,17 @@ def _record(row: dict[str, Any]) -> Record:
         seconds=_seconds(row, kind, num_ranks),
         algorithm="NVLS" if algorithm == "NVLS" else algorithm[:4].lower(),
     )
+
+
+def kind_of(link: LinkSpec) -> str:
+    """A link's name without the rate of a network, e.g. ``network``, ``nvlink4``."""
+    return link.id.partition("-")[0] if link.id.endswith("gbit") else link.id
+
+
+def _network(row: dict[str, Any]) -> LinkSpec | None:
+    if row["num_nodes"] == 1:
+        return None
+    return catalogue.network_link(row["inter_link_gbit_per_device"], row.get("network", "network"), textbook=True)
 
 
 def _seconds(row: dict[str, Any], kind: CollectiveKind, num_ranks: int) -> float:

@@ -1,7 +1,7 @@
 """Robust, regularized, bounded least squares over a few positive constants, in numpy.
 
-Minimizes sum_i w_i rho(r_i(x)) + sum_j ((x_j - x0_j) / s_j)**2 over x, the logarithms of the constants, where x0 is their
-textbook values and s how far, in logarithms, they may be expected to be from it. rho is the soft L1 loss
+Minimizes sum_i w_i rho(r_i(x)) + sum_j ((x_j - x0_j) / s_j)**2 over x, the logarithms of the constants, where x0 are
+textbook values and s how far, in logarithms, constants may be expected to be from them. rho is the soft L1 loss
 2 c**2 (sqrt(1 + (r/c)**2) - 1), which counts an outlier linearly. Levenberg-Marquardt steps, each row weighted by
 1 / sqrt(1 + (r/c)**2) (iteratively reweighted; Triggs et al. 2000, section 4.3), kept within bounds.
 """

@@ -1,6 +1,6 @@
 """Messages on a torus of chips that are wired to their neighbours (TPU), as XLA carries them out.
 
-A slice of S chips on a torus of A axes has S**(1/A) chips along each. A group of n of them spans the axes in proportion,
+A slice of S chips on a torus of A axes has S**(1/A) chips along each. A group of n of them spans some of the axes,
 round(A log n / log S), at least one; each of these has two links of every chip, of bandwidth W one way, where the axis
 is long enough to close to a ring, and else one that counts. With B bytes:
 

@@ -96,7 +96,7 @@ class LinkSpec(Spec):
     part_of_node: dict[Count, dict[Count, _Part]] = Field(default_factory=dict)
     torus_axes: Annotated[int, Field(ge=1, le=3)] | None = None
     torus_wrap: Count | None = None
-    relative_std: Spread = Spread(small=0.5, medium=0.4, large=0.25)
+    relative_std: Spread = Spread(small=0.25, medium=0.25, large=0.25)
     fitted_on: str | None = None
     sources: dict[str, str] = Field(default_factory=dict)
 
