@@ -35,7 +35,7 @@ FITTED_FILE = Path(catalogue.__file__).parent / "catalog" / "links_fitted.yaml"
 _LAUNCH = "launch_s"
 _LAUNCH_S = 10e-6  # textbook: about 5 us for the start of a kernel, and as much until its last rank has started
 _BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of the logarithm, low, high
-    "latency_s": (0.5, 1e-6, 10e-6),
+    "latency_s": (0.3, 1e-6, 10e-6),
     "network.latency_s": (0.7, 3e-6, 300e-6),
     "efa.latency_s": (0.7, 3e-6, 300e-6),
     "bandwidth_share": (0.15, 0.5, 1.0),

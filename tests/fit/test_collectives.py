@@ -57,7 +57,8 @@ def test_the_same_records_by_textbook_are_off_more() -> None:
 def test_a_record_is_a_message_on_a_cluster() -> None:
     by_id = {record.id: record for record in RECORDS}
     aws = by_id["coll-270"]
-    assert (aws.cluster.num_nodes, aws.message.num_bytes, aws.seconds) == (2, 4 * 2**20, pytest.approx(168.6e-6))
+    assert (aws.cluster.num_nodes, aws.message.num_bytes) == (2, 4 * 2**20)
+    assert aws.seconds == pytest.approx(168.6e-6)
     assert [kind_of(link) for link in (aws.cluster.intra_link, aws.cluster.inter_link) if link] == ["nvlink4", "efa"]
     by_bandwidth = by_id["coll-258"]  # 362.9 GB/s of a reduce-scatter of 16 GiB over 8
     assert by_bandwidth.seconds == pytest.approx(16 * 2**30 * 7 / 8 / 362.9e9)

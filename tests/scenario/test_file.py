@@ -97,7 +97,7 @@ def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_network_by_name(tmp_path: Path) -> None:
-    efa = "cluster: {preset: dgx-h100, inter_link: efa-400gbit, num_devices: 16}\n"
+    efa = "cluster: {preset: dgx-h100, inter_link: efa-400gbit, devices_per_node: 1, num_devices: 2}\n"
     assert load(tmp_path, MODEL + efa + REST).cluster.inter_link == catalogue.link("efa-400gbit")
     own = efa.replace("efa-400gbit", "{bytes_per_s: 1e9, latency_s: 1e-5, bandwidth_share: 0.5}")
     found = load(tmp_path, MODEL + own + REST).cluster.inter_link
@@ -170,7 +170,7 @@ def test_this_machine(tmp_path: Path) -> None:
         ),
         (
             "{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
-            "case.yaml:2:29: cluster.inter_link = efa-400gbit: is given twice, with inter_link_gbit_per_device; "
+            'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; '
             "give one of the two",
         ),
         (
