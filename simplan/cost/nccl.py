@@ -22,8 +22,9 @@ pairwise  all_to_all           one, and posting n - 2 more  (n-1)/n x B, the par
 
 Laps are 2 for an all_reduce, else 1. Rings: Patarasuk and Yuan 2009; double binary trees: Sanders, Speck and Traff
 2009; NVLS: NVIDIA/nccl-tests doc/PERFORMANCE.md and Klenk et al. 2020 (in-network reduction over NVLink). Not modelled:
-CollNet and SHARP on InfiniBand, PAT, registered buffers, copy engines, NCCL_* settings, and that NCCL's choice is at
-times not the fastest.
+CollNet and SHARP on InfiniBand, PAT, registered buffers, copy engines, NCCL_* settings, that clouds' transports have no
+LL128, that trees are slower at medium sizes (``treeCorrectionFactor``: tried, no gain on published measurements), and
+that NCCL's choice is at times not the fastest.
 """
 
 from __future__ import annotations

