@@ -85,6 +85,8 @@ def test_a_group_over_nodes_uses_the_network_of_all_its_devices() -> None:
     # a step inside takes the 3 us in which a message outside is posted
     assert wide == pytest.approx(SIMPLE_S + 2 * 20 * US + 28 * 3 * US + 2 * 15 / 16 * 1e9 / 320e9)
     assert thin == pytest.approx(SIMPLE_S + 2 * 20 * US + 1e9 / 45e9)
+    small = price(CollectiveKind.ALL_GATHER, 1000, (0, 8)).seconds  # LL; one device a node hides no latency
+    assert small == pytest.approx((10 + 6.6 + 0.36 * 20) * US + 500 / (0.11 * 45e9))
 
 
 def test_ranks_of_a_node_have_a_network_each() -> None:
@@ -179,6 +181,7 @@ def test_devices_wired_to_each_other_use_some_of_their_links() -> None:
     assert rate(2, CollectiveKind.ALL_REDUCE) == pytest.approx(47.7, rel=0.05)
     assert rate(8, CollectiveKind.ALL_REDUCE) == pytest.approx(313, rel=0.1)
     assert rate(2, CollectiveKind.SEND) == pytest.approx(link.bandwidth_share * 64, rel=0.01)
+    assert rate(8, CollectiveKind.RING) == pytest.approx(link.bandwidth_share * 64, rel=0.01)
 
 
 def test_a_rack_that_is_one_domain_has_no_network() -> None:
