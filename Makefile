@@ -4,13 +4,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench fit clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
 	@echo "make test      lint, types, the tests that are not slow, and the checked scenarios"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make bench     the numbers of the benchmark table"
+	@echo "make fit       the catalogue's constants again, fitted on published measurements"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv, caches and demo-out"
 
@@ -32,6 +33,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+fit: $(READY)
+	$(BIN)/python -m fit.collectives scenarios/published/collectives*.yaml --write
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

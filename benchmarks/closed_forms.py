@@ -5,15 +5,17 @@ from __future__ import annotations
 from fractions import Fraction
 
 from benchmarks.table import Row
-from simplan.cost.collectives import ring_s
+from simplan.cost.collectives import message_price
 from simplan.program.action import ActionKind
 from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
-from simplan.program.program import Op
+from simplan.program.program import Message, Op
 from simplan.program.schedules import SCHEDULES, PipelineShape, naive
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
+from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.software import SoftwareSpec, StateBytes
@@ -40,9 +42,9 @@ def closed_forms() -> list[Row]:
         if p > 1 and m % p == 0
     ]
     rings = [
-        ring_s(2, num_bytes, n, 1.0, 0.0) == 2 * (n - 1) * (num_bytes / n)
+        _ring_s(num_bytes, n) == 2 * (n - 1) * (num_bytes / n)
         for n in range(2, 65)
-        for num_bytes in (n * 1000, n * 4096)
+        for num_bytes in (n * 1024, n * 4096)
     ]
     bytes_right = [_bytes_per_parameter(*case) == expected for case, expected in _STATES]
     return [
@@ -80,6 +82,15 @@ def _model(p: int) -> ModelSpec:
 
 def _software(state: StateBytes) -> SoftwareSpec:
     return SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1)
+
+
+def _ring_s(num_bytes: int, num_ranks: int) -> float:
+    """A ring all-reduce over links of a byte per second, without latency."""
+    link = LinkSpec(id="bench", bytes_per_s=1.0, latency_s=0.0, bandwidth_share=1.0, library="gloo")
+    cluster = ClusterSpec(
+        id="bench", device=DeviceSpec(id="bench"), devices_per_node=64, num_devices=64, intra_link=link
+    )
+    return message_price(Message(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(num_ranks))), cluster).seconds
 
 
 def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:

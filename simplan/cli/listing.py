@@ -14,7 +14,7 @@ from simplan.report.search_space import search_space
 from simplan.report.table import format_table_text
 from simplan.spec import catalogue
 from simplan.spec.machine import THIS_MACHINE
-from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
+from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_rate, format_time
 
 __all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text", "show_command"]
 
@@ -104,7 +104,10 @@ def _links() -> list[Row]:
         {
             "name": link.id,
             "one direction, per device": format_rate(link.bytes_per_s),
-            "latency": format_time(link.latency_s),
+            "reached": format_percent(link.bandwidth_share),
+            "reducing in the switch": format_percent(link.switch_share) if link.switch_share else "",
+            "a step": format_time(link.latency_s),
+            "from": "measurements" if link.fitted_on else "textbook",
         }
         for link in (catalogue.link(name) for name in catalogue.names("links"))
     ]

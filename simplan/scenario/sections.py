@@ -11,6 +11,8 @@ A model, a cluster and a device are each a preset with overrides, or given inlin
       intra_link: pcie4
       inter_link_gbit_per_device: 100
       num_nodes: 2
+
+The network is InfiniBand or RoCE of so many Gbit/s per device, unless ``inter_link`` names another, e.g. efa-400gbit.
 """
 
 from __future__ import annotations
@@ -178,12 +180,13 @@ def _nearest_divisor(number: int, value: int) -> int:
 
 
 class _Cluster(Spec):
-    """The section ``cluster`` as written; ``device`` and ``intra_link`` are a name or a mapping."""
+    """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
 
     preset: Any = None
     device: Any = None
     devices_per_node: Count | None = None
     intra_link: Any = None
+    inter_link: Any = None
     inter_link_gbit_per_device: Positive | None = None
     host_memory_bytes: HostBytes | None = None
     num_nodes: Count | None = None
@@ -215,17 +218,17 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     if device is None:
         return None
     intra_link, found = _intra_link(sections, section, device, entry)
-    gbit = section.inter_link_gbit_per_device
+    inter_link, found_between = _inter_link(sections, section, entry)
     per_node = section.devices_per_node or (entry.devices_per_node if entry else 0)
     num_devices = _num_devices(sections, section, per_node)
-    if not found or num_devices is None:
+    if not found or not found_between or num_devices is None:
         return None
     node = catalogue.NodeEntry(
         id=entry.id if entry else "inline",
         device=device,
         devices_per_node=per_node,
         intra_link=intra_link,
-        inter_link=catalogue.network_link(gbit) if gbit is not None else entry.inter_link if entry else None,
+        inter_link=inter_link,
         source=entry.source if entry else "the scenario",
         host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
     )
@@ -234,7 +237,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
 
 def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
-    for key in ("devices_per_node", "inter_link_gbit_per_device", "host_memory_bytes"):
+    for key in ("devices_per_node", "inter_link", "inter_link_gbit_per_device", "host_memory_bytes"):
         if getattr(section, key) is not None:
             sections.refuse(("cluster", key), "has no meaning for this-machine, which is one node", fix="remove it")
             return None
@@ -288,12 +291,8 @@ def _intra_link(
     sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalogue.NodeEntry | None
 ) -> tuple[LinkSpec | None, bool]:
     """``(link, found)``: what joins devices of a node; found is False when its description is wrong."""
-    path: _Path = ("cluster", "intra_link")
-    if isinstance(section.intra_link, dict):
-        link = sections.read(LinkSpec, {"id": "inline", **section.intra_link}, path)
-        return link, link is not None
     if section.intra_link is not None:
-        link = sections.look_up(path, catalogue.link, section.intra_link)
+        link = _link(sections, ("cluster", "intra_link"), section.intra_link)
         return link, link is not None
     if entry is not None and section.device is None:
         return entry.intra_link, True
@@ -301,6 +300,30 @@ def _intra_link(
         return None, True
     link = sections.look_up(("cluster", "device"), catalogue.link, device.intra_link)
     return link, link is not None
+
+
+def _inter_link(
+    sections: Sections, section: _Cluster, entry: catalogue.NodeEntry | None
+) -> tuple[LinkSpec | None, bool]:
+    """The same of what joins nodes."""
+    gbit = section.inter_link_gbit_per_device
+    if section.inter_link is not None:
+        if gbit is not None:
+            rule = "is given twice, with inter_link_gbit_per_device"
+            sections.refuse(("cluster", "inter_link"), rule, value=section.inter_link, fix="give one of the two")
+            return None, False
+        link = _link(sections, ("cluster", "inter_link"), section.inter_link)
+        return link, link is not None
+    if gbit is not None:
+        return catalogue.network_link(gbit), True
+    return entry.inter_link if entry else None, True
+
+
+def _link(sections: Sections, path: _Path, data: Any) -> LinkSpec | None:
+    """A link by name, or a mapping."""
+    if not isinstance(data, dict):
+        return sections.look_up(path, catalogue.link, data)
+    return sections.read(LinkSpec, {"id": "inline", **catalogue.unmeasured_link(), **data}, path)
 
 
 def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | None:

@@ -34,13 +34,14 @@ __all__ = [
     "node",
     "published_parameters",
     "software",
+    "unmeasured_link",
 ]
 
 Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_LISTED = 24
-_NETWORK = re.compile(r"network-([0-9]+(?:\.[0-9]+)?)gbit")
+_NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ def names(kind: Kind) -> tuple[str, ...]:
     """All names of one kind, in the order of the catalogue."""
     listed = tuple(_file(kind)[kind])
     if kind == "links":
-        return (*listed, *(f"network-{gbit}gbit" for gbit in _file("links")["network"]["gbit_per_s"]))
+        links = _file("links")
+        return (*listed, *(f"{network}-{gbit}gbit" for network in links["networks"] for gbit in links["gbit_per_s"]))
     return (*listed, THIS_MACHINE) if kind == "clusters" else listed
 
 
@@ -86,32 +88,55 @@ def device(name: str) -> DeviceSpec:
 
 
 @cache
-def link(name: str) -> LinkSpec:
-    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device.
+def link(name: str, *, textbook: bool = False) -> LinkSpec:
+    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one of a cloud's own transport.
+
+    Args:
+        name: Its name.
+        textbook: Without what measurements say (``links_fitted.yaml``): where a fit starts.
 
     Raises:
         SpecError: No such link; names the nearest.
     """
     match = _NETWORK.fullmatch(name)
-    if match is not None and float(match[1]) > 0:
-        return network_link(float(match[1]))
-    entry = _entry("links", name)
-    return LinkSpec.model_validate({"id": name, **entry, "sources": _sources("links", entry["sources"])})
+    if match is not None and match[1] in _file("links")["networks"] and float(match[2]) > 0:
+        return network_link(float(match[2]), match[1], textbook=textbook)
+    return _link(name, name, _entry("links", name), textbook=textbook)
 
 
-def network_link(gbit_per_device: float) -> LinkSpec:
+def network_link(gbit_per_device: float, kind: str = "network", *, textbook: bool = False) -> LinkSpec:
     """The network between nodes.
 
     Args:
         gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
+        kind: InfiniBand and RoCE, or ``efa``.
+        textbook: As of ``link``.
     """
-    entry = _file("links")["network"]
-    return LinkSpec(
-        id=f"network-{gbit_per_device:g}gbit",
-        bytes_per_s=gbit_per_device * 1e9 / 8,
-        latency_s=entry["latency_s"],
-        sources=_sources("links", entry["sources"]),
-    )
+    entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_file("links")["networks"][kind]}
+    return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
+
+
+def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> LinkSpec:
+    values = {"id": name, **entry, "sources": _sources("links", entry["sources"])}
+    if not textbook:
+        own = _parsed("links_fitted")["links"].get(kind, {})
+        for key in own.keys() & values["sources"].keys():
+            values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
+        values |= {**unmeasured_link(entry.get("library", "nccl")), **own}
+        if "launch_s" in values:
+            values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
+    return LinkSpec.model_validate(values)
+
+
+def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
+    """Fields of a link that measurements of other links tell about: how sure its prices are, and time to launch.
+
+    Args:
+        library: Whose collectives run on it.
+    """
+    fitted = _parsed("links_fitted")
+    shared = {"relative_std": fitted["relative_std"]}
+    return {**shared, "launch_s": fitted["launch_s"]} if library == "nccl" else shared
 
 
 @cache
@@ -209,9 +234,13 @@ def software(name: str) -> SoftwareSpec:
     return SoftwareSpec.model_validate({"id": name, **entry, "sources": _sources("software", entry["sources"])})
 
 
-@cache
 def _file(kind: Kind) -> dict[str, Any]:
-    text = resources.files("simplan.spec").joinpath("catalog", f"{kind}.yaml").read_text(encoding="utf-8")
+    return _parsed(kind)
+
+
+@cache
+def _parsed(name: str) -> dict[str, Any]:
+    text = resources.files("simplan.spec").joinpath("catalog", f"{name}.yaml").read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
     return data
 

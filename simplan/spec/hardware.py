@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Count, NonNegative, Positive, Spec
+from simplan.units import MIB
 
-__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec"]
+__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec", "Spread"]
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
 """Memory of one node; a rack that is one NVLink domain has more than a ``Count`` goes to."""
+_Part = Annotated[float, Field(gt=0, le=1)]
 
 
 class DeviceSpec(Spec):
@@ -43,20 +45,65 @@ class DeviceSpec(Spec):
     warning: str | None = None
 
 
+class Spread(Spec):
+    """How far prices of messages are off: relative standard deviation by size.
+
+    Attributes:
+        small: Below 1 MiB, where latency counts.
+        medium: Below 64 MiB.
+        large: From 64 MiB on, where bandwidth counts.
+    """
+
+    small: NonNegative
+    medium: NonNegative
+    large: NonNegative
+
+    def of(self, num_bytes: float) -> float:
+        """Of a message of so many bytes."""
+        if num_bytes < MIB:
+            return self.small
+        return self.medium if num_bytes < 64 * MIB else self.large
+
+
 class LinkSpec(Spec):
-    """One tier of the network.
+    """One tier of the network, and what a library of collectives reaches on it (``simplan.cost.collectives``).
 
     Attributes:
         id: Catalogue name, e.g. ``nvlink4``.
-        bytes_per_s: Bandwidth in one direction, per device.
-        latency_s: Time of an empty message.
+        bytes_per_s: Bandwidth in one direction, per device, by datasheet; of a torus, of one of a device's links.
+        latency_s: Time of one step to a neighbour, with buffers of the large-message protocol.
+        bandwidth_share: Part of ``bytes_per_s`` that large messages reach.
+        launch_s: From the start of a collective to its first byte, on top of what its library's own model says.
+        library: Whose algorithms run: ``nccl`` (RCCL likewise), ``xla`` on a torus, or ``gloo`` between processes.
+        switch_share: Part of ``bytes_per_s`` reached when the switch reduces and multicasts (NVLink SHARP, NVLS);
+            None where it cannot.
+        part_of_node: Where devices are wired to each other without a switch, by devices of a node: which part of
+            ``bytes_per_s`` a group of so many devices can use. A size that is not listed can use all.
+        torus_axes: Axes of a torus, each with two links of every device; None for a switch or direct links.
+        torus_wrap: Length from which an axis of it closes to a ring; None for a switch or direct links.
+        relative_std: How sure prices are.
+        fitted_on: Measurements that constants were fitted on; None where they are textbook values.
         sources: Field name -> where its value comes from.
     """
 
     id: str
     bytes_per_s: Positive
     latency_s: NonNegative
+    bandwidth_share: _Part = 0.8
+    launch_s: NonNegative = 0.0
+    library: Literal["nccl", "xla", "gloo"] = "nccl"
+    switch_share: _Part | None = None
+    part_of_node: dict[Count, dict[Count, _Part]] = Field(default_factory=dict)
+    torus_axes: Annotated[int, Field(ge=1, le=3)] | None = None
+    torus_wrap: Count | None = None
+    relative_std: Spread = Spread(small=0.25, medium=0.25, large=0.25)
+    fitted_on: str | None = None
     sources: dict[str, str] = Field(default_factory=dict)
+
+    def rate_of_group(self, num_ranks: int, devices_per_node: int) -> float:
+        """Bytes per second that each of so many devices of a node reaches with large messages."""
+        part = self.part_of_node.get(devices_per_node, {}).get(num_ranks, 1.0)
+        return self.bytes_per_s * self.bandwidth_share * part
 
 
 class ClusterSpec(Spec):

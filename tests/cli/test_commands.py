@@ -128,6 +128,10 @@ def test_check_passes_fails_and_refuses(simplan: Simplan, scenario: Path, tmp_pa
     totals = json.loads(refused.stdout)["totals"]
     assert (totals["passed"], totals["failed"]) == (3, 1)
     assert totals["error"] >= 1
+    bad.rename(tmp_path / "bad.yml")
+    bad.parent.rename(tmp_path / "published")
+    (tmp_path / "bad.yml").rename(tmp_path / "published" / "runs.yaml")
+    assert simplan("check", tmp_path).returncode == 1  # what others measured is no scenario
 
 
 def test_check_writes_junit_and_annotations(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Collectives against closed forms and an independent simulation of the ring."""
+"""Collectives against closed forms, walks of the algorithms, and published bandwidths."""
 
 from __future__ import annotations
 
@@ -8,42 +8,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simplan.cost.base import Price
-from simplan.cost.collectives import LINK_EFFICIENCY, bus_factor, message_price, ring_s, send_s
+from simplan.cost.base import Price, Provenance
+from simplan.cost.collectives import bus_factor, message_price, send_s
 from simplan.errors import SpecError
 from simplan.program.program import Message
-from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec, Spread
 from simplan.spec.layer import CollectiveKind
+from simplan.units import GIB, MIB
 
 GB = 10**9
-INNER = LinkSpec(id="inner", bytes_per_s=400 * GB, latency_s=2e-6)
-OUTER = LinkSpec(id="outer", bytes_per_s=50 * GB, latency_s=5e-6)
+US = 1e-6
+INNER = LinkSpec(id="inner", bytes_per_s=400 * GB, latency_s=2 * US, bandwidth_share=0.8, launch_s=10 * US)
+OUTER = LinkSpec(id="outer", bytes_per_s=50 * GB, latency_s=20 * US, bandwidth_share=0.9, launch_s=10 * US)
+SWITCH = INNER.model_copy(update={"id": "switch", "switch_share": 0.7})
+GLOO = LinkSpec(id="loop", bytes_per_s=GB, latency_s=1e-4, bandwidth_share=0.5, library="gloo")
+SIMPLE_S = (10 + 8.4) * US  # launch, and what NCCL's table says of a ring with protocol Simple
 
 
-def cluster(num_devices: int, *, inter: LinkSpec | None = OUTER) -> ClusterSpec:
+def cluster(num_devices: int, *, intra: LinkSpec = INNER, inter: LinkSpec | None = OUTER) -> ClusterSpec:
     return ClusterSpec(
         id="test",
         device=DeviceSpec(id="d"),
         devices_per_node=8,
         num_devices=num_devices,
-        intra_link=INNER,
+        intra_link=intra,
         inter_link=inter,
     )
 
 
-def price(kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...]) -> Price:
+def price(kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...], intra: LinkSpec = INNER) -> Price:
     """On as many nodes of 8 as the ranks need."""
-    return message_price(Message(kind, num_bytes, ranks), cluster(max(ranks) + 1))
+    return message_price(Message(kind, num_bytes, ranks), cluster(max(ranks) + 1, intra=intra))
+
+
+def published(preset: str, kind: CollectiveKind, num_bytes: int, ranks: range, num_devices: int = 8) -> Price:
+    return message_price(Message(kind, num_bytes, tuple(ranks)), catalogue.cluster(preset, num_devices))
 
 
 GROUPS = st.lists(st.integers(0, 31), min_size=2, max_size=32, unique=True).map(lambda ranks: tuple(sorted(ranks)))
 BYTES = st.integers(0, 10**10)
 
 
-@given(st.integers(2, 9), st.integers(1, 50), st.integers(0, 5))
-def test_ring_all_reduce_moves_every_chunk_round_the_ring_twice(n: int, chunk: int, latency: int) -> None:
+@given(st.integers(2, 8), st.integers(1, 50))
+def test_ring_all_reduce_moves_every_chunk_round_the_ring_twice(n: int, chunk: int) -> None:
     """Walks the algorithm: each rank adds up chunks passed round the ring, then passes the sums round."""
-    num_bytes = n * chunk
     holders = {(rank, c): {rank} for rank in range(n) for c in range(n)}  # whose addends rank's chunk c contains
     time = 0.0
     for step in range(2 * (n - 1)):
@@ -54,33 +63,60 @@ def test_ring_all_reduce_moves_every_chunk_round_the_ring_twice(n: int, chunk: i
             moved.append(((rank + 1) % n, c, set(holders[rank, c])))
         for target, c, addends in moved:
             holders[target, c] = holders[target, c] | addends if reducing else addends
-        time += latency + chunk  # one chunk per rank at one byte a second
+        time += 1e-4 + chunk / (0.5 * GB)  # one chunk per rank
     assert all(addends == set(range(n)) for addends in holders.values())
-    assert ring_s(2, num_bytes, n, 1.0, float(latency)) == pytest.approx(time, rel=1e-12)
+    assert price(CollectiveKind.ALL_REDUCE, n * chunk, tuple(range(n)), GLOO).seconds == pytest.approx(time, rel=1e-12)
 
 
 def test_send_inside_and_between_nodes() -> None:
-    inside = message_price(Message(CollectiveKind.SEND, 10**8, (0, 7)), cluster(16)).seconds
-    between = message_price(Message(CollectiveKind.SEND, 10**8, (7, 8)), cluster(16)).seconds
-    assert inside == pytest.approx(2e-6 + 1e8 / (400e9 * LINK_EFFICIENCY))
-    assert between == pytest.approx(5e-6 + 1e8 / (50e9 * LINK_EFFICIENCY))
+    inside = price(CollectiveKind.SEND, 10**8, (0, 7)).seconds
+    between = price(CollectiveKind.SEND, 10**8, (7, 8)).seconds
+    assert inside == pytest.approx(SIMPLE_S + 2 * US + 1e8 / 320e9)
+    assert between == pytest.approx(SIMPLE_S + 20 * US + 1e8 / 45e9)
+    small = price(CollectiveKind.SEND, 1000, (0, 7)).seconds
+    assert small == pytest.approx((10 + 6.6 + 0.18 * 2) * US + 1000 / (0.39 * 320e9))
     assert send_s(100, 50, 1) == 3
 
 
 def test_a_group_over_nodes_uses_the_network_of_all_its_devices() -> None:
-    """Two nodes of 8: 8 x 50 GB/s, the inner link's rate; one device a node: 50 GB/s."""
-    wide = message_price(Message(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(16))), cluster(16)).seconds
-    thin = message_price(Message(CollectiveKind.ALL_REDUCE, 10**9, (0, 8)), cluster(16)).seconds
-    latency_s = 2 * 5e-6 + 2 * 7 * 2e-6
-    assert wide == pytest.approx(latency_s + 2 * 15 / 16 * 1e9 / (400e9 * LINK_EFFICIENCY))
-    assert thin == pytest.approx(2 * 5e-6 + 1e9 / (50e9 * LINK_EFFICIENCY))
+    """Two nodes of 8: 8 x 45 GB/s is more than a device reaches inside, 320 GB/s; one device a node: 45 GB/s."""
+    wide = price(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(16))).seconds
+    thin = price(CollectiveKind.ALL_REDUCE, 10**9, (0, 8)).seconds
+    # a step inside takes the 3 us in which a message outside is posted
+    assert wide == pytest.approx(SIMPLE_S + 2 * 20 * US + 28 * 3 * US + 2 * 15 / 16 * 1e9 / 320e9)
+    assert thin == pytest.approx(SIMPLE_S + 2 * 20 * US + 1e9 / 45e9)
+    small = price(CollectiveKind.ALL_GATHER, 1000, (0, 8)).seconds  # LL; one device a node hides no latency
+    assert small == pytest.approx((10 + 6.6 + 0.36 * 20) * US + 500 / (0.11 * 45e9))
+
+
+def test_ranks_of_a_node_have_a_network_each() -> None:
+    """Two of 8 devices in each of two nodes gather over the network of two, whatever the other six do."""
+    two = price(CollectiveKind.ALL_GATHER, 10**9, (0, 1, 8, 9)).seconds
+    assert two == pytest.approx(SIMPLE_S + 20 * US + 2 * 3 * US + 3 / 4 * 1e9 / 90e9)
 
 
 def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
-    """Twelve ranks in nodes of 8 and 4: four network ports carry the ring out of the smaller one."""
-    found = message_price(Message(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(12))), cluster(12)).seconds
-    latency_s = 2 * 5e-6 + 2 * 3 * 2e-6
-    assert found == pytest.approx(latency_s + 2 * 11 / 12 * 1e9 / (4 * 50e9 * LINK_EFFICIENCY))
+    """Twelve ranks in nodes of 8 and 4: a tree sends the buffer once over four devices' network, 180 GB/s."""
+    found = price(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(12)))
+    assert "tree Simple" in found.formula
+    assert found.seconds == pytest.approx(SIMPLE_S + 2 * 20 * US + 6 * 1.18 * 2 * US + 1e9 / (0.92 * 180e9))
+    gathered = price(CollectiveKind.ALL_GATHER, 10**9, tuple(range(12))).seconds
+    assert gathered == pytest.approx(SIMPLE_S + 20 * US + 10 * 3 * US + 11 / 12 * 1e9 / 180e9)
+
+
+def test_over_more_than_two_nodes_a_tree_sends_the_buffer_twice() -> None:
+    """An inner node of one tree is a leaf of the other: half a buffer to two parents and to two children each."""
+    slow = OUTER.model_copy(update={"bytes_per_s": 5e9})
+    found = message_price(Message(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(64))), cluster(64, inter=slow))
+    nodes, shared = 8, 8 * 4.5e9
+    ring_s = 2 * 63 / 64 * 1e9 / shared  # less than the tree's bytes take, but 14 steps between nodes and 112 inside
+    tree_s = 2e9 / (0.92 * shared)
+    assert found.seconds == pytest.approx(SIMPLE_S + 2 * (nodes - 1) * 20 * US + 112 * 3 * US + ring_s)
+    assert ring_s < tree_s
+    small = message_price(Message(CollectiveKind.ALL_REDUCE, 10**6, tuple(range(64))), cluster(64, inter=slow))
+    # 3 levels up and down, LL128
+    steps = (10 + 14 + 6 * 0.61 * 20 + 14 * 0.37 * 2) * US
+    assert small.seconds == pytest.approx(steps + 2e6 / (0.92 * 0.92 * shared))
 
 
 def test_a_missing_link_is_named() -> None:
@@ -89,20 +125,115 @@ def test_a_missing_link_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "latencies", "share"),
+    ("kind", "steps_us", "share"),
     [
-        (CollectiveKind.ALL_REDUCE, 14, 2 * 7 / 8),
-        (CollectiveKind.ALL_GATHER, 7, 7 / 8),
-        (CollectiveKind.REDUCE_SCATTER, 7, 7 / 8),
-        (CollectiveKind.ALL_TO_ALL, 7, 7 / 8),
-        (CollectiveKind.BROADCAST, 7, 1),
-        (CollectiveKind.RING, 1, 1),
+        (CollectiveKind.ALL_REDUCE, 14 * 2, 2 * 7 / 8),
+        (CollectiveKind.ALL_GATHER, 7 * 2, 7 / 8),
+        (CollectiveKind.REDUCE_SCATTER, 7 * 2, 7 / 8),
+        (CollectiveKind.ALL_TO_ALL, 2 + 6 * 3, 7 / 8),
+        (CollectiveKind.BROADCAST, 7 * 2, 1),
+        (CollectiveKind.RING, 2, 1),
     ],
 )
-def test_closed_forms_inside_a_node(kind: CollectiveKind, latencies: int, share: float) -> None:
+def test_closed_forms_inside_a_node(kind: CollectiveKind, steps_us: int, share: float) -> None:
     found = price(kind, 8 * 10**8, tuple(range(8))).seconds
-    assert found == pytest.approx(latencies * 2e-6 + share * 8e8 / (400e9 * LINK_EFFICIENCY), rel=1e-12)
+    assert found == pytest.approx(SIMPLE_S + steps_us * US + share * 8e8 / 320e9, rel=1e-12)
     assert bus_factor(kind, 8) == pytest.approx(share)
+
+
+def test_the_switch_reduces() -> None:
+    """Counts what a device's port sends and receives: its buffer is read and a part of the sum written to it, then it
+    sends its part once and receives all of them."""
+    n, num_bytes = 8, 8 * 10**8
+    part = num_bytes // n
+    sent = [num_bytes + part for _ in range(n)]
+    received = [part + sum(part for _ in range(n)) for _ in range(n)]
+    assert sent == received
+    found = price(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(n)), SWITCH).seconds
+    assert found == pytest.approx(10 * US + 7.35 * 2 * US + sent[0] / 280e9)
+    gathered = price(CollectiveKind.ALL_GATHER, num_bytes, tuple(range(n)), SWITCH).formula
+    assert "ring" in gathered  # no gain in what every device has to receive
+
+
+def test_bus_bandwidths_that_nccl_tests_prints() -> None:
+    """H200, 8 GiB: 365 GB/s round the ring, 473 GB/s with the switch; 8 A100: 235; 16 H100 in two nodes: 464 to 479."""
+
+    def bus(preset: str, kind: CollectiveKind, n: int, num_devices: int = 8) -> float:
+        found = published(preset, kind, 8 * GIB, range(n), num_devices)
+        assert found.provenance is Provenance.PUBLISHED
+        return bus_factor(kind, n) * 8 * GIB / found.seconds / GB
+
+    assert bus("dgx-h200", CollectiveKind.ALL_GATHER, 8) == pytest.approx(365, rel=0.03)
+    assert bus("dgx-h200", CollectiveKind.ALL_REDUCE, 8) == pytest.approx(473, rel=0.05)
+    assert bus("dgx-a100-80gb", CollectiveKind.ALL_REDUCE, 8) == pytest.approx(235, rel=0.1)
+    assert bus("dgx-h100", CollectiveKind.ALL_REDUCE, 16, 16) == pytest.approx(470, rel=0.06)
+
+
+def test_devices_wired_to_each_other_use_some_of_their_links() -> None:
+    """MI300X: one of seven links between two devices, all of them among eight (47.7 and 313 GB/s, published)."""
+    link = catalogue.link("xgmi")
+    node = catalogue.NodeEntry("mi300x", catalogue.device("mi300x"), 8, link, None)
+
+    def rate(n: int, kind: CollectiveKind) -> float:
+        message = Message(kind, 4 * GIB, tuple(range(n)))
+        return bus_factor(kind, n) * 4 * GIB / message_price(message, catalogue.make_cluster(node, 8)).seconds / GB
+
+    assert rate(2, CollectiveKind.ALL_REDUCE) == pytest.approx(47.7, rel=0.05)
+    assert rate(8, CollectiveKind.ALL_REDUCE) == pytest.approx(313, rel=0.1)
+    assert rate(2, CollectiveKind.SEND) == pytest.approx(link.bandwidth_share * 64, rel=0.01)
+    assert rate(8, CollectiveKind.RING) == pytest.approx(link.bandwidth_share * 64, rel=0.01)
+
+
+def test_a_rack_that_is_one_domain_has_no_network() -> None:
+    """64 of the 72 devices of an NVL72 are one node; 4 nodes of 16 would cross a network."""
+    found = published("gb200-nvl72", CollectiveKind.ALL_GATHER, GIB, range(64), 72)
+    assert "nvlink5" in found.formula
+    assert "nodes" not in found.formula
+
+
+@pytest.mark.parametrize(
+    ("device", "num_chips", "n", "links"),
+    [
+        ("tpu-v5p", 64, 64, 6),  # a cube of 4: three axes, each a ring
+        ("tpu-v5p", 64, 4, 2),  # one of them
+        ("tpu-v5e", 256, 256, 4),  # 16 x 16
+        ("tpu-v5e", 16, 4, 1),  # 4 x 4: axes do not close
+    ],
+)
+def test_a_torus_has_two_links_on_every_axis(device: str, num_chips: int, n: int, links: int) -> None:
+    link = catalogue.link(f"ici-{device}")
+    node = catalogue.NodeEntry("slice", catalogue.device(device), num_chips, link, None)
+    slice_ = catalogue.make_cluster(node, num_chips)
+    found = message_price(Message(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
+    assert found == pytest.approx((n - 1) / n * 1e10 / (links * link.bytes_per_s * 0.82), rel=0.002)
+
+
+def test_a_measured_gather_on_a_tpu() -> None:
+    """The scaling book prints 680 us for an array of 2048 x 8192 in 16 bits over 4 chips of a v5e slice of 4 x 4."""
+    node = catalogue.NodeEntry("slice", catalogue.device("tpu-v5e"), 16, catalogue.link("ici-tpu-v5e"), None)
+    message = Message(CollectiveKind.ALL_GATHER, 2048 * 8192 * 2, (0, 1, 2, 3))
+    assert message_price(message, catalogue.make_cluster(node, 16)).seconds == pytest.approx(680 * US, rel=0.02)
+
+
+def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
+    """Of everybody's buffers, each chip's own not counted: chunks go a quarter of the way round, not all of it."""
+    node = catalogue.NodeEntry("pod", catalogue.device("tpu-v5e"), 256, catalogue.link("ici-tpu-v5e"), None)
+    pod, ranks = catalogue.make_cluster(node, 256), tuple(range(16))
+    exchanged = message_price(Message(CollectiveKind.ALL_TO_ALL, 10**10, ranks), pod).seconds
+    gathered = message_price(Message(CollectiveKind.ALL_GATHER, 16 * 10**10, ranks), pod).seconds
+    assert exchanged / gathered == pytest.approx(16 / 15 / 4, rel=1e-3)
+
+
+def test_chips_of_many_slices_share_what_leaves_them() -> None:
+    """Two slices of 256: inside as above, and each chip a 256th of the buffer over its own network, there and back."""
+    node = catalogue.NodeEntry(
+        "pod", catalogue.device("tpu-v5e"), 256, catalogue.link("ici-tpu-v5e"), catalogue.network_link(25)
+    )
+    message = Message(CollectiveKind.ALL_REDUCE, 10**10, tuple(range(512)))
+    inside_s = 2 * 255 / 256 * 1e10 / (4 * 45e9 * 0.82)
+    outside_s = 1e10 / 256 / (25e9 / 8 * catalogue.network_link(25).bandwidth_share)
+    found = message_price(message, catalogue.make_cluster(node, 512)).seconds
+    assert found == pytest.approx(inside_s + outside_s, rel=1e-3)
 
 
 @given(st.integers(2, 9), st.integers(1, 50))
@@ -123,16 +254,17 @@ def test_bus_factors_are_what_each_rank_sends(n: int, chunk: int) -> None:
 
 
 @given(GROUPS, BYTES)
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: tuple[int, ...], num_bytes: int) -> None:
+def test_an_all_reduce_takes_no_longer_than_its_two_halves(ranks: tuple[int, ...], num_bytes: int) -> None:
+    """A ring is a reduce-scatter and an all-gather; other ways are taken where they are faster."""
     parts = (price(kind, num_bytes, ranks) for kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER))
-    whole = price(CollectiveKind.ALL_REDUCE, num_bytes, ranks).seconds
-    assert whole == pytest.approx(sum(part.seconds for part in parts), rel=1e-12)
+    whole = price(CollectiveKind.ALL_REDUCE, num_bytes, ranks, SWITCH).seconds
+    assert whole <= sum(part.seconds for part in parts) * (1 + 1e-12)
 
 
 @given(st.sampled_from(CollectiveKind), GROUPS, BYTES, BYTES)
 def test_more_bytes_take_no_less(kind: CollectiveKind, ranks: tuple[int, ...], one: int, other: int) -> None:
     ranks = ranks[:2] if kind is CollectiveKind.SEND else ranks
-    low, high = (price(kind, num_bytes, ranks).seconds for num_bytes in sorted((one, other)))
+    low, high = (price(kind, num_bytes, ranks, SWITCH).seconds for num_bytes in sorted((one, other)))
     assert 0 <= low <= high
 
 
@@ -144,36 +276,52 @@ def test_more_ranks_of_a_node_take_no_less(kind: CollectiveKind, num_bytes: int)
 
 
 def test_an_all_to_all_over_nodes_waits_for_what_leaves_them() -> None:
-    """Two nodes of 8: half of each buffer leaves over the device's own 50 GB/s."""
+    """Two nodes of 8: half of each buffer leaves over the device's own 45 GB/s; seven more messages are posted."""
     found = price(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))).seconds
-    assert found == pytest.approx(8 * (5e-6 + 1e8 / (50e9 * LINK_EFFICIENCY)))
+    assert found == pytest.approx(SIMPLE_S + (20 + 7 * 3) * US + 8 * 1e8 / 45e9)
 
 
 def test_an_all_to_all_of_uneven_nodes_waits_for_the_smaller_node() -> None:
     """Nodes of 8 and 4: from the smaller one, 8 parts of 12 leave."""
     found = price(CollectiveKind.ALL_TO_ALL, 12 * 10**8, tuple(range(12))).seconds
-    assert found == pytest.approx(8 * (5e-6 + 1e8 / (50e9 * LINK_EFFICIENCY)))
+    assert found == pytest.approx(SIMPLE_S + (20 + 7 * 3) * US + 8 * 1e8 / 45e9)
 
 
 def test_an_all_to_all_over_nodes_may_wait_for_what_stays_inside() -> None:
     """The same with links changed about: seven parts of 16 go over the slower link inside the node."""
-    slow_inside = cluster(16, inter=INNER).model_copy(update={"intra_link": OUTER})
+    slow_inside = cluster(16, intra=OUTER, inter=INNER)
     found = message_price(Message(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))), slow_inside).seconds
-    assert found == pytest.approx(7 * (5e-6 + 1e8 / (50e9 * LINK_EFFICIENCY)))
+    assert found == pytest.approx(SIMPLE_S + (20 + 6 * 3) * US + 7 * 1e8 / 45e9)
 
 
 def test_a_ring_that_crosses_nodes_is_as_slow_as_that_hop() -> None:
     """Neighbours of different nodes have one device's network, however many devices the nodes have."""
     found = price(CollectiveKind.RING, 10**8, tuple(range(16))).seconds
-    assert found == pytest.approx(5e-6 + 1e8 / (50e9 * LINK_EFFICIENCY))
+    assert found == pytest.approx(SIMPLE_S + 20 * US + 1e8 / 45e9)
 
 
-@given(st.sampled_from(CollectiveKind), GROUPS, st.integers(1, 10**10))
-def test_formulas_come_to_the_price(kind: CollectiveKind, ranks: tuple[int, ...], num_bytes: int) -> None:
+def test_how_sure_a_price_is_depends_on_size_and_tier() -> None:
+    sure = INNER.model_copy(update={"relative_std": Spread(small=0.3, medium=0.2, large=0.1), "fitted_on": "records"})
+    node = cluster(16, intra=sure)
+    sizes = (MIB - 1, MIB, 64 * MIB - 1, 64 * MIB)
+    found = [message_price(Message(CollectiveKind.ALL_GATHER, size, (0, 1)), node) for size in sizes]
+    assert [price.relative_std for price in found] == [0.3, 0.2, 0.2, 0.1]
+    assert {price.provenance for price in found} == {Provenance.PUBLISHED}
+    across = message_price(Message(CollectiveKind.ALL_GATHER, MIB, (0, 8)), node)
+    assert (across.relative_std, across.provenance) == (OUTER.relative_std.medium, Provenance.DATASHEET)
+
+
+LIBRARIES = st.sampled_from([INNER, SWITCH, GLOO, catalogue.link("ici")])
+
+
+@given(st.sampled_from(CollectiveKind), GROUPS, st.integers(1, 10**10), LIBRARIES)
+def test_formulas_come_to_the_price(
+    kind: CollectiveKind, ranks: tuple[int, ...], num_bytes: int, intra: LinkSpec
+) -> None:
     """Worked out with a calculator, as far as the printed digits go."""
-    found = price(kind, num_bytes, ranks[:2] if kind is CollectiveKind.SEND else ranks)
+    found = price(kind, num_bytes, ranks[:2] if kind is CollectiveKind.SEND else ranks, intra)
     units = {"us": 1e-6, "ms": 1e-3, "s": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     units |= {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6}
     text = found.formula.rpartition(" (")[0].replace("2 (", "2 * (").replace(" x ", " * ")
     text = re.sub(r"([0-9.]+) ([KMGTBus][a-zA-Z/]*)", lambda match: f"({match[1]} * {units[match[2]]})", text)
-    assert eval(text) == pytest.approx(found.seconds, rel=0.05, abs=1e-8)
+    assert eval(text) == pytest.approx(found.seconds, rel=0.05, abs=1e-6)

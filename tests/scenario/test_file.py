@@ -93,6 +93,16 @@ def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
     assert cluster.device.id == "mine"
     assert cluster.intra_link is not None
     assert (cluster.intra_link.bytes_per_s, cluster.intra_link.latency_s) == (1e10, 5e-6)
+    assert cluster.intra_link.launch_s == catalogue.link("pcie4").launch_s  # as nothing else is said
+
+
+def test_a_network_by_name(tmp_path: Path) -> None:
+    efa = "cluster: {preset: dgx-h100, inter_link: efa-400gbit, devices_per_node: 1, num_devices: 2}\n"
+    assert load(tmp_path, MODEL + efa + REST).cluster.inter_link == catalogue.link("efa-400gbit")
+    own = efa.replace("efa-400gbit", "{bytes_per_s: 1e9, latency_s: 1e-5, bandwidth_share: 0.5}")
+    found = load(tmp_path, MODEL + own + REST).cluster.inter_link
+    assert found is not None
+    assert (found.bytes_per_s, found.bandwidth_share) == (1e9, 0.5)
 
 
 def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
@@ -157,6 +167,15 @@ def test_this_machine(tmp_path: Path) -> None:
             "{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}",
             "case.yaml:2:29: cluster.intra_link = nvlink9: is not in the catalogue; "
             "did you mean nvlink5 or nvlink4 or nvlink3?",
+        ),
+        (
+            "{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
+            'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; '
+            "give one of the two",
+        ),
+        (
+            "{preset: this-machine, inter_link: efa-400gbit}",
+            "case.yaml:2:33: cluster.inter_link: has no meaning for this-machine, which is one node; remove it",
         ),
     ],
 )

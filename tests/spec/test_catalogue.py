@@ -88,11 +88,6 @@ def test_every_value_of_a_device_names_its_source(name: str) -> None:
         catalogue.link(device.intra_link)
 
 
-@pytest.mark.parametrize("name", catalogue.names("links"))
-def test_every_value_of_a_link_names_its_source(name: str) -> None:
-    assert set(catalogue.link(name).sources) == {"bytes_per_s", "latency_s"}
-
-
 def test_short_references_are_written_out() -> None:
     source = catalogue.device("h100-sxm-80gb").sources["matmul_flop_per_s.bf16"]
     assert source.startswith("stas00/ml-engineering, compute/accelerator/README.md at 744d01e18b79")

@@ -1,0 +1,1 @@
+"""Fits of the catalogue's constants on published measurements; ``make fit`` runs them."""

@@ -1,0 +1,260 @@
+"""Fits what links reach on published measurements of collectives, and says how far off that leaves predictions.
+
+    python -m fit.collectives scenarios/published/collectives*.yaml [--write]
+
+Fitted are, for each kind of link, the latency of a step, the part of the datasheet's bandwidth that large messages
+reach, and the part that the switch reaches when it reduces; and one launch time for all. They start from and are drawn
+to the values of NCCL's own model of itself in links.yaml. Predictions are ``simplan.cost.nccl``'s, the very ones that
+users get. The sizes of one curve err together, so a curve counts as few rows; small messages scatter more than large
+ones, so they count less. ``--write`` replaces links_fitted.yaml.
+
+Three errors are printed: of the fit; five-fold, whole curves left out; and with a whole source left out. The spread of
+the last is what predictions carry; links that nobody measured carry the spread of a kind of link left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fit.records import Record, kind_of, load_records
+from fit.robust import Constant, Floats, minimize
+from simplan.cost.nccl import nccl_ways
+from simplan.cost.route import route_of
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec, LinkSpec
+
+__all__ = ["FITTED_FILE", "fit", "fitted_text", "log_errors", "main"]
+
+FITTED_FILE = Path(catalogue.__file__).parent / "catalog" / "links_fitted.yaml"
+
+_LAUNCH = "launch_s"
+_LAUNCH_S = 10e-6  # textbook: about 5 us for the start of a kernel, and as much until its last rank has started
+_BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of the logarithm, low, high
+    "latency_s": (0.3, 1e-6, 10e-6),
+    "network.latency_s": (0.7, 3e-6, 300e-6),
+    "efa.latency_s": (0.7, 3e-6, 300e-6),
+    "bandwidth_share": (0.15, 0.5, 1.0),
+    "switch_share": (0.15, 0.4, 1.0),
+    _LAUNCH: (0.5, 2e-6, 60e-6),
+}
+_STD = {"small": 0.25, "medium": 0.25, "large": 0.07}  # what a curve scatters about a perfect formula, roughly
+_ROWS_OF_CURVE = 2.0  # that a curve counts for, in each size class
+_FOLDS = 5
+_NETWORKS = ("network", "efa")
+_DIGITS = 4
+
+Values = Mapping[str, float]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="fit links on published measurements of collectives")
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--write", action="store_true", help=f"replace {FITTED_FILE.name}")
+    arguments = parser.parse_args()
+    records = [record for path in arguments.records for record in load_records(path)]
+    values = fit(records)
+    print("\n".join(_constants_text(values, records)))
+    tables = {
+        "textbook": log_errors(records, _textbook(records)),
+        "fitted": log_errors(records, values),
+        "five-fold": _left_out(records, _fold_of(records)),
+        "source left out": _left_out(records, lambda record: record.source),
+        "kind of link left out": _left_out(records, lambda record: record.kinds[-1]),
+    }
+    print("\n".join(_errors_text(records, tables)))
+    text = fitted_text(values, records, tables["source left out"], tables["kind of link left out"])
+    if arguments.write:
+        FITTED_FILE.write_text(text, encoding="utf-8")
+        print(f"wrote {FITTED_FILE}")
+
+
+def fit(records: Sequence[Record]) -> dict[str, float]:
+    """Constants by name, e.g. ``nvlink3.latency_s``, ``launch_s``; textbook values of links that no record uses."""
+    constants = _constants(records)
+    curves = Counter((record.curve, record.size_class) for record in records)
+    weights = np.array([min(1.0, _ROWS_OF_CURVE / curves[record.curve, record.size_class]) for record in records])
+    std = np.array([_STD[record.size_class] for record in records])
+    measured = np.log([record.seconds for record in records])
+
+    def residuals(values: Floats, rows: Sequence[int]) -> Floats:
+        named = {constant.name: value for constant, value in zip(constants, values.tolist(), strict=True)}
+        chosen = list(rows)
+        errors: Floats = (_log_seconds([records[row] for row in chosen], named) - measured[chosen]) / std[chosen]
+        return errors
+
+    found = minimize(constants, residuals, weights)
+    return {constant.name: value for constant, value in zip(constants, found.tolist(), strict=True)}
+
+
+def log_errors(records: Sequence[Record], values: Values) -> Floats:
+    """Logarithm of predicted over measured time, by record."""
+    return _log_seconds(records, values) - np.log([record.seconds for record in records])
+
+
+def _log_seconds(records: Sequence[Record], values: Values) -> Floats:
+    clusters: dict[ClusterSpec | int, ClusterSpec] = {}
+    logs = []
+    for record in records:
+        key = id(record.cluster)
+        if key not in clusters:
+            clusters[key] = _with_values(record.cluster, values)
+        ways = nccl_ways(record.message, route_of(record.message, clusters[key]))
+        times_s = [way.seconds(record.message.num_bytes) for way in ways if way.name.startswith(record.algorithm)]
+        logs.append(np.log(min(times_s)))
+    return np.array(logs)
+
+
+def _with_values(cluster: ClusterSpec, values: Values) -> ClusterSpec:
+    def changed(link: LinkSpec) -> LinkSpec:
+        kind = kind_of(link)
+        own = {key.removeprefix(f"{kind}."): value for key, value in values.items() if key.startswith(f"{kind}.")}
+        return link.model_copy(update={**own, _LAUNCH: values[_LAUNCH]})
+
+    inside, between = cluster.intra_link, cluster.inter_link
+    return cluster.model_copy(
+        update={
+            "intra_link": inside and changed(inside),
+            "inter_link": between and changed(between),
+        }
+    )
+
+
+def _constants(records: Sequence[Record]) -> list[Constant]:
+    """What the records tell about."""
+    constants = [_constant(_LAUNCH, _LAUNCH_S, range(len(records)))]
+    for kind in sorted({kind for record in records for kind in record.kinds}):
+        rows = [index for index, record in enumerate(records) if kind in record.kinds]
+        for field in ("latency_s", "bandwidth_share", "switch_share"):
+            textbook = getattr(_textbook_link(kind), field)
+            if textbook is not None:
+                constants.append(_constant(f"{kind}.{field}", textbook, rows))
+    return constants
+
+
+def _constant(name: str, textbook: float, rows: Sequence[int]) -> Constant:
+    log_std, low, high = _BOUNDS.get(name) or _BOUNDS[name.partition(".")[2]]
+    return Constant(name, textbook, log_std, low, high, rows)
+
+
+def _textbook_link(kind: str) -> LinkSpec:
+    name = f"{kind}-400gbit" if kind in _NETWORKS else kind
+    return catalogue.link(name, textbook=True)
+
+
+def _textbook(records: Sequence[Record]) -> dict[str, float]:
+    return {constant.name: constant.textbook for constant in _constants(records)}
+
+
+def _left_out(records: Sequence[Record], part_of: Callable[[Record], object]) -> Floats:
+    """Errors of records by fits that have not seen the part they belong to."""
+    errors = np.zeros(len(records))
+    parts = [part_of(record) for record in records]
+    for part in dict.fromkeys(parts):
+        held = [index for index, own in enumerate(parts) if own == part]
+        seen = [record for record, own in zip(records, parts, strict=True) if own != part]
+        values = {**_textbook(records), **fit(seen)}
+        errors[held] = log_errors([records[index] for index in held], values)
+    return errors
+
+
+def _fold_of(records: Sequence[Record]) -> Callable[[Record], int]:
+    """Curves dealt out in order."""
+    curves = {curve: index % _FOLDS for index, curve in enumerate(sorted({record.curve for record in records}))}
+    return lambda record: curves[record.curve]
+
+
+def _constants_text(values: Values, records: Sequence[Record]) -> Iterable[str]:
+    yield f"{'constant':28}{'fitted':>12}{'textbook':>12}{'bounds':>24}"
+    for constant in _constants(records):
+        value = values[constant.name]
+        note = "  at bound" if constant.at_bound(value) else ""
+        bounds = f"{constant.low:g} to {constant.high:g}"
+        yield f"{constant.name:28}{value:12.4g}{constant.textbook:12.4g}{bounds:>24}{note}"
+
+
+def _errors_text(records: Sequence[Record], tables: Mapping[str, Floats]) -> Iterable[str]:
+    """Mean and median absolute percentage error by link and size class."""
+    groups: dict[str, list[int]] = {}
+    for index, record in enumerate(records):
+        tier = "between nodes" if record.crosses else "inside a node"
+        size = {"small": "1 below 1 MiB", "medium": "2 below 64 MiB", "large": "3 64 MiB and more"}[record.size_class]
+        for name in (f"{record.kinds[-1]}, {tier}: {size}", f"~ {tier}: {size}", "~~ all"):
+            groups.setdefault(name, []).append(index)
+    yield ""
+    yield f"{'mean / median absolute error, %':48}{'rows':>5}" + "".join(f"{name:>24}" for name in tables)
+    for name, rows in sorted(groups.items()):
+        cells = [100 * np.abs(np.expm1(errors[rows])) for errors in tables.values()]
+        yield f"{name.lstrip('~ '):48}{len(rows):5}" + "".join(f"{c.mean():16.1f} /{np.median(c):6.1f}" for c in cells)
+
+
+def fitted_text(values: Values, records: Sequence[Record], by_source: Floats, by_kind: Floats) -> str:
+    """The file links_fitted.yaml.
+
+    Args:
+        values: The constants.
+        records: What they were fitted on.
+        by_source: Log errors with the source left out.
+        by_kind: The same with the kind of link left out.
+    """
+    lines = [
+        "# Written by `make fit` (python -m fit.collectives), from links.yaml and scenarios/published.",
+        f"launch_s: {_number(values[_LAUNCH])}",
+        "# Standard deviation of the logarithm of predicted over measured time: of kinds of links that nobody measured",
+        "# (a kind left out of the fit), and below of those that somebody did (a source left out).",
+        f"relative_std: {_spread(records, by_kind, lambda record: True)}",
+        "links:",
+    ]
+    for kind in sorted({kind for record in records for kind in record.kinds}):
+        lines.append(f"  {kind}:")
+        for name, value in values.items():
+            if name.startswith(f"{kind}."):
+                lines.append(f"    {name.partition('.')[2]}: {_number(value)}")
+        tier = _between if kind in _NETWORKS else _inside
+        lines.append(f"    relative_std: {_spread(records, by_source, tier)}")
+        lines.append(f'    fitted_on: "{_ids([record.id for record in records if kind in record.kinds])}"')
+    return "\n".join(lines) + "\n"
+
+
+def _between(record: Record) -> bool:
+    return record.crosses
+
+
+def _inside(record: Record) -> bool:
+    return not record.crosses
+
+
+def _number(value: float) -> str:
+    """As YAML reads numbers: with a point."""
+    text = f"{value:.{_DIGITS}g}"
+    return text if "e" not in text or "." in text else text.replace("e", ".0e")
+
+
+def _spread(records: Sequence[Record], errors: Floats, wanted: Callable[[Record], bool]) -> str:
+    """Root mean square by size class."""
+    cells = []
+    for size in _STD:
+        rows = [index for index, record in enumerate(records) if wanted(record) and record.size_class == size]
+        cells.append(f"{size}: {float(np.sqrt(np.mean(errors[rows] ** 2))):.2f}")
+    return f"{{{', '.join(cells)}}}"
+
+
+def _ids(ids: Sequence[str]) -> str:
+    """Ids with runs of numbers written as first to last."""
+    runs: list[tuple[str, int, int]] = []
+    for prefix, number in sorted((name.rpartition("-")[0], int(name.rpartition("-")[2])) for name in ids):
+        if runs and runs[-1][0] == prefix and number == runs[-1][2] + 1:
+            runs[-1] = (prefix, runs[-1][1], number)
+        else:
+            runs.append((prefix, number, number))
+    parts = [f"{prefix}-{first:03}" + (f" to {last:03}" if last > first else "") for prefix, first, last in runs]
+    return f"{len(ids)} records of scenarios/published/collectives*.yaml: {', '.join(parts)}"
+
+
+if __name__ == "__main__":
+    main()

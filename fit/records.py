@@ -1,0 +1,102 @@
+"""Published measurements of collectives, as messages on clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simplan.cost.collectives import bus_factor
+from simplan.io import read_yaml
+from simplan.program.program import Message
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec, LinkSpec
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["Record", "kind_of", "load_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measurement.
+
+    Attributes:
+        id: In the file.
+        source: The repository or document it is from.
+        curve: Measurements of one run over sizes share it.
+        message: What was timed.
+        cluster: Where.
+        seconds: How long it took.
+        algorithm: That was asked for or reported: ``ring``, ``tree``, ``NVLS``; empty for NCCL's choice.
+    """
+
+    id: str
+    source: str
+    curve: str
+    message: Message
+    cluster: ClusterSpec
+    seconds: float
+    algorithm: str
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it is between nodes."""
+        return self.cluster.num_nodes > 1
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of links it uses."""
+        return tuple(kind_of(link) for link in (self.cluster.intra_link, self.cluster.inter_link) if link is not None)
+
+    @property
+    def size_class(self) -> str:
+        """As ``simplan.spec.hardware.Spread`` has them."""
+        num_bytes = self.message.num_bytes
+        return "small" if num_bytes < 2**20 else "medium" if num_bytes < 2**26 else "large"
+
+
+def load_records(path: Path) -> list[Record]:
+    """The records of a file but those that it says to leave out."""
+    return [_record(row) for row in read_yaml(path).data["records"] if not row.get("left_out")]
+
+
+def _record(row: dict[str, Any]) -> Record:
+    kind = CollectiveKind(row["collective"])
+    num_ranks = row["num_devices"]
+    node = catalogue.NodeEntry(
+        id="published",
+        device=catalogue.device(row["device"]),
+        devices_per_node=row["devices_per_node"],
+        intra_link=catalogue.link(row["intra_link"], textbook=True),
+        inter_link=_network(row),
+    )
+    algorithm = row["algo"] or ""
+    return Record(
+        id=row["id"],
+        source=row["source"].split(":")[0].split("@")[0],
+        curve=f"{row['source']} {kind} {num_ranks} {algorithm}",
+        message=Message(kind, row["bytes"], tuple(range(num_ranks))),
+        cluster=catalogue.make_cluster(node, num_ranks),
+        seconds=_seconds(row, kind, num_ranks),
+        algorithm="NVLS" if algorithm == "NVLS" else algorithm[:4].lower(),
+    )
+
+
+def kind_of(link: LinkSpec) -> str:
+    """A link's name without the rate of a network, e.g. ``network``, ``nvlink4``."""
+    return link.id.partition("-")[0] if link.id.endswith("gbit") else link.id
+
+
+def _network(row: dict[str, Any]) -> LinkSpec | None:
+    if row["num_nodes"] == 1:
+        return None
+    return catalogue.network_link(row["inter_link_gbit_per_device"], row.get("network", "network"), textbook=True)
+
+
+def _seconds(row: dict[str, Any], kind: CollectiveKind, num_ranks: int) -> float:
+    """The time, or what a bandwidth comes to."""
+    if row["time_us"] is not None:
+        return float(row["time_us"]) * 1e-6
+    if row["busbw_gb_s"] is not None:
+        return float(row["bytes"] * bus_factor(kind, num_ranks) / (row["busbw_gb_s"] * 1e9))
+    return float(row["bytes"] / (row["algbw_gb_s"] * 1e9))
