@@ -6,6 +6,7 @@ from simplan.cost.base import Price
 from simplan.cost.collectives import message_price
 from simplan.cost.compute import Roofline
 from simplan.cost.host_link import host_copy_price
+from simplan.cost.route import Route, route_of
 from simplan.program.program import HostCopy, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec
 
@@ -23,6 +24,7 @@ class AnalyticCost:
     def __init__(self, cluster: ClusterSpec, rates: Roofline) -> None:
         self._cluster = cluster
         self._rates = rates
+        self._routes: dict[tuple[int, ...], Route] = {}
 
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``."""
@@ -30,7 +32,10 @@ class AnalyticCost:
 
     def message(self, message: Message) -> Price:
         """See ``CostModel``."""
-        return message_price(message, self._cluster)
+        ranks = message.ranks
+        if len(ranks) > 1 and ranks not in self._routes:
+            self._routes[ranks] = route_of(ranks, self._cluster)
+        return message_price(message, self._cluster, self._routes.get(ranks))
 
     def host_copy(self, copy: HostCopy) -> Price:
         """See ``CostModel``."""

@@ -8,7 +8,7 @@ taken. Which ways there are is said by the library that runs on the link inside 
 - ``gloo``: rings, step by step, between processes.
 
 How much of a datasheet's bandwidth a link reaches and how long a step takes is in the catalogue, fitted on published
-measurements by ``python -m simplan.fit``, with the spread that remains. Groups that share a node have a device's
+measurements by ``make fit``, with the spread that remains. Groups that share a node have a device's
 network each: one rank in each node uses the network of one device, k of them that of k devices.
 
 Sources: Patarasuk and Yuan 2009 (rings), Thakur et al. 2005 (pairwise exchange), the bus bandwidths of nccl-tests.
@@ -50,15 +50,20 @@ def send_s(num_bytes: float, bytes_per_s: float, latency_s: float) -> float:
     return latency_s + num_bytes / bytes_per_s
 
 
-def message_price(message: Message, cluster: ClusterSpec) -> Price:
+def message_price(message: Message, cluster: ClusterSpec, route: Route | None = None) -> Price:
     """Price on a cluster of two tiers. A group of one costs nothing.
+
+    Args:
+        message: Its ranks are devices of the cluster.
+        cluster: Where they are.
+        route: That of its ranks, where it is known already.
 
     Raises:
         SpecError: The cluster names no link for a tier that the message crosses.
     """
     if len(message.ranks) == 1:
         return Price(0.0, Provenance.DATASHEET, 0.0, "a group of one")
-    route = route_of(message, cluster)
+    route = route or route_of(message.ranks, cluster)
     link, num_bytes = route.slowest.link, message.num_bytes
     way = min(_ways(message, route, cluster), key=lambda way: way.seconds(num_bytes))
     return Price(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from simplan.errors import Problem, SpecError
-from simplan.program.program import Message
 from simplan.spec.hardware import ClusterSpec, LinkSpec
 
 __all__ = ["Route", "Tier", "route_of"]
@@ -61,18 +61,18 @@ class Route(NamedTuple):
         return link if self.between is None else f"{self.num_nodes} nodes x {self.local}, {link}"
 
 
-def route_of(message: Message, cluster: ClusterSpec) -> Route:
+def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
     """Where the ranks of a message are.
 
     Args:
-        message: Among two ranks or more.
+        ranks: Two or more.
         cluster: Ranks fill its nodes in order.
 
     Raises:
-        SpecError: The cluster names no link for a tier that the message crosses.
+        SpecError: The cluster names no link for a tier that messages between them cross.
     """
     per_node = cluster.devices_per_node
-    nodes = Counter(rank // per_node for rank in message.ranks)
+    nodes = Counter(rank // per_node for rank in ranks)
     local = min(nodes.values())
     inside = between = None
     if local > 1:
@@ -82,7 +82,7 @@ def route_of(message: Message, cluster: ClusterSpec) -> Route:
         link = _named(cluster.inter_link, cluster, "cluster.inter_link_gbit_per_device", "nodes")
         rate = link.rate_of_group(1, 1)
         between = Tier(link, link.latency_s, rate, local * rate)
-    return Route(len(message.ranks), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
+    return Route(len(ranks), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
 
 
 def _named(link: LinkSpec | None, cluster: ClusterSpec, field: str, what: str) -> LinkSpec:
