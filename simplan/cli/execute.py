@@ -128,6 +128,9 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
 def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job:
     device, precision = scenario.cluster.device, scenario.training.precision
     problems = []
+    if not scenario.software.executable:
+        rule = "cannot be run: the executor runs plain torch, which is not what is predicted for another framework"
+        problems.append(Problem(field="software", value=scenario.software.id, rule=rule, fix="use torch"))
     if device.kind not in _DEVICES:
         problems.append(
             Problem(

@@ -275,18 +275,15 @@ class _RankLowering:
         forward = kind in (_K.SEND_F, _K.RECV_F)
         other_stage = action.stage + (1 if forward == sends else -1)
         other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
-        waits_at_once = stages.software.blocking_sends
         ends = (self.rank, other) if sends else (other, self.rank)
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
             # a send keeps its tensor alive until it is waited for; one that only passes is in a receive buffer
             sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
-            held = 0 if waits_at_once else sent
+            held = sent if stages.software.holds_sends else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
             index = self.writer.send(action, _MESSAGE_STREAM[kind], tensor.num_bytes, ends, effects, number=number)
             if not sends:
                 self.received.setdefault(action, []).append(index)
-            elif waits_at_once:
-                self.writer.block_on(index)
             else:
                 self.sends.append(index)
                 self.sent_bytes += held

@@ -27,7 +27,7 @@ def covers_job(question: Question) -> bool:
     return (
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
-        and not software.blocking_sends
+        and software.holds_sends
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives

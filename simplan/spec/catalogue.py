@@ -1,7 +1,7 @@
 """The catalogue: devices, links, clusters, models and software by name, every value with its source.
 
-The data lies in ``catalog/*.yaml`` beside this module. A file is parsed when something of its kind is first asked
-for, and once.
+The data lies in ``catalog`` beside this module: a file for each kind, for software a file for each profile. Files are
+parsed when something of their kind is first asked for, and once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Literal
 
 import yaml
@@ -211,8 +212,17 @@ def software(name: str) -> SoftwareSpec:
 
 @cache
 def _file(kind: Kind) -> dict[str, Any]:
-    text = resources.files("simplan.spec").joinpath("catalog", f"{kind}.yaml").read_text(encoding="utf-8")
-    data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
+    folder = resources.files("simplan.spec").joinpath("catalog")
+    if kind != "software":
+        return _parsed(folder.joinpath(f"{kind}.yaml"))
+    files = {file.name.removesuffix(".yaml"): file for file in folder.joinpath(kind).iterdir()}
+    entries = {name: _parsed(files[name]) for name in sorted(files, key=lambda name: (name != "torch", name))}
+    references = {key: value for entry in entries.values() for key, value in entry.pop("references").items()}
+    return {kind: entries, "references": references}
+
+
+def _parsed(file: Traversable) -> dict[str, Any]:
+    data: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)
     return data
 
 

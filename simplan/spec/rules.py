@@ -49,7 +49,7 @@ def check_plan(
     """
     unmodelled = [
         *_unmodelled_plan(plan, cluster),
-        *unmodelled_parallelism(model, plan),
+        *unmodelled_parallelism(model, plan, software),
         *unmodelled_convolutions(model, training, plan),
         *unmodelled_offload(model, plan),
         *unmodelled_documents(model, plan, software),

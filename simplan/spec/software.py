@@ -62,6 +62,11 @@ class StateBytes(Spec):
 
         def __init__(self, **fields: Any) -> None: ...
 
+    @property
+    def widened_bytes(self) -> int:
+        """Of a gradient while the optimizer runs: its copy as wide as the master copy, where it is narrower."""
+        return int(self.master) if self.master > self.gradient else 0
+
     def optimizer_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
         return (8 if optimizer in ("adam", "adamw") else 0) + int(self.master)
@@ -98,7 +103,8 @@ class SoftwareSpec(Spec):
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
-        blocking_sends: A pipeline rank waits for each of its sends before it goes on; else at the end of the step.
+        holds_sends: What a pipeline rank sends lives to the end of the step, where it waits for all sends; else until
+            it is sent.
         first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
             in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
@@ -107,6 +113,14 @@ class SoftwareSpec(Spec):
         packed_attention: How documents that share a sequence attend: one call of the kernel for each; None where that
             is not modelled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
+        zero_stages: Of ``ParallelPlan.zero_stage``, those that it has.
+        optimizer_shards: What ZeRO-1 deals out to ranks: whole parameters, which their owners broadcast once they are
+            updated (torch's ZeroRedundancyOptimizer), or equal numbers of elements of flat buffers, whose gradients are
+            reduced and scattered and whose updated parameters are gathered (Megatron's distributed optimizer,
+            DeepSpeed).
+        grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
+        executable: ``simplan run`` runs plans of it.
+        not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
     """
 
@@ -122,13 +136,18 @@ class SoftwareSpec(Spec):
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
-    blocking_sends: bool = False
+    holds_sends: bool = True
     first_stage_splits: bool = False
     ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
     packed_attention: Literal["document_calls"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
+    zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
+    optimizer_shards: Literal["parameters", "elements"] = "parameters"
+    grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
+    executable: bool = False
+    not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
@@ -138,6 +157,16 @@ class SoftwareSpec(Spec):
             kinds = self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
-            return kinds[training.precision]  # type: ignore[index]
+            return _with_gradients(kinds[training.precision], plan)  # type: ignore[index]
         form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
-        return kinds["bf16"].model_copy(update={"linear": form})
+        return _with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
+
+
+def _with_gradients(state: StateBytes, plan: ParallelPlan) -> StateBytes:
+    """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""
+    if plan.grad_dtype is None:
+        return state
+    width = 4 if plan.grad_dtype == "fp32" else 2
+    if plan.shards_parameters:
+        return state.model_copy(update={"reduced": width})
+    return state.model_copy(update={"gradient": width, "accumulated": width, "reduced": width})

@@ -163,7 +163,10 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
             "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
             "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
         ),
-        ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: another dtype for gradients is not modelled yet; remove it"),
+        (
+            {"grad_dtype": "bf16"},
+            "plan.grad_dtype = bf16: another dtype for gradients with torch is not modelled yet; remove it",
+        ),
         (
             {"prefetch_depth": 1},
             "plan.prefetch_depth = 1: another depth of prefetching than the software's own is not modelled yet; "
