@@ -97,7 +97,7 @@ def lower(
         lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
         ops.extend(lowering.run(row))
         resting[rank] = lowering.resting_bytes()
-        rebuild[rank] = lowering.bucket_bytes()
+        rebuild[rank] = lowering.bucket_bytes() if software.rebuilds_buckets else 0
     one_memory = how.host_waits
     return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
 
@@ -308,6 +308,8 @@ class _RankLowering:
     def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
         """Updates all that the rank trains; gives the index of the last operation."""
         stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
+        if widened := self.states.trained_elements * stages.state.widened_bytes:
+            release = (*release, MemoryEffect(MemoryCategory.WORKSPACE, widened, 0))
         if not stages.plan.offload_optimizer:
             work = tuple(item for stage in mine for item in self.states.updates(stage))
             return self.writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)

@@ -11,10 +11,12 @@ from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.low_precision_footprint import keeping_quantized
+from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
 from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
@@ -89,7 +91,7 @@ class Stages:
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
-        model_layers = [keeping_quantized(layer, self.state.linear) for layer in model.layers_of(plan.shard)]
+        model_layers = [keeping_quantized(layer, self.state.linear) for layer in software.layers_of(model, plan)]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]
@@ -175,9 +177,10 @@ class Stages:
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # with torchtitan's selective_layer every second block is recomputed; in all other modes they are alike
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
+        buffered = self.software.preallocated_receives  # else a receive makes its tensor, as a layer would
         ends = (
-            position == 0 and self._crosses(stage - 1),
-            position == len(self.layers[stage]) - 1 and self._crosses(stage),
+            buffered and position == 0 and self._crosses(stage - 1),
+            buffered and position == len(self.layers[stage]) - 1 and self._crosses(stage),
         )
         key = (layer.key, variant, ends)
         found = self._facts.get(key)
@@ -185,7 +188,8 @@ class Stages:
             shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, self.plan.recompute, number)
-            found = self._facts[key] = layer_facts(layer, self.plan.microbatch_size, self.state, kept, ends, left)
+            b, way = self.plan.microbatch_size, self.software.layers.split_backward
+            found = self._facts[key] = layer_facts(layer, b, self.state, kept, ends, left, way)
         return found
 
     def _crosses(self, boundary: int) -> bool:
@@ -213,7 +217,13 @@ class Stages:
 
 
 def layer_facts(
-    layer: LayerSpec, b: int, state: StateBytes, kept: Recomputation, ends: tuple[bool, bool], left: int = 0
+    layer: LayerSpec,
+    b: int,
+    state: StateBytes,
+    kept: Recomputation,
+    ends: tuple[bool, bool],
+    left: int = 0,
+    split_backward: SplitBackward = "all",
 ) -> LayerFacts:
     """Facts about a layer at some place in a stage.
 
@@ -224,11 +234,15 @@ def layer_facts(
         kept: What of it is kept.
         ends: Its input, and the gradient of its output, come from other ranks, into receive buffers.
         left: See ``LayerFootprint``.
+        split_backward: See ``LayerStyle``.
     """
     footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
     if ends[0]:  # the input is a receive buffer, which is counted there
         footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-    split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
+    if split_backward == "products":
+        split = cache(partial(products_footprint, layer, b, state, footprint))
+    else:
+        split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
     return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
 
 

@@ -13,6 +13,7 @@ from simplan.search.mesh import is_even
 from simplan.search.numbers import Kept, Numbers, mesh_key, split_key
 from simplan.search.question import Question
 from simplan.sim.pipeline.table import PipelineTable, Tables
+from simplan.spec.layer_style import LayerStyle
 from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["FastEvaluator", "covers_job"]
@@ -31,6 +32,10 @@ def covers_job(question: Question) -> bool:
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
+        and software.rebuilds_buckets
+        and software.optimizer_shards == "parameters"
+        and software.layers == LayerStyle()
+        and not any(state.widened_bytes for state in software.state_bytes.values())
     )
 
 

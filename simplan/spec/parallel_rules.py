@@ -44,6 +44,10 @@ def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan, software: Softw
         fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
         yield _not_modelled("model.tied_embeddings", "true", what, fix)
     yield from unmodelled_splits(model, plan)
+    if plan.cp > 1 and software.layers.attention == "unfused":
+        yield _not_modelled(
+            "plan.cp", plan.cp, f"context parallelism of unfused attention, which {software.id} has,", "use 1"
+        )
     if plan.prefetch_depth is not None:
         what = "another depth of prefetching than the software's own"
         yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, what, "remove it")

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
+from simplan.spec.layer import LayerSpec
+from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, linear_format
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
 
 __all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes"]
 
@@ -40,6 +45,7 @@ class StateBytes(Spec):
         gathered: Weights that FSDP has gathered for computing.
         accumulated: Whole gradients that FSDP adds up before it reduces them.
         reduced: Gradients while FSDP reduces them.
+        product: A gradient of a matrix as its product gives it; 0 where products add to the gradients that are held.
         weight_copy: A copy of the matrices in the precision of the activations that forward makes and keeps for
             backward, for every microbatch; 0 for none.
         linear: How the linear layers of blocks are quantized, where they are; of one training, not of a catalogue.
@@ -55,6 +61,7 @@ class StateBytes(Spec):
     gathered: Count
     accumulated: Count
     reduced: Count
+    product: Annotated[int, Field(ge=0)]
     weight_copy: Annotated[int, Field(ge=0)] = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
 
@@ -83,6 +90,7 @@ class StateBytes(Spec):
             "gathered": "parameter",
             "accumulated": "gradient",
             "reduced": "gradient",
+            "product": "activation",
         }
         return {key: data[source] for key, source in same.items() if source in data} | data
 
@@ -96,9 +104,11 @@ class SoftwareSpec(Spec):
         sharded_state_bytes: The same where FSDP shards them.
         lora_state_bytes, sharded_lora_state_bytes: The same where adapters are trained and all other weights frozen.
         low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
+        layers: How it computes layers.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
+        rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
         gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
@@ -130,9 +140,11 @@ class SoftwareSpec(Spec):
     lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     sharded_lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
+    layers: LayerStyle = LayerStyle()
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
+    rebuilds_buckets: bool = True
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
@@ -149,6 +161,10 @@ class SoftwareSpec(Spec):
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
+
+    def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
+        """The layers of a model as one rank has and computes them."""
+        return styled_layers(model.layers_of(plan.shard), self.layers, model.family)
 
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Element widths of one training under one plan."""
