@@ -72,7 +72,7 @@ def predict(
     if is_own_schedule(plan.schedule):
         check_executable(table, plan, software)
 
-    folding = folding_of(model, plan, cluster)
+    folding = folding_of(model, plan, cluster, software)
     expand_all = expands_all(model, plan, microbatches, folding)
     coarse, fine = (
         lower(

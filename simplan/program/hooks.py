@@ -71,12 +71,22 @@ class Hooks:
 
 
 class DdpHooks(Hooks):
-    """torch's DistributedDataParallel: gradients divided, then all-reduced in buckets as backward completes them."""
+    """Gradients divided, then reduced in buckets as backward completes them, as torch's DistributedDataParallel does.
+
+    Where optimizer states are shared evenly each rank of the shard group gets the part of every bucket that it updates,
+    and replicas of this group then reduce this part.
+    """
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         super().__init__(stages, writer, level)
         software, plan = stages.software, stages.plan
+        shares = plan.shards_optimizer_only and software.optimizer_shards == "elements"
         self._group = stages.mapping.dp_group(writer.rank)
+        self._kind = CollectiveKind.ALL_REDUCE
+        self._replicas: tuple[int, ...] = ()
+        if shares:
+            self._group, self._kind = stages.mapping.shard_group(writer.rank), CollectiveKind.REDUCE_SCATTER
+            self._replicas = stages.mapping.replicate_group(writer.rank)
         if level == 1 or not software.grad_overlap:
             self._limits = (_ENDLESS, _ENDLESS)
         elif plan.bucket_bytes is not None:
@@ -98,23 +108,27 @@ class DdpHooks(Hooks):
         del action
         self._ended.update(dict.fromkeys(part, ended))
 
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """The same of a backward in two parts."""
+        last = self.writer.last_compute
+        assert last is not None
+        self.after_backward(action, part, last)
+
     def end_of_backward(self, action: Action) -> None:
-        """All-reduces of the stage's gradients, each from when its gradients are there, and the wait for them."""
+        """Reductions of the stage's gradients, each from when its gradients are there, and the wait for them."""
         if not self._reduces(action):
             return
         stages, writer = self.stages, self.writer
         buckets = ddp_buckets(stages.layers[action.stage], stages.state.gradient, *self._limits)
-        indices = [
-            writer.collective(
-                action,
-                Stream.DATA,
-                f"bucket {number}" if self.level == 2 else "all_reduce",
-                Message(CollectiveKind.ALL_REDUCE, bucket.num_bytes, self._group),
-                (self._ended[bucket.ready_layer],),
-            )
-            for number, bucket in enumerate(buckets)
-        ]
-        writer.block_on(*indices)
+        for number, bucket in enumerate(buckets):
+            name = f"bucket {number}" if self.level == 2 else str(self._kind)
+            message = Message(self._kind, bucket.num_bytes, self._group)
+            index = writer.collective(action, Stream.DATA, name, message, (self._ended[bucket.ready_layer],))
+            if len(self._replicas) > 1:
+                part_bytes = -(-bucket.num_bytes // len(self._group))
+                message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
+                index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
+            writer.block_on(index)
         writer.compute(action, "wait for gradients")
 
     def _reduces(self, action: Action) -> bool:

@@ -78,7 +78,7 @@ def lower(
     does in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums
     gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by the number of
     microbatches. OPTIM waits for all sends, all-reduces gradients of tied embeddings that sit on two ranks, updates,
-    and hands sharded updates round (ZeRO-1).
+    and hands sharded updates round, or gathers them (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
@@ -304,6 +304,10 @@ class _RankLowering:
         for owner, num_bytes in self.states.broadcasts():
             message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
             writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
+        for members, num_bytes in self.states.gathers():
+            message = Message(CollectiveKind.ALL_GATHER, num_bytes, members)
+            stream = Stream.SHARD if members == group else Stream.EXPERT_DATA
+            writer.collective(action, stream, "all_gather parameters", message, [updated])
 
     def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
         """Updates all that the rank trains; gives the index of the last operation."""
