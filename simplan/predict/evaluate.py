@@ -22,7 +22,7 @@ from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
-from simplan.sim.memory import host_peak_bytes, memory_peak
+from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.model import ModelSpec
@@ -183,7 +183,7 @@ def rank_memory(
         peak = memory_peak(program, rank)
         allocated = peak.total_bytes
         on_cpu = cluster.device.kind == "cpu"
-        reserved = allocated if on_cpu else -(-allocated // _BLOCK_BYTES) * _BLOCK_BYTES
+        reserved = allocated if on_cpu else _reserved_bytes(program, rank, allocated, software)
         found[rank] = RankMemory(
             rank=rank,
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
@@ -195,6 +195,16 @@ def rank_memory(
             host_bytes=host_peak_bytes(program, rank),
         )
     return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
+
+
+def _reserved_bytes(program: Program, rank: int, allocated_bytes: int, software: SoftwareSpec) -> int:
+    """What the caching allocator has of the device: whole blocks, and more than is in use, as it cannot move them."""
+    passing, updating = coming_and_going_bytes(program, rank)
+    resting = resting_bytes(program, rank)
+    reserved = allocated_bytes + software.reserve_fraction * max(0, allocated_bytes - resting)
+    if software.flat_updates:
+        reserved = max(allocated_bytes, resting + (1 + software.reserve_fraction) * passing + updating)
+    return -(-int(reserved) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def _idle_fraction(spans: Timeline, ranks: tuple[int, ...]) -> float:

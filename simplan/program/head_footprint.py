@@ -32,13 +32,17 @@ def head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[Mom
         case "log-probabilities":
             loss = logits * (narrow + (_LOSS_BYTES if cast else 0))
             loss_gradients = logits * _LOSS_BYTES * (1 if exchanges else 2)
+        case "log-probabilities of parts":
+            loss = logits * (narrow + (2 * _LOSS_BYTES if exchanges else _LOSS_BYTES * bool(cast)))
+            loss_gradients = logits * _LOSS_BYTES * (3 if exchanges else 2)
         case "probabilities":
             loss = loss_gradients = cast
         case "gradients of logits":
             loss = loss_gradients = 0
         case _:
             raise AssertionError(kept)
-    products = [Moment(hidden * narrow, logits * narrow - gone, weight * state.product * matrix.trained)]
+    made = weight * (state.product or state.placeholder) * matrix.trained
+    products = [Moment(hidden * narrow, logits * narrow - gone, made)]
     if copied_weight_bytes(layer, matrix, state):
         products.append(Moment(hidden * narrow, -gone, weight * state.gradient))
     whole = b * _input_elements(layer)

@@ -166,11 +166,12 @@ class _RankLowering:
         states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
             MemoryCategory.PARAMETERS: trained * state.parameter + frozen * state.frozen,
-            MemoryCategory.GRADIENTS: trained * state.gradient,
+            MemoryCategory.GRADIENTS: trained * (state.gradient + state.unaccumulated),
             MemoryCategory.OPTIMIZER: 0,
             states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
+            + stages.placeholder_bytes(mine)
             + (stages.batch_bytes if 0 in mine else 0),
         }
 

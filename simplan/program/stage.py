@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 from simplan.program.action import Table
@@ -15,7 +16,7 @@ from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
-from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec
 from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
@@ -143,6 +144,14 @@ class Stages:
         tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
 
+    def placeholder_bytes(self, stages: Iterable[int]) -> int:
+        """Empty tensors in place of gradients, one for each shape that a matrix of blocks on these stages has."""
+        width = self.state.placeholder
+        layers = {layer for stage in stages for layer in self.layers[stage] if layer.kind is LayerKind.BLOCK and width}
+        return (
+            sum(rows * columns for rows, columns in {shape for layer in layers for shape in _matrices(layer)}) * width
+        )
+
     def layer_name(self, stage: int, position: int) -> str:
         """``embedding``, ``block 3`` or ``head``."""
         kind = self.layers[stage][position].kind
@@ -244,6 +253,13 @@ def layer_facts(
     else:
         split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
     return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
+
+
+def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
+    """Shapes of its matrices; those side by side with one input are one."""
+    for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
+        if apart is not None:
+            yield sum(kernel.n for kernel in run if isinstance(kernel, Gemm)), apart[1]
 
 
 def _expert_elements(layer: LayerSpec) -> int:

@@ -14,11 +14,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Spec
-from simplan.spec.layer import Attention, LayerKind, LayerSpec, Pointwise, Saved
+from simplan.spec.layer import Attention, Kernel, LayerKind, LayerSpec, Pointwise, Saved
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
 
-Loss = Literal["log_probabilities", "probabilities", "gradients"]
+Loss = Literal["log_probabilities", "log_probabilities_of_parts", "probabilities", "gradients"]
 SplitBackward = Literal["all", "products"]
 
 _FP32_BYTES = 4
@@ -26,6 +26,7 @@ _MASK_BYTES = 1
 _GATED = "silu output"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities": ("log-probabilities", _FP32_BYTES),
+    "log_probabilities_of_parts": ("log-probabilities of parts", _FP32_BYTES),
     "probabilities": ("probabilities", _FP32_BYTES),
     "gradients": ("gradients of logits", None),
 }
@@ -40,9 +41,11 @@ class LayerStyle(Spec):
         dropout: Families whose models train with dropout after the embedding, after both branches of a block, and,
             where attention is unfused, of its weights: masks of one byte are kept. A fused kernel draws them again.
         fused_gates: The activation of a gated MLP times its other half is one function, which keeps its inputs.
-        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch); the
-            probabilities, in place of an fp32 copy of the logits, which become their gradients (Megatron-LM); or the
-            gradients in place of the logits, in their precision (Transformer Engine's fused cross-entropy).
+        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch); the same,
+            and where the vocabulary is split DTensor's temporaries beside (torch's loss_parallel); the probabilities,
+            in place of an fp32 copy of the logits, which become their gradients (Megatron-LM); or the gradients in
+            place of the logits, in their precision (Transformer Engine's fused cross-entropy).
+        narrow_values: Values that are narrower than keys are not padded.
         split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
             (torch), or of each product with weights its input and the gradient of its output (``products``).
     """
@@ -51,6 +54,7 @@ class LayerStyle(Spec):
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
     fused_gates: bool = False
     loss: Loss = "log_probabilities"
+    narrow_values: bool = False
     split_backward: SplitBackward = "all"
 
 
@@ -84,6 +88,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         cores = [k for k in kernels if isinstance(k, Attention) and not k.eager]
         kernels = tuple(replace(k, eager=True, fused_softmax=True) if k in cores else k for k in kernels)
         saved = list(_with_scores(saved, cores, dropout=dropout))
+    if style.narrow_values:
+        kernels, saved = _narrow_values(kernels, saved)
     if style.fused_gates:
         saved = [tensor for tensor in saved if not tensor.name.endswith(_GATED)]
     if dropout:
@@ -94,6 +100,7 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     if kernels == layer.kernels and tuple(saved) == layer.saved:
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
+    words.append("narrow" * style.narrow_values)
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(layer, key=key, kernels=kernels, saved=tuple(saved))
 
@@ -109,6 +116,25 @@ def _with_scores(saved: Iterable[Saved], cores: list[Attention], *, dropout: boo
         if dropout:
             yield Saved(f"{core.name} weights let through", core.num_scores, _MASK_BYTES, made_by=core.name)
             yield Saved(f"{core.name} weights after dropout", core.num_scores, made_by=core.name)
+
+
+def _narrow_values(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+    """Multi-head latent attention whose kernel takes values as they are: nothing is padded, or cut off afterwards."""
+    core = next((k for k in kernels if isinstance(k, Attention) and k.padded), None)
+    if core is None:
+        return kernels, saved
+    padded, value = core.head_dim, core.value_head_dim
+    narrowed = []
+    for tensor in saved:
+        if tensor.name == "q, k and padded v":
+            elements = tensor.elements * (2 * padded + value) // (3 * padded)
+            narrowed.append(replace(tensor, name="q, k and v", elements=elements))
+        elif tensor.made_by == "cut values":
+            narrowed.append(replace(tensor, made_by=core.name))
+        elif tensor.name != "padded attention output":
+            narrowed.append(tensor)
+    kept = [replace(k, padded=False) if k is core else k for k in kernels]
+    return tuple(k for k in kept if k.name != "cut values"), narrowed
 
 
 def _masks(layer: LayerSpec) -> list[Saved]:

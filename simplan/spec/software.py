@@ -46,6 +46,10 @@ class StateBytes(Spec):
         accumulated: Whole gradients that FSDP adds up before it reduces them.
         reduced: Gradients while FSDP reduces them.
         product: A gradient of a matrix as its product gives it; 0 where products add to the gradients that are held.
+        placeholder: What autograd gets for a gradient that was added where it is held: an empty tensor, of block's
+            matrices one for each shape that is kept, of the head's one while its backward runs; 0 for none.
+        unaccumulated: Gradients of a microbatch, kept beside the wider ones that they are added to; 0 for none.
+        flattened: A flat copy of gradients that the optimizer widens; 0 for none.
         weight_copy: A copy of the matrices in the precision of the activations that forward makes and keeps for
             backward, for every microbatch; 0 for none.
         linear: How the linear layers of blocks are quantized, where they are; of one training, not of a catalogue.
@@ -62,6 +66,9 @@ class StateBytes(Spec):
     accumulated: Count
     reduced: Count
     product: Annotated[int, Field(ge=0)]
+    placeholder: Annotated[int, Field(ge=0)] = 0
+    unaccumulated: Annotated[int, Field(ge=0)] = 0
+    flattened: Annotated[int, Field(ge=0)] = 0
     weight_copy: Annotated[int, Field(ge=0)] = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
 
@@ -72,7 +79,7 @@ class StateBytes(Spec):
     @property
     def widened_bytes(self) -> int:
         """Of a gradient while the optimizer runs: its copy as wide as the master copy, where it is narrower."""
-        return int(self.master) if self.master > self.gradient else 0
+        return int(self.master) + self.flattened if self.master > self.gradient else 0
 
     def optimizer_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
@@ -129,6 +136,10 @@ class SoftwareSpec(Spec):
             reduced and scattered and whose updated parameters are gathered (Megatron's distributed optimizer,
             DeepSpeed).
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
+        adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those.
+        flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
+            what layers left.
+        reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         executable: ``simplan run`` runs plans of it.
         not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
@@ -158,6 +169,9 @@ class SoftwareSpec(Spec):
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
+    adds_apart: bool = False
+    flat_updates: bool = False
+    reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
@@ -173,16 +187,17 @@ class SoftwareSpec(Spec):
             kinds = self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
-            return _with_gradients(kinds[training.precision], plan)  # type: ignore[index]
+            return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]
         form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
-        return _with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
+        return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
 
-
-def _with_gradients(state: StateBytes, plan: ParallelPlan) -> StateBytes:
-    """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""
-    if plan.grad_dtype is None:
-        return state
-    width = 4 if plan.grad_dtype == "fp32" else 2
-    if plan.shards_parameters:
-        return state.model_copy(update={"reduced": width})
-    return state.model_copy(update={"gradient": width, "accumulated": width, "reduced": width})
+    def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:
+        """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""
+        if plan.grad_dtype is None:
+            return state
+        width = 4 if plan.grad_dtype == "fp32" else 2
+        if plan.shards_parameters:
+            return state.model_copy(update={"reduced": width})
+        apart = state.gradient if self.adds_apart and width > state.gradient else 0
+        gradients = dict.fromkeys(("gradient", "accumulated", "reduced"), width)
+        return state.model_copy(update=gradients | {"unaccumulated": apart})
