@@ -35,7 +35,8 @@ def covers_job(question: Question) -> bool:
         and software.rebuilds_buckets
         and software.optimizer_shards == "parameters"
         and software.layers == LayerStyle()
-        and not any(state.widened_bytes for state in software.state_bytes.values())
+        and not (software.flat_updates or software.reserve_fraction)
+        and not any(state.widened_bytes or state.placeholder for state in software.state_bytes.values())
     )
 
 
