@@ -55,6 +55,7 @@ def check_plan(
         *unmodelled_documents(model, plan, software),
         *unmodelled_adapters(model, training, plan),
         *_unmodelled_training(training, software),
+        *_unmodelled_here(cluster, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
     violated = [
@@ -94,6 +95,12 @@ def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iter
     if training.precision not in has:
         what = f"this precision with {software.id}"
         yield _not_modelled("training.precision", training.precision, what, f"use {either(known)}")
+
+
+def _unmodelled_here(cluster: ClusterSpec, software: SoftwareSpec) -> Iterator[Problem]:
+    if cluster.cores_per_node is not None and not software.executable:
+        what = f"other software than torch on {cluster.id}, where times are of what the executor runs,"
+        yield _not_modelled("software", software.id, what, "use torch")
 
 
 def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
