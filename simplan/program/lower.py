@@ -119,7 +119,9 @@ class _RankLowering:
         self.scripts = scripts
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
-        self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
+        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
+        ordered = not (how.host_waits or self.synchronous)  # these are in one batch, and pass each other
+        self.writer = RankWriter(rank, first, folding, ordered_messages=ordered)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
@@ -127,6 +129,7 @@ class _RankLowering:
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Message, ...]] = {}
+        self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
         self.received: dict[Action, list[int]] = {}
         self.sends: list[int] = []
         self.sent_bytes = 0
@@ -139,8 +142,11 @@ class _RankLowering:
                     self._forward(action)
                 case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
                     self._backward(action)
-                case _K.SEND_F | _K.SEND_B | _K.RECV_F | _K.RECV_B:
+                case _K.SEND_F | _K.SEND_B:
                     self._message(action)
+                case _K.RECV_F | _K.RECV_B:
+                    if not self.synchronous:
+                        self._message(action)
                 case _K.UNSHARD:
                     self.hooks.unshard(action)
                 case _K.RESHARD:
@@ -182,7 +188,7 @@ class _RankLowering:
         return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
 
     def _forward(self, action: Action) -> None:
-        self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_F, action.microbatch), ()))
+        self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         for part in self._parts(action):
             self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
@@ -192,7 +198,7 @@ class _RankLowering:
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
-            self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_B, action.microbatch), ()))
+            self._receive(Action(action.stage, _K.RECV_B, action.microbatch))
         phase = _BACKWARD_PHASE[action.kind]
         if action.stage == 0 and not self.stages.software.first_stage_splits:
             if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
@@ -270,6 +276,12 @@ class _RankLowering:
         axis, kind, num_bytes, _ = segment.exchange
         return Message(kind, num_bytes, self.groups[axis])
 
+    def _receive(self, action: Action) -> None:
+        """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
+        if self.synchronous and action in self.expected:
+            self._message(action)
+        self.writer.block_on(*self.received.get(action, ()))
+
     def _message(self, action: Action) -> None:
         stages, kind = self.stages, action.kind
         sends = kind in (_K.SEND_F, _K.SEND_B)
@@ -288,6 +300,8 @@ class _RankLowering:
             else:
                 self.sends.append(index)
                 self.sent_bytes += held
+                if self.synchronous:
+                    self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
         stages, writer = self.stages, self.writer

@@ -29,6 +29,7 @@ def covers_job(question: Question) -> bool:
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
         and software.holds_sends
+        and not software.synchronous_schedules
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
