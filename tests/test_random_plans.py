@@ -157,11 +157,11 @@ MEGATRON: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-@pytest.mark.parametrize("software", ["megatron-lm-2022", "megatron-core"])
+@pytest.mark.parametrize("software", ["megatron-lm-2022", "megatron-bridge"])
 def test_strategies_of_megatron_keep_the_laws(software: str, name: str) -> None:
     plan = ParallelPlan.model_validate(MEGATRON[name])
     model = ModelSpec.model_validate({**SIZES, "family": "gpt"})
-    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="fp16")
+    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
     keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalogue.software(software))
 
 

@@ -5,7 +5,7 @@ FSDP's hooks are in ``simplan.program.fsdp``; which of them a plan has is decide
 
 from __future__ import annotations
 
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.buckets import ddp_buckets
 from simplan.program.program import LayerWork, Message, Phase, Stream
 from simplan.program.stage import Stages
@@ -93,11 +93,42 @@ class DdpHooks(Hooks):
             self._limits = (plan.bucket_bytes, plan.bucket_bytes)
         else:
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
+        self._gathers = shares and software.gathers_ahead
+        self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
         self._ended: dict[int, int] = {}
 
     def expands(self, action: Action) -> bool:
-        """Only where buckets are reduced in between."""
-        return self._reduces(action)
+        """Only where buckets are reduced in between, or gathered."""
+        first = action.kind is ActionKind.FORWARD and action.stage not in self._gathering
+        return self._reduces(action) or (self._gathers and first)
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Parameters that the step before updated are gathered, the first layer's first."""
+        if not self._gathers:
+            return
+        if action.stage not in self._gathering:
+            self._gathering[action.stage] = self._gather(action)
+        waited = [self._gathering[action.stage].pop(layer, None) for layer in part]
+        self.writer.block_on(*dict.fromkeys(waited))
+
+    def _gather(self, action: Action) -> dict[int, int]:
+        """Gathers the parameters of a stage in buckets; gives by layer the gather that it waits for."""
+        stages = self.stages
+        found: dict[int, int] = {}
+        limit = self._limits[0] // stages.state.gradient
+        bucket: list[int] = []
+        filled = 0
+        trained, experts = stages.trained[action.stage], stages.experts[action.stage]
+        for layer, elements in enumerate(trained):
+            bucket.append(layer)
+            filled += elements - experts[layer]
+            if (filled < limit and layer + 1 < len(trained)) or not filled:
+                continue
+            message = Message(CollectiveKind.ALL_GATHER, filled * stages.state.parameter, self._group)
+            index = self.writer.collective(action, Stream.SHARD, "all_gather parameters", message, ())
+            found |= dict.fromkeys(bucket, index)
+            bucket, filled = [], 0
+        return found
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Gradients are divided by the number of data-parallel ranks before they are summed."""

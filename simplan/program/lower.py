@@ -127,7 +127,9 @@ class _RankLowering:
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
-        self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
+        plan = stages.plan
+        rings = plan.cp > 1 and plan.cp_comm == "ring"
+        self.overlaps = not how.host_waits and (rings or (plan.tp > 1 and stages.software.tp_overlap != "none"))
         self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Message, ...]] = {}
         self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
         self.received: dict[Action, list[int]] = {}

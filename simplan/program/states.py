@@ -159,7 +159,8 @@ class OptimizerStates:
         experts = self.expert_elements
         dense = sum(map(sum, (self._stages.trained[stage] for stage in self._mine))) - experts
         same = self._stages.mapping.expert_group(self._rank)
-        for group, elements in ((self._group, dense), (same, experts)):
+        ahead = self._stages.software.gathers_ahead  # then the others are gathered when forward needs them
+        for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
             if elements and len(group) > 1:
                 yield group, elements * self._stages.state.parameter
 

@@ -30,6 +30,7 @@ def covers_job(question: Question) -> bool:
         and cluster.device.kind != "cpu"
         and software.holds_sends
         and not software.synchronous_schedules
+        and software.tp_overlap == "none"
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives

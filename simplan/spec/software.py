@@ -16,7 +16,11 @@ from simplan.spec.training import TrainingSpec
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
 
-__all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes"]
+__all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes", "TensorOverlap"]
+
+
+TensorOverlap = Literal["none", "backward", "all"]
+"""Exchanges of tensor-parallel ranks that run beside matrix products."""
 
 
 class LowPrecisionLinears(Spec):
@@ -137,6 +141,10 @@ class SoftwareSpec(Spec):
             updated (torch's ZeroRedundancyOptimizer), or equal numbers of elements of flat buffers, whose gradients are
             reduced and scattered and whose updated parameters are gathered (Megatron's distributed optimizer,
             DeepSpeed).
+        gathers_ahead: Where elements are dealt out, updated parameters are gathered beside the next forward, bucket by
+            bucket, not at the end of the step.
+        tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
+            ``none``, those of ``backward`` before and after matrices split by columns, or ``all``, in both directions.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those.
         flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
@@ -171,6 +179,8 @@ class SoftwareSpec(Spec):
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
+    gathers_ahead: bool = False
+    tp_overlap: TensorOverlap = "none"
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     adds_apart: bool = False
     flat_updates: bool = False

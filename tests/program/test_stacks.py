@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from simplan.program.footprint import layer_footprint
 from simplan.program.lower import Lowering, lower
 from simplan.program.products_footprint import products_footprint
-from simplan.program.program import MemoryCategory
+from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.program.table import plan_table
+from simplan.sim.engine import simulate
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
+from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
 
@@ -119,3 +122,64 @@ def test_gradients_in_16_bits_are_widened_for_the_step() -> None:
     program = lower(TINY, training, plan, catalogue.software("megatron-lm-2022"), assignment, table, Lowering(level=1))
     [update] = [op for op in program.ops if op.rank == 0 and op.memory and op.name == "0OPTIM"]
     assert [effect.during_bytes for effect in update.memory] == [4 / 4 * TINY.num_parameters]
+
+
+def lowered(software: SoftwareSpec, num_microbatches: int, level: int = 2, **plan: Any) -> Program:
+    found = ParallelPlan(**plan)
+    boundaries = (0, 2, len(TINY.layers)) if found.pp == 2 else (0, len(TINY.layers))
+    training = TrainingSpec(global_batch_size=num_microbatches * found.dp, precision="bf16")
+    table = plan_table(found, num_microbatches)
+    return lower(TINY, training, found, software, StageAssignment(boundaries), table, Lowering(level=level))
+
+
+def step_time_s(program: Program, seconds: Callable[[Op], float]) -> float:
+    return simulate(program, [seconds(op) for op in program.ops]).step_time_s
+
+
+@pytest.mark.parametrize("m", [2, 5])
+def test_stages_that_wait_for_their_messages(m: int) -> None:
+    """Two stages take turns: forward 1 s, backward 2 s, a message c; m + 1 times each, and a message as often."""
+    c = 0.25
+    program = lowered(catalogue.software("megatron-core"), m, 1, pp=2)
+
+    def seconds(op: Op) -> float:
+        if op.stream is not Stream.COMPUTE:
+            return c
+        return {"F": 1.0, "B": 2.0}.get(op.name.strip("0123456789"), 0.0)
+
+    assert step_time_s(program, seconds) == pytest.approx((m + 1) * (1 + 2 + c))
+
+
+@pytest.mark.parametrize(("way", "exposed_s"), [("none", 2 * (4 + 6)), ("backward", 2 * (4 + 2)), ("all", 0)])
+def test_exchanges_beside_products_take_no_time(way: str, exposed_s: float) -> None:
+    """Of a block four exchanges are in forward and six in backward, of which four are of matrices split by columns."""
+    software = catalogue.software("megatron-core").model_copy(update={"tp_overlap": way})
+    program = lowered(software, 1, tp=2)
+    ops = [program.ops[index] for index in program.by_rank[0]]
+    of_blocks = [op for op in ops if op.stream is Stream.TENSOR and "block" in op.name]
+    assert len(of_blocks) == 2 * (4 + 6)
+    shorter = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 0.0)
+    longer = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 1.0 * ("block" in op.name))
+    assert longer - shorter == pytest.approx(exposed_s)
+
+
+def test_parameters_that_are_gathered_ahead_are_gathered_beside_forward() -> None:
+    plan: dict[str, Any] = {"dp_shard": 4, "zero_stage": 1, "bucket_bytes": 1}
+    times, moved = [], []
+    for ahead in (False, True):
+        software = catalogue.software("megatron-bridge").model_copy(update={"gathers_ahead": ahead})
+        program = lowered(software, 1, **plan)
+        gathers = [op for op in program.ops if op.name == "all_gather parameters" and op.rank == 0]
+        moved.append(sum(op.message.num_bytes for op in gathers if op.message))
+        of_all = moved[0]
+
+        def seconds(op: Op, of_all: int = of_all) -> float:
+            if op.message and op.name == "all_gather parameters":
+                return 8.0 * op.message.num_bytes / of_all
+            return 10.0 if op.stream is Stream.COMPUTE and op.name in ("block 0", "block 1") else 0.0
+
+        times.append(step_time_s(program, seconds))
+    embedding = 8.0 * TINY.layers[0].num_parameters / TINY.num_parameters
+    first_block = 8.0 * TINY.layers[1].num_parameters / TINY.num_parameters
+    assert moved[0] == moved[1] == 2 * TINY.num_parameters
+    assert times[0] - times[1] == pytest.approx(8.0 - embedding - first_block)
