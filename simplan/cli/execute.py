@@ -149,6 +149,11 @@ def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         rule = "cannot be run yet: the executor has no loss scaling, and of narrower formats only fp8"
         problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16, fp8 or fp32"))
+    if 0 in (scenario.plan.stage_layers or ()):
+        rule = "has a stage without blocks, which the executor does not make"
+        fix = "give every stage a layer"
+        value = str(list(scenario.plan.stage_layers or ()))
+        problems.append(Problem(field="plan.stage_layers", value=value, rule=rule, fix=fix))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
     return job_of(

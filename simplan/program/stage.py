@@ -92,7 +92,10 @@ class Stages:
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
-        model_layers = [keeping_quantized(layer, self.state.linear) for layer in software.layers_of(model, plan)]
+        joined = software.layers.joined_products
+        model_layers = [
+            keeping_quantized(layer, self.state.linear, joined=joined) for layer in software.layers_of(model, plan)
+        ]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]

@@ -40,6 +40,7 @@ class LayerStyle(Spec):
             the precision of activations (Megatron-LM's masked_softmax_fusion).
         dropout: Families whose models train with dropout after the embedding, after both branches of a block, and,
             where attention is unfused, of its weights: masks of one byte are kept. A fused kernel draws them again.
+        joined_products: Matrices with one input are one: queries, keys and values, gate and up.
         fused_gates: The activation of a gated MLP times its other half is one function, which keeps its inputs.
         loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch); the same,
             and where the vocabulary is split DTensor's temporaries beside (torch's loss_parallel); the probabilities,
@@ -52,6 +53,7 @@ class LayerStyle(Spec):
 
     attention: Literal["fused", "unfused"] = "fused"
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    joined_products: bool = False
     fused_gates: bool = False
     loss: Loss = "log_probabilities"
     narrow_values: bool = False

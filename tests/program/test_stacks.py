@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from simplan.program.footprint import layer_footprint
+from simplan.program.low_precision_footprint import keeping_quantized
 from simplan.program.lower import Lowering, lower
 from simplan.program.products_footprint import products_footprint
 from simplan.program.program import MemoryCategory, Op, Program, Stream
@@ -183,3 +184,20 @@ def test_parameters_that_are_gathered_ahead_are_gathered_beside_forward() -> Non
     first_block = 8.0 * TINY.layers[1].num_parameters / TINY.num_parameters
     assert moved[0] == moved[1] == 2 * TINY.num_parameters
     assert times[0] - times[1] == pytest.approx(8.0 - embedding - first_block)
+
+
+def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
+    """Transformer Engine keeps 8 bits of what a rank has of the tokens, once for queries, keys and values together."""
+    software, plan = catalogue.software("megatron-bridge"), ParallelPlan(tp=2)
+    training = TrainingSpec(global_batch_size=1, precision="fp8")
+    block = software.layers_of(TINY, plan)[1]
+    quantized = keeping_quantized(block, software.state(training, plan).linear, joined=True)
+    own, all_tokens, h, i = TINY.seq_len // 2, TINY.seq_len, TINY.hidden_size, TINY.intermediate_size
+    found = {tensor.name: tensor.elements - 4 for tensor in quantized.saved if tensor.name.endswith("in fp8")}
+    assert found == {
+        "q input in fp8": own * h,
+        "proj input in fp8": all_tokens * h // 2,
+        "gate input in fp8": own * h,
+        "down input in fp8": all_tokens * i // 2,
+    }
+    assert not any(tensor.name in ("norm1 output", "norm2 output", "gated product") for tensor in quantized.saved)

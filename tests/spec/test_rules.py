@@ -50,6 +50,7 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
         {"dp_replicate": 8},
         {"dp_replicate": 2, "pp": 4, "schedule": "gpipe", "microbatch_size": 3},
         {"pp": 12, "schedule": "naive", "stage_layers": (1,) * 12},
+        {"pp": 14, "stage_layers": (0, *(1,) * 12, 0)},
         {"zero_stage": 1},
         {"pp": 2, "dp_replicate": 2, "stage_layers": (5, 7), "bucket_bytes": 1000},
     ],
@@ -119,6 +120,12 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             {"pp": 2, "stage_layers": (4, 4, 4)},
             {},
             "plan.stage_layers = [4, 4, 4]: has 3 entries and the plan has 2 stages; e.g. [6, 6], or remove it",
+        ),
+        (
+            {"pp": 3, "stage_layers": (6, 0, 6)},
+            {},
+            "plan.stage_layers = [6, 0, 6]: has a stage without layers between others; only the first and the last "
+            "have something else; e.g. [4, 4, 4], or remove it",
         ),
         (
             {"pp": 5, "stage_layers": (2, 2, 2, 2, 2)},
