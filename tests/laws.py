@@ -60,7 +60,13 @@ def check_bytes(program: Program) -> None:
 
 
 def check_reductions(
-    program: Program, plan: ParallelPlan, num_microbatches: int, *, width: int = 4, evenly: bool = False
+    program: Program,
+    plan: ParallelPlan,
+    num_microbatches: int,
+    *,
+    held: int = 4,
+    reduced: int = 4,
+    evenly: bool = False,
 ) -> None:
     """Every gradient that a rank holds is reduced over all ranks that must agree on it, once a step or a microbatch.
 
@@ -70,7 +76,7 @@ def check_reductions(
         program: Of Level 2.
         plan: Its plan.
         num_microbatches: Of a step.
-        width: Bytes of a gradient; torch's are fp32 in every precision.
+        held, reduced: Bytes of a gradient that is held and that is reduced; torch's are fp32 in every precision.
         evenly: Where optimizer states are sharded and nothing else, ranks reduce and scatter what they share evenly.
     """
     evenly &= plan.shards_optimizer_only
@@ -83,8 +89,9 @@ def check_reductions(
             (op.message, op.stream) for op in (program.ops[index] for index in program.by_rank[rank]) if op.message
         ):
             moved[stream, message.kind] += message.num_bytes
-        expert_bytes = width * _expert_gradients(program, rank) if plan.ep > 1 else 0
-        held_bytes = times * (program.resting_bytes[rank][MemoryCategory.GRADIENTS] - expert_bytes)
+        expert_bytes = reduced * _expert_gradients(program, rank) if plan.ep > 1 else 0
+        all_bytes = program.resting_bytes[rank][MemoryCategory.GRADIENTS] // held * reduced
+        held_bytes = times * (all_bytes - expert_bytes)
         assert moved[Stream.EXPERT_DATA, kind] == (expert_bytes if plan.dp > plan.ep else 0)
         replicated, sharded, whole = (
             moved[Stream.REPLICATE, CollectiveKind.ALL_REDUCE],

@@ -126,8 +126,16 @@ def keeps_the_laws(
         check_same(folded, unfolded)
         if level == 2:
             evenly = software.optimizer_shards == "elements"
-            width = software.state(training, plan).gradient
-            check_reductions(unfolded.program, plan, prediction.num_microbatches, width=width, evenly=evenly)
+            state = software.state(training, plan)
+            held = state.gradient + state.unaccumulated
+            check_reductions(
+                unfolded.program,
+                plan,
+                prediction.num_microbatches,
+                held=held,
+                reduced=state.reduced,
+                evenly=evenly,
+            )
             merged = lowered(Lowering(level, folding, expand_all=False, host_waits=host_waits))
             assert merged.times.step_time_s == pytest.approx(folded.times.step_time_s, rel=1e-9)
 

@@ -115,7 +115,7 @@ class DdpHooks(Hooks):
         """Gathers the parameters of a stage in buckets; gives by layer the gather that it waits for."""
         stages = self.stages
         found: dict[int, int] = {}
-        limit = self._limits[0] // stages.state.gradient
+        limit = self._limits[0] // stages.state.reduced
         bucket: list[int] = []
         filled = 0
         trained, experts = stages.trained[action.stage], stages.experts[action.stage]
@@ -150,7 +150,7 @@ class DdpHooks(Hooks):
         if not self._reduces(action):
             return
         stages, writer = self.stages, self.writer
-        buckets = ddp_buckets(stages.layers[action.stage], stages.state.gradient, *self._limits)
+        buckets = ddp_buckets(stages.layers[action.stage], stages.state.reduced, *self._limits)
         for number, bucket in enumerate(buckets):
             name = f"bucket {number}" if self.level == 2 else str(self._kind)
             message = Message(self._kind, bucket.num_bytes, self._group)

@@ -329,8 +329,11 @@ class _RankLowering:
     def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
         """Updates all that the rank trains; gives the index of the last operation."""
         stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
-        if widened := self.states.trained_elements * stages.state.widened_bytes:
-            release = (*release, MemoryEffect(MemoryCategory.WORKSPACE, widened, 0))
+        copied = self.states.trained_elements * stages.state.widened_bytes
+        if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
+            copied += self.states.gradient_elements * stages.state.narrowed_bytes
+        if copied:
+            release = (*release, MemoryEffect(MemoryCategory.WORKSPACE, copied, 0))
         if not stages.plan.offload_optimizer:
             work = tuple(item for stage in mine for item in self.states.updates(stage))
             return self.writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)

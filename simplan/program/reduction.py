@@ -49,5 +49,5 @@ def _average_experts(action: Action, stages: Stages, states: OptimizerStates, wr
         return
     kind = CollectiveKind.REDUCE_SCATTER if states.shares_evenly else CollectiveKind.ALL_REDUCE
     for number in elements:
-        message = Message(kind, number * stages.state.gradient, group)
+        message = Message(kind, number * stages.state.reduced, group)
         writer.block_on(writer.collective(action, Stream.EXPERT_DATA, f"{kind} experts", message, (divided,)))

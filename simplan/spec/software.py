@@ -85,6 +85,11 @@ class StateBytes(Spec):
         """Of a gradient while the optimizer runs: its copy as wide as the master copy, where it is narrower."""
         return int(self.master) + self.flattened if self.master > self.gradient else 0
 
+    @property
+    def narrowed_bytes(self) -> int:
+        """Of a gradient that is kept wider than it is reduced: the copy that is reduced, just before the update."""
+        return self.reduced if self.unaccumulated and self.reduced < self.gradient else 0
+
     def optimizer_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
         return (8 if optimizer in ("adam", "adamw") else 0) + int(self.master)
@@ -146,7 +151,8 @@ class SoftwareSpec(Spec):
         tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
             ``none``, those of ``backward`` before and after matrices split by columns, or ``all``, in both directions.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
-        adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those.
+        adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
+            as wide as those.
         flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
             what layers left.
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
@@ -212,5 +218,5 @@ class SoftwareSpec(Spec):
         if plan.shards_parameters:
             return state.model_copy(update={"reduced": width})
         apart = state.gradient if self.adds_apart and width > state.gradient else 0
-        gradients = dict.fromkeys(("gradient", "accumulated", "reduced"), width)
-        return state.model_copy(update=gradients | {"unaccumulated": apart})
+        gradients = dict.fromkeys(("gradient", "accumulated"), width)
+        return state.model_copy(update=gradients | {"reduced": apart or width, "unaccumulated": apart})
