@@ -129,7 +129,7 @@ def predict(
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
         assumptions=(
-            *_assumptions(cluster, plan, simulated.pricing),
+            *_assumptions(cluster, plan, software, simulated.pricing),
             *packing_assumptions(
                 model,
                 plan,
@@ -237,7 +237,7 @@ def _terms(pricing: Pricing, num_ranks: int) -> tuple[Term, ...]:
     return tuple(merged.values())
 
 
-def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, pricing: Pricing) -> tuple[str, ...]:
+def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing) -> tuple[str, ...]:
     found = []
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     if Provenance.DATASHEET in provenances or Provenance.PUBLISHED in provenances:
@@ -249,8 +249,18 @@ def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, pricing: Pricing) -> 
         names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
         found.append(f"outside of what was calibrated: {', '.join(names)}")
     if cluster.device.kind != "cpu":
-        found.append("reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled")
+        share = software.reserve_fraction
+        found.append(
+            f"the allocator reserves {share:.0%} more than comes and goes in a step, in whole 2 MiB blocks"
+            if share
+            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
+        )
         found.append("the device never waits for the host: launch overhead counts as the least time of a kernel")
+    if software.not_modelled:
+        things = f"{len(software.not_modelled)} thing{'s' if len(software.not_modelled) > 1 else ''}"
+        found.append(
+            f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
+        )
     if cluster.cores_per_node is not None:
         found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:

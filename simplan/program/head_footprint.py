@@ -39,6 +39,8 @@ def head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[Mom
             loss = loss_gradients = cast
         case "gradients of logits":
             loss = loss_gradients = 0
+        case "logits":
+            loss, loss_gradients = 0, logits * narrow
         case _:
             raise AssertionError(kept)
     made = weight * (state.product or state.placeholder) * matrix.trained

@@ -18,7 +18,7 @@ from simplan.spec.layer import Attention, Kernel, LayerKind, LayerSpec, Pointwis
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
 
-Loss = Literal["log_probabilities", "log_probabilities_of_parts", "probabilities", "gradients"]
+Loss = Literal["log_probabilities", "log_probabilities_of_parts", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "products"]
 
 _FP32_BYTES = 4
@@ -29,6 +29,7 @@ _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities_of_parts": ("log-probabilities of parts", _FP32_BYTES),
     "probabilities": ("probabilities", _FP32_BYTES),
     "gradients": ("gradients of logits", None),
+    "logits": ("logits", None),
 }
 
 
@@ -45,7 +46,8 @@ class LayerStyle(Spec):
         loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch); the same,
             and where the vocabulary is split DTensor's temporaries beside (torch's loss_parallel); the probabilities,
             in place of an fp32 copy of the logits, which become their gradients (Megatron-LM); or the gradients in
-            place of the logits, in their precision (Transformer Engine's fused cross-entropy).
+            place of the logits, in their precision (Transformer Engine's fused cross-entropy); or the logits alone,
+            from which one kernel makes their gradients (torch.compile).
         narrow_values: Values that are narrower than keys are not padded.
         split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
             (torch), or of each product with weights its input and the gradient of its output (``products``).
