@@ -28,7 +28,6 @@ __all__ = [
     "check_times",
 ]
 
-_GRADIENT_BYTES = 4  # torch's, in every precision
 _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
 
 
@@ -60,7 +59,15 @@ def check_bytes(program: Program) -> None:
     assert program.level == 1 or not alone, alone  # Level 1 has the exchanges of an action in one piece on each rank
 
 
-def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int) -> None:
+def check_reductions(
+    program: Program,
+    plan: ParallelPlan,
+    num_microbatches: int,
+    *,
+    held: int = 4,
+    reduced: int = 4,
+    evenly: bool = False,
+) -> None:
     """Every gradient that a rank holds is reduced over all ranks that must agree on it, once a step or a microbatch.
 
     Those of experts that other ranks do not have are reduced over the ranks that do, if there are any.
@@ -69,7 +76,11 @@ def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int
         program: Of Level 2.
         plan: Its plan.
         num_microbatches: Of a step.
+        held, reduced: Bytes of a gradient that is held and that is reduced; torch's are fp32 in every precision.
+        evenly: Where optimizer states are sharded and nothing else, ranks reduce and scatter what they share evenly.
     """
+    evenly &= plan.shards_optimizer_only
+    kind = CollectiveKind.REDUCE_SCATTER if evenly else CollectiveKind.ALL_REDUCE
     times = num_microbatches if plan.grad_sync == "microbatch" else 1
     num_shards = plan.dp_shard * plan.cp
     for rank in program.ranks:
@@ -78,27 +89,32 @@ def check_reductions(program: Program, plan: ParallelPlan, num_microbatches: int
             (op.message, op.stream) for op in (program.ops[index] for index in program.by_rank[rank]) if op.message
         ):
             moved[stream, message.kind] += message.num_bytes
-        expert_bytes = _expert_gradient_bytes(program, rank) if plan.ep > 1 else 0
-        held_bytes = times * (program.resting_bytes[rank][MemoryCategory.GRADIENTS] - expert_bytes)
-        assert moved[Stream.EXPERT_DATA, CollectiveKind.ALL_REDUCE] == (expert_bytes if plan.dp > plan.ep else 0)
+        expert_bytes = reduced * _expert_gradients(program, rank) if plan.ep > 1 else 0
+        all_bytes = program.resting_bytes[rank][MemoryCategory.GRADIENTS] // held * reduced
+        held_bytes = times * (all_bytes - expert_bytes)
+        assert moved[Stream.EXPERT_DATA, kind] == (expert_bytes if plan.dp > plan.ep else 0)
         replicated, sharded, whole = (
             moved[Stream.REPLICATE, CollectiveKind.ALL_REDUCE],
             moved[Stream.SHARD, CollectiveKind.REDUCE_SCATTER],
-            moved[Stream.DATA, CollectiveKind.ALL_REDUCE],
+            moved[Stream.DATA, kind],
         )
         if plan.shards_parameters:
             replicas_bytes = held_bytes if plan.dp_replicate > 1 else 0
             assert (sharded, replicated, whole) == (held_bytes * num_shards, replicas_bytes, 0)
         else:
             replicas_bytes = held_bytes if plan.dp * plan.cp > 1 else 0
-            assert (sharded, replicated, whole) == (0, 0, replicas_bytes)
+            assert (sharded, whole) == (0, replicas_bytes)
+            parts_bytes = held_bytes / num_shards if evenly and plan.dp_replicate > 1 else 0
+            assert parts_bytes <= replicated < parts_bytes + 1000  # each bucket's part is rounded up
+            gathered = moved[Stream.SHARD, CollectiveKind.ALL_GATHER]
+            assert (gathered > 0) == evenly
 
 
-def _expert_gradient_bytes(program: Program, rank: int) -> int:
-    """From the layers that the rank updates; it updates all of its experts itself."""
+def _expert_gradients(program: Program, rank: int) -> int:
+    """From the layers that the rank updates some of."""
     ops = (program.ops[index] for index in program.by_rank[rank])
     work = [part for op in ops for part in op.work if isinstance(part, LayerWork) and part.phase is Phase.OPTIMIZER]
-    return _GRADIENT_BYTES * sum(p.num_elements for part in work for p in part.layer.parameters if p.expert)
+    return sum(p.num_elements for part in work for p in part.layer.parameters if p.expert)
 
 
 def check_memory(program: Program) -> None:

@@ -16,6 +16,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 from tests.laws import (
     check_bytes,
@@ -95,29 +96,46 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
 
 
-def keeps_the_laws(model: ModelSpec, cluster: str, devices: int, training: TrainingSpec, plan: ParallelPlan) -> None:
+def keeps_the_laws(
+    model: ModelSpec,
+    cluster: str,
+    devices: int,
+    training: TrainingSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec = TORCH,
+) -> None:
     found = catalogue.cluster(cluster, num_devices=devices)
-    prediction = predict("random", model, found, training, plan, TORCH)
+    prediction = predict("random", model, found, training, plan, software)
     check_prediction(prediction)
     assert simulate_again(prediction).times.step_time_s == prediction.step_time_s
-    cost = cost_model(found, training, plan, TORCH, None)
+    cost = cost_model(found, training, plan, software, None)
 
     def lowered(how: Lowering) -> Simulated:
-        made = lower(model, training, plan, TORCH, prediction.assignment, prediction.table, how)
+        made = lower(model, training, plan, software, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, found)
         check_memory(made)
         check_times(simulated)
         check_engines(made, simulated.pricing.durations_s)
         return simulated
 
-    folding = folding_of(model, plan, found)
+    folding = folding_of(model, plan, found, software)
     for level, host_waits in product((1, 2), (False, True)):
         unfolded = lowered(Lowering(level, host_waits=host_waits))
         check_bytes(unfolded.program)
         folded = lowered(Lowering(level, folding, host_waits=host_waits))
         check_same(folded, unfolded)
         if level == 2:
-            check_reductions(unfolded.program, plan, prediction.num_microbatches)
+            evenly = software.optimizer_shards == "elements"
+            state = software.state(training, plan)
+            held = state.gradient + state.unaccumulated
+            check_reductions(
+                unfolded.program,
+                plan,
+                prediction.num_microbatches,
+                held=held,
+                reduced=state.reduced,
+                evenly=evenly,
+            )
             merged = lowered(Lowering(level, folding, expand_all=False, host_waits=host_waits))
             assert merged.times.step_time_s == pytest.approx(folded.times.step_time_s, rel=1e-9)
 
@@ -134,6 +152,25 @@ def test_every_strategy_keeps_the_laws(name: str, tied: bool) -> None:
             keeps_the_laws(*asked)
     else:
         keeps_the_laws(*asked)
+
+
+MEGATRON: dict[str, dict[str, Any]] = {
+    "ddp": {"dp_replicate": 4},
+    "zero 1": {"dp_shard": 4, "zero_stage": 1},
+    "zero 1 replicated": {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1, "grad_dtype": "fp32"},
+    "interleaved x zero 1": {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "zero_stage": 1, "recompute": "full"},
+    "zb-h1 x zero 1": {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "zero_stage": 1, "recompute": "selective"},
+    "tp x 1f1b x ddp": {"tp": 2, "pp": 2, "dp_replicate": 2, "recompute": "selective"},
+}
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+@pytest.mark.parametrize("software", ["megatron-lm-2022", "megatron-bridge"])
+def test_strategies_of_megatron_keep_the_laws(software: str, name: str) -> None:
+    plan = ParallelPlan.model_validate(MEGATRON[name])
+    model = ModelSpec.model_validate({**SIZES, "family": "gpt"})
+    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
+    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalogue.software(software))
 
 
 def rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
@@ -217,8 +254,9 @@ def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObje
     )
     cluster = data.draw(rarely("dgx-h100", "dgx-v100", "dgx-a100-80gb", "gb200-nvl72", "this-machine"), "cluster")
     devices = data.draw(rarely(plan.num_devices, 1, 4, 16), "devices")
+    software = data.draw(rarely("torch", *catalogue.names("software")), "software")
     try:
-        keeps_the_laws(model, cluster, devices, training, plan)
+        keeps_the_laws(model, cluster, devices, training, plan, catalogue.software(software))
     except SpecError as error:
         refused = error.problems
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simplan.cli.calibrations import covers, ensure, is_needed, measure, read, refuse_unneeded, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
-from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario
+from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import write_predicted_trace
@@ -110,6 +110,7 @@ def run_command(
 ) -> int:
     """``simplan run``."""
     scenario = load_scenario(file)
+    refuse_other_software(scenario)
     refuse_unneeded(scenario, calibration_file)
     calibration = ensure([scenario], calibration_file)
     outcome = execute(scenario, calibration, output or default_folder(scenario), options)

@@ -21,7 +21,7 @@ from simplan.scenario import Scenario
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 
-__all__ = ["Outcome", "RunOptions", "default_folder", "execute", "predict_scenario"]
+__all__ = ["Outcome", "RunOptions", "default_folder", "execute", "predict_scenario", "refuse_other_software"]
 
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
@@ -87,6 +87,18 @@ def predict_scenario(scenario: Scenario, calibration: Calibration | None) -> Pre
         raise error if error.file or scenario.file is None else error.in_file(scenario.file) from None
 
 
+def refuse_other_software(scenario: Scenario) -> None:
+    """The executor runs one framework.
+
+    Raises:
+        NotModelledError: The scenario is for another one.
+    """
+    if not scenario.software.executable:
+        rule = "cannot be run: the executor runs plain torch, which is not what is predicted for another framework"
+        problem = Problem(field="software", value=scenario.software.id, rule=rule, fix="use torch")
+        raise NotModelledError(problem, file=scenario.file)
+
+
 def default_folder(scenario: Scenario) -> Path:
     """``simplan-out/NAME`` in the current folder, the name made safe for a file system."""
     return Path("simplan-out") / (re.sub(r"[^A-Za-z0-9._-]+", "-", scenario.name).strip(".-") or "run")
@@ -137,6 +149,11 @@ def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         rule = "cannot be run yet: the executor has no loss scaling, and of narrower formats only fp8"
         problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16, fp8 or fp32"))
+    if 0 in (scenario.plan.stage_layers or ()):
+        rule = "has a stage without blocks, which the executor does not make"
+        fix = "give every stage a layer"
+        value = str(list(scenario.plan.stage_layers or ()))
+        problems.append(Problem(field="plan.stage_layers", value=value, rule=rule, fix=fix))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
     return job_of(

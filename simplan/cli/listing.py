@@ -68,8 +68,11 @@ def entry_text(kind: str, name: str) -> str:
     flat = _flatten(entry(kind, name))
     sources = {key.removeprefix("sources."): value for key, value in flat.items() if ".sources." in f".{key}"}
     shown = {key: value for key, value in flat.items() if ".sources." not in f".{key}" and value not in (None, "")}
+    missing = shown.pop("not_modelled", ())
     width = max(len(key) for key in shown)
     lines = [f"{key:{width}}  {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in shown.items()]
+    if missing:
+        lines += ["", "Not modelled", *(f"  {what}" for what in missing)]
     if sources:
         lines += ["", "Sources", *(f"  {key}: {value}" for key, value in sources.items())]
     return "\n".join(lines)
@@ -147,8 +150,10 @@ def _software() -> list[Row]:
         {
             "name": software.id,
             "precisions": ", ".join([*software.state_bytes, *software.low_precision]),
-            "gradient bucket": format_bytes(software.bucket_bytes),
+            "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "all at once",
             "buckets overlap backward": "yes" if software.grad_overlap else "no",
+            "ZeRO stages": ", ".join(map(str, software.zero_stages)),
+            "not modelled": str(len(software.not_modelled) or ""),
         }
         for software in (catalogue.software(name) for name in catalogue.names("software"))
     ]

@@ -30,7 +30,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
     frozen = (resting[MemoryCategory.PARAMETERS] - trained * state.parameter) // state.frozen
     widths = {
         MemoryCategory.PARAMETERS: state.parameter,
-        MemoryCategory.GRADIENTS: state.gradient,
+        MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
         MemoryCategory.OPTIMIZER: optimizer,
     }
     for category, num_bytes in worst.by_category.items():
@@ -70,7 +70,11 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         yield Part(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
-        yield Part("reserved", "allocator", rounding, "bytes", "rounded up to what the caching allocator reserves")
+        share = prediction.software.reserve_fraction
+        more = f", {share:.0%} more than comes and goes," if share else ""
+        yield Part(
+            "reserved", "allocator", rounding, "bytes", f"rounded up{more} to what the caching allocator reserves"
+        )
 
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:

@@ -35,7 +35,9 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
         folded: Write out ranks that do the same once.
     """
     plan, cluster = prediction.plan, prediction.cluster
-    folding = folding_of(prediction.model, plan, cluster) if folded else unfolded(RankMapping.of(plan))
+    folding = (
+        folding_of(prediction.model, plan, cluster, prediction.software) if folded else unfolded(RankMapping.of(plan))
+    )
     expand_all = expands_all(prediction.model, plan, prediction.num_microbatches, folding)
     how = Lowering(level, folding, expand_all, host_waits=cluster.device.kind == "cpu")
     return lower(
@@ -49,7 +51,9 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
     )
 
 
-def folding_of(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> Folding:
+def folding_of(
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, software: SoftwareSpec | None = None
+) -> Folding:
     """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down."""
     mapping = RankMapping.of(plan)
     if cluster.cores_per_node is not None:
@@ -58,14 +62,16 @@ def folding_of(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> Fo
     num_shards = plan.dp_shard * plan.cp
     partial = [p for layer in set(model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient]
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
+    shares = software is not None and software.optimizer_shards == "elements"
+    deals = plan.shards_optimizer_only and not shares
 
     def owns(rank: int) -> int:
         """Tells ranks of a shard group apart where they hold unequal parts.
 
-        ZeRO-1 deals out whole parameters; and where rows do not divide, the last shards of parameters have fewer of
-        them to sum over tensor-parallel ranks.
+        torch's ZeRO-1 deals out whole parameters; and where rows do not divide, the last shards of parameters have
+        fewer of them to sum over tensor-parallel ranks.
         """
-        return mapping.shard_group(rank).index(rank) if plan.shards_optimizer_only or uneven else 0
+        return mapping.shard_group(rank).index(rank) if deals or uneven else 0
 
     return fold(mapping, cluster.node_of, owns)
 

@@ -22,7 +22,7 @@ from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
-from simplan.sim.memory import host_peak_bytes, memory_peak
+from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.model import ModelSpec
@@ -72,7 +72,7 @@ def predict(
     if is_own_schedule(plan.schedule):
         check_executable(table, plan, software)
 
-    folding = folding_of(model, plan, cluster)
+    folding = folding_of(model, plan, cluster, software)
     expand_all = expands_all(model, plan, microbatches, folding)
     coarse, fine = (
         lower(
@@ -129,7 +129,7 @@ def predict(
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
         assumptions=(
-            *_assumptions(cluster, plan, simulated.pricing),
+            *_assumptions(cluster, plan, software, simulated.pricing),
             *packing_assumptions(
                 model,
                 plan,
@@ -183,7 +183,7 @@ def rank_memory(
         peak = memory_peak(program, rank)
         allocated = peak.total_bytes
         on_cpu = cluster.device.kind == "cpu"
-        reserved = allocated if on_cpu else -(-allocated // _BLOCK_BYTES) * _BLOCK_BYTES
+        reserved = allocated if on_cpu else _reserved_bytes(program, rank, allocated, software)
         found[rank] = RankMemory(
             rank=rank,
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
@@ -195,6 +195,16 @@ def rank_memory(
             host_bytes=host_peak_bytes(program, rank),
         )
     return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
+
+
+def _reserved_bytes(program: Program, rank: int, allocated_bytes: int, software: SoftwareSpec) -> int:
+    """What the caching allocator has of the device: whole blocks, and more than is in use, as it cannot move them."""
+    passing, updating = coming_and_going_bytes(program, rank)
+    resting = resting_bytes(program, rank)
+    reserved = allocated_bytes + software.reserve_fraction * max(0, allocated_bytes - resting)
+    if software.flat_updates:
+        reserved = max(allocated_bytes, resting + (1 + software.reserve_fraction) * passing + updating)
+    return -(-int(reserved) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def _idle_fraction(spans: Timeline, ranks: tuple[int, ...]) -> float:
@@ -227,7 +237,7 @@ def _terms(pricing: Pricing, num_ranks: int) -> tuple[Term, ...]:
     return tuple(merged.values())
 
 
-def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, pricing: Pricing) -> tuple[str, ...]:
+def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing) -> tuple[str, ...]:
     found = []
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     if Provenance.DATASHEET in provenances or Provenance.PUBLISHED in provenances:
@@ -239,8 +249,18 @@ def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, pricing: Pricing) -> 
         names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
         found.append(f"outside of what was calibrated: {', '.join(names)}")
     if cluster.device.kind != "cpu":
-        found.append("reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled")
+        share = software.reserve_fraction
+        found.append(
+            f"the allocator reserves {share:.0%} more than comes and goes in a step, in whole 2 MiB blocks"
+            if share
+            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
+        )
         found.append("the device never waits for the host: launch overhead counts as the least time of a kernel")
+    if software.not_modelled:
+        things = f"{len(software.not_modelled)} thing{'s' if len(software.not_modelled) > 1 else ''}"
+        found.append(
+            f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
+        )
     if cluster.cores_per_node is not None:
         found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:

@@ -33,6 +33,9 @@ def eager_attention_bytes(
         if not isinstance(core, Attention) or not core.eager:
             continue
         after = {kernel.name for kernel in layer.kernels[index + 1 :]}
+        if core.fused_softmax:
+            yield _fused_softmax_bytes(layer, core, after, b, state, dropped)
+            continue
         gone = [t for t in layer.saved if t.made_by in after or (t.made_by == core.name and not t.bytes_per_element)]
         again = [t for t in dropped if t.made_by == core.name and t not in gone]
         held = _bytes(again, state) - _bytes((t for t in gone if t not in dropped), state)
@@ -43,6 +46,26 @@ def eager_attention_bytes(
         # the values are gone as well, and their gradient, which is as large, is there
         stream = b * layer.made_elements * state.residual
         yield stream + 2 * b * core.num_scores * _FP32_BYTES + b * held - copies
+
+
+def _fused_softmax_bytes(
+    layer: LayerSpec, core: Attention, after: Collection[str], b: int, state: StateBytes, dropped: Collection[Saved]
+) -> int:
+    """Gradients of the weights that values are multiplied with, and what dropout's backward makes of them.
+
+    With dropout the weights after it are gone by then; without, nothing of the core is, and the gradient is changed in
+    place.
+    """
+    own = [tensor for tensor in layer.saved if tensor.made_by == core.name]
+    weights_after = [tensor for tensor in own if tensor.name.endswith("weights after dropout")]
+    gone = [tensor for tensor in layer.saved if tensor.made_by in after and tensor not in dropped]
+    again = [tensor for tensor in own if tensor in dropped]
+    made = b * core.num_scores * state.activation * (2 if weights_after else 1)
+    return (
+        b * layer.made_elements * state.residual
+        + made
+        + b * (_bytes(again, state) - _bytes(gone, state) - _bytes(weights_after, state))
+    )
 
 
 def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:

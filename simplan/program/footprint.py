@@ -13,17 +13,16 @@ from simplan.program.adapter_footprint import adapted_moments, has_adapters
 from simplan.program.attention_footprint import eager_attention_bytes
 from simplan.program.convolution_footprint import convolution_moments, has_convolutions
 from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
+from simplan.program.head_footprint import head_moments, scatter_elements
 from simplan.program.low_precision_footprint import backward_moments, forward_cast_bytes
 from simplan.program.moment import Moment
 from simplan.program.norm_footprint import norm_workspace
 from simplan.program.program import MemoryCategory, MemoryEffect
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
+from simplan.spec.layer import Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
 __all__ = ["LayerFootprint", "Moment", "layer_footprint", "layers_effects", "owned_parameters"]
-
-_LOSS_BYTES = 4
 
 
 class LayerFootprint(NamedTuple):
@@ -82,7 +81,7 @@ def layer_footprint(
         case _ if has_convolutions(layer):
             forward, backward = convolution_moments(layer, b, state)
         case LayerKind.HEAD:
-            forward, backward = _head_moments(layer, b, state)
+            forward, backward = head_moments(layer, b, state)
         case LayerKind.EMBEDDING:
             forward, backward = _embedding_moments(layer, b, state)
         case LayerKind.BLOCK if has_adapters(layer):
@@ -138,7 +137,7 @@ def _block_moments(
     if all(tensor.made_by != source.name for tensor in layer.saved):
         writes += inner  # its backward needs its result, which so is not gone yet
     scattered = layer.made_elements < last.m * last.n
-    result = _scatter_elements(b * last.m * last.n, output, b) if scattered else output
+    result = scatter_elements(b * last.m * last.n, output, b) if scattered else output
     widened_branch = narrow + (wide if narrow < wide else 0)
     # a norm after the last sum keeps it, and its output comes when the branch is gone
     ending = output * (max(wide, widened_branch) if _keeps_sum(layer, last) else wide + widened_branch)
@@ -153,7 +152,7 @@ def _block_moments(
     widened = weight * state.gradient if copied else 0
     incoming_gradient = output * wide - b * _kept_after(layer, last, state)
     return (Moment(forward),), (
-        Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * narrow),
+        Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * state.product),
         Moment(incoming_gradient + writes * narrow - copied),
         Moment(incoming_gradient, gradients=widened),
         *backward_moments(layer, last, b, state, incoming_gradient + incoming),
@@ -191,47 +190,12 @@ def _before(layer: LayerSpec, kernel: Kernel) -> Iterator[Kernel]:
     return reversed(layer.kernels[: layer.kernels.index(kernel)])
 
 
-def _scatter_elements(whole: int, part: int, b: int) -> int:
-    """Elements that a reduce-scatter of tokens holds: input, the same in the order of ranks (if it differs), result."""
-    return whole * (2 if b > 1 else 1) + part
-
-
 def _dropped_in_forward(layer: LayerSpec, recomputation: Recomputation, state: StateBytes) -> int:
     """What forward makes for its second half and does not keep, of one sequence."""
     names = [kernel.name for kernel in layer.kernels]
     second_half = names[names.index("residual1") :]
     dropped = [t for t in layer.saved if t not in recomputation.saved and t.made_by in second_half]
     return _bytes((t for t in dropped if not t.made_by.startswith("norm")), state)
-
-
-def _head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
-    """Forward has the logits, and their fp32 copy where they are narrower, beside the log-probabilities.
-
-    Backward has the gradients after and, unless the vocabulary is split, before the softmax; then, with the
-    log-probabilities gone, the gradients of logits, of their matrix and of its input.
-    """
-    narrow = state.activation
-    matrix = next(k for k in reversed(layer.kernels) if isinstance(k, Gemm))
-    logits, weight, hidden = b * matrix.m * matrix.n, matrix.n * matrix.k, b * matrix.m * matrix.k
-    exchanges = {k.backward for k in layer.kernels if isinstance(k, Exchange)}
-    if CollectiveKind.REDUCE_SCATTER in exchanges:
-        hidden = _scatter_elements(hidden, b * _input_elements(layer), b)
-    copy = logits * _LOSS_BYTES if narrow < _LOSS_BYTES else 0
-    loss_gradients = Moment(logits=logits * _LOSS_BYTES * (1 if exchanges else 2))
-    gone = logits * _LOSS_BYTES
-    products = [Moment(hidden * narrow, logits * narrow - gone, weight * narrow * matrix.trained)]
-    if copied_weight_bytes(layer, matrix, state):
-        products.append(Moment(hidden * narrow, -gone, weight * state.gradient))
-    whole = b * _input_elements(layer)
-    if hidden < whole:  # gradients of all tokens after and before the norm, if any, of which the matrix uses a few
-        has_norm = any(parameter.name.startswith("norm.") for parameter in layer.parameters)
-        products.append(Moment((1 + has_norm) * whole * state.residual, -gone))
-    return (Moment(logits=logits * narrow - gone), Moment(logits=logits * narrow + copy)), (loss_gradients, *products)
-
-
-def _input_elements(layer: LayerSpec) -> int:
-    """Of one sequence."""
-    return sum(t.elements for t in layer.saved if not t.made_by)
 
 
 def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
@@ -246,7 +210,7 @@ def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Mo
         forward += output + lookups[1].rows * lookups[1].width
     forward -= b * sum(t.elements for t in layer.saved if t.residual)  # a sum that is kept for a norm
     weight = max((p.num_elements for p in layer.parameters if not p.frozen), default=0) * state.residual
-    scattered = _scatter_elements(tokens, output, b) if output < tokens else 0
+    scattered = scatter_elements(tokens, output, b) if output < tokens else 0
     gradient = (output + (tokens if exchanged else 0)) if layer.num_trained else 0
     return (Moment(max(forward, scattered) * state.residual),), (
         Moment(scattered * state.residual if gradient else 0),

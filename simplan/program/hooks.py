@@ -5,7 +5,7 @@ FSDP's hooks are in ``simplan.program.fsdp``; which of them a plan has is decide
 
 from __future__ import annotations
 
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.buckets import ddp_buckets
 from simplan.program.program import LayerWork, Message, Phase, Stream
 from simplan.program.stage import Stages
@@ -71,23 +71,64 @@ class Hooks:
 
 
 class DdpHooks(Hooks):
-    """torch's DistributedDataParallel: gradients divided, then all-reduced in buckets as backward completes them."""
+    """Gradients divided, then reduced in buckets as backward completes them, as torch's DistributedDataParallel does.
+
+    Where optimizer states are shared evenly each rank of the shard group gets the part of every bucket that it updates,
+    and replicas of this group then reduce this part.
+    """
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         super().__init__(stages, writer, level)
         software, plan = stages.software, stages.plan
+        shares = plan.shards_optimizer_only and software.optimizer_shards == "elements"
         self._group = stages.mapping.dp_group(writer.rank)
+        self._kind = CollectiveKind.ALL_REDUCE
+        self._replicas: tuple[int, ...] = ()
+        if shares:
+            self._group, self._kind = stages.mapping.shard_group(writer.rank), CollectiveKind.REDUCE_SCATTER
+            self._replicas = stages.mapping.replicate_group(writer.rank)
         if level == 1 or not software.grad_overlap:
             self._limits = (_ENDLESS, _ENDLESS)
         elif plan.bucket_bytes is not None:
             self._limits = (plan.bucket_bytes, plan.bucket_bytes)
         else:
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
+        self._gathers = shares and software.gathers_ahead
+        self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
         self._ended: dict[int, int] = {}
 
     def expands(self, action: Action) -> bool:
-        """Only where buckets are reduced in between."""
-        return self._reduces(action)
+        """Only where buckets are reduced in between, or gathered."""
+        first = action.kind is ActionKind.FORWARD and action.stage not in self._gathering
+        return self._reduces(action) or (self._gathers and first)
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Parameters that the step before updated are gathered, the first layer's first."""
+        if not self._gathers:
+            return
+        if action.stage not in self._gathering:
+            self._gathering[action.stage] = self._gather(action)
+        waited = [self._gathering[action.stage].pop(layer, None) for layer in part]
+        self.writer.block_on(*dict.fromkeys(waited))
+
+    def _gather(self, action: Action) -> dict[int, int]:
+        """Gathers the parameters of a stage in buckets; gives by layer the gather that it waits for."""
+        stages = self.stages
+        found: dict[int, int] = {}
+        limit = self._limits[0] // stages.state.reduced
+        bucket: list[int] = []
+        filled = 0
+        trained, experts = stages.trained[action.stage], stages.experts[action.stage]
+        for layer, elements in enumerate(trained):
+            bucket.append(layer)
+            filled += elements - experts[layer]
+            if (filled < limit and layer + 1 < len(trained)) or not filled:
+                continue
+            message = Message(CollectiveKind.ALL_GATHER, filled * stages.state.parameter, self._group)
+            index = self.writer.collective(action, Stream.SHARD, "all_gather parameters", message, ())
+            found |= dict.fromkeys(bucket, index)
+            bucket, filled = [], 0
+        return found
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Gradients are divided by the number of data-parallel ranks before they are summed."""
@@ -98,23 +139,27 @@ class DdpHooks(Hooks):
         del action
         self._ended.update(dict.fromkeys(part, ended))
 
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """The same of a backward in two parts."""
+        last = self.writer.last_compute
+        assert last is not None
+        self.after_backward(action, part, last)
+
     def end_of_backward(self, action: Action) -> None:
-        """All-reduces of the stage's gradients, each from when its gradients are there, and the wait for them."""
+        """Reductions of the stage's gradients, each from when its gradients are there, and the wait for them."""
         if not self._reduces(action):
             return
         stages, writer = self.stages, self.writer
-        buckets = ddp_buckets(stages.layers[action.stage], stages.state.gradient, *self._limits)
-        indices = [
-            writer.collective(
-                action,
-                Stream.DATA,
-                f"bucket {number}" if self.level == 2 else "all_reduce",
-                Message(CollectiveKind.ALL_REDUCE, bucket.num_bytes, self._group),
-                (self._ended[bucket.ready_layer],),
-            )
-            for number, bucket in enumerate(buckets)
-        ]
-        writer.block_on(*indices)
+        buckets = ddp_buckets(stages.layers[action.stage], stages.state.reduced, *self._limits)
+        for number, bucket in enumerate(buckets):
+            name = f"bucket {number}" if self.level == 2 else str(self._kind)
+            message = Message(self._kind, bucket.num_bytes, self._group)
+            index = writer.collective(action, Stream.DATA, name, message, (self._ended[bucket.ready_layer],))
+            if len(self._replicas) > 1:
+                part_bytes = -(-bucket.num_bytes // len(self._group))
+                message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
+                index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
+            writer.block_on(index)
         writer.compute(action, "wait for gradients")
 
     def _reduces(self, action: Action) -> bool:

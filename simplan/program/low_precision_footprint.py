@@ -14,24 +14,30 @@ __all__ = ["backward_moments", "forward_cast_bytes", "keeping_quantized", "kept_
 _KEEP_THEIR_RESULT = ("relu",)  # their own backward reads it
 
 
-def keeping_quantized(layer: LayerSpec, form: LinearFormat | None) -> LayerSpec:
+def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bool = False) -> LayerSpec:
     """The layer, with quantized inputs of linear layers kept in place of those in 16 bits, where a format does so.
 
-    Each linear layer has a copy of its own, along columns, also where several have one input. What something else
-    keeps as well, such as the output of the attention core, stays.
+    Each linear layer has a copy of its own, along columns, also where several have one input, unless these are one.
+    What something else keeps as well, such as the output of the attention core, stays.
 
     Args:
         layer: As its builder made it: it keeps inputs of matrix products as they are.
         form: How linear layers are quantized; None for not at all.
+        joined: Matrices with one input are one.
     """
     if form is None or form.kept == "wide":
         return layer
     saved = list(layer.saved)
     for gemm in linears(layer):
+        place = layer.kernels.index(gemm)
+        before = layer.kernels[place - 1] if place else None
+        if joined and isinstance(before, Gemm) and (before.m, before.k) == (gemm.m, gemm.k):
+            continue
         wide = _made_for(layer, gemm)
         if wide in saved:
             saved.remove(wide)
-        num_bytes = form.quantized_bytes(gemm.k, gemm.m)
+        rows = gemm.m if wide is None else wide.elements // gemm.k  # of gathered tokens a rank keeps its own
+        num_bytes = form.quantized_bytes(gemm.k, rows)
         saved.append(Saved(f"{gemm.name} input in {form.precision}", num_bytes, 1, made_by=gemm.name))
     return replace(layer, saved=tuple(saved))
 
@@ -42,7 +48,8 @@ def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
     if not before or not isinstance(before[-1], Pointwise) or before[-1].name in _KEEP_THEIR_RESULT:
         return None
     made = [t for t in layer.saved if t.made_by == before[-1].name and not t.bytes_per_element and not t.residual]
-    return next((t for t in made if t.elements == gemm.m * gemm.k), None)
+    whole = gemm.m * gemm.k
+    return next((t for t in made if t.elements % gemm.k == 0 and whole % t.elements == 0), None)
 
 
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:

@@ -78,7 +78,7 @@ def lower(
     does in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums
     gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by the number of
     microbatches. OPTIM waits for all sends, all-reduces gradients of tied embeddings that sit on two ranks, updates,
-    and hands sharded updates round (ZeRO-1).
+    and hands sharded updates round, or gathers them (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
@@ -97,7 +97,7 @@ def lower(
         lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
         ops.extend(lowering.run(row))
         resting[rank] = lowering.resting_bytes()
-        rebuild[rank] = lowering.bucket_bytes()
+        rebuild[rank] = lowering.bucket_bytes() if software.rebuilds_buckets else 0
     one_memory = how.host_waits
     return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
 
@@ -119,14 +119,19 @@ class _RankLowering:
         self.scripts = scripts
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
-        self.writer = RankWriter(rank, first, folding, ordered_messages=not how.host_waits)
+        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
+        ordered = not (how.host_waits or self.synchronous)  # these are in one batch, and pass each other
+        self.writer = RankWriter(rank, first, folding, ordered_messages=ordered)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
-        self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
+        plan = stages.plan
+        rings = plan.cp > 1 and plan.cp_comm == "ring"
+        self.overlaps = not how.host_waits and (rings or (plan.tp > 1 and stages.software.tp_overlap != "none"))
         self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Message, ...]] = {}
+        self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
         self.received: dict[Action, list[int]] = {}
         self.sends: list[int] = []
         self.sent_bytes = 0
@@ -139,8 +144,11 @@ class _RankLowering:
                     self._forward(action)
                 case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
                     self._backward(action)
-                case _K.SEND_F | _K.SEND_B | _K.RECV_F | _K.RECV_B:
+                case _K.SEND_F | _K.SEND_B:
                     self._message(action)
+                case _K.RECV_F | _K.RECV_B:
+                    if not self.synchronous:
+                        self._message(action)
                 case _K.UNSHARD:
                     self.hooks.unshard(action)
                 case _K.RESHARD:
@@ -166,11 +174,12 @@ class _RankLowering:
         states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
             MemoryCategory.PARAMETERS: trained * state.parameter + frozen * state.frozen,
-            MemoryCategory.GRADIENTS: trained * state.gradient,
+            MemoryCategory.GRADIENTS: trained * (state.gradient + state.unaccumulated),
             MemoryCategory.OPTIMIZER: 0,
             states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
             MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
+            + stages.placeholder_bytes(mine)
             + (stages.batch_bytes if 0 in mine else 0),
         }
 
@@ -181,7 +190,7 @@ class _RankLowering:
         return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
 
     def _forward(self, action: Action) -> None:
-        self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_F, action.microbatch), ()))
+        self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         for part in self._parts(action):
             self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
@@ -191,7 +200,7 @@ class _RankLowering:
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
-            self.writer.block_on(*self.received.get(Action(action.stage, _K.RECV_B, action.microbatch), ()))
+            self._receive(Action(action.stage, _K.RECV_B, action.microbatch))
         phase = _BACKWARD_PHASE[action.kind]
         if action.stage == 0 and not self.stages.software.first_stage_splits:
             if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
@@ -269,27 +278,32 @@ class _RankLowering:
         axis, kind, num_bytes, _ = segment.exchange
         return Message(kind, num_bytes, self.groups[axis])
 
+    def _receive(self, action: Action) -> None:
+        """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
+        if self.synchronous and action in self.expected:
+            self._message(action)
+        self.writer.block_on(*self.received.get(action, ()))
+
     def _message(self, action: Action) -> None:
         stages, kind = self.stages, action.kind
         sends = kind in (_K.SEND_F, _K.SEND_B)
         forward = kind in (_K.SEND_F, _K.RECV_F)
         other_stage = action.stage + (1 if forward == sends else -1)
         other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
-        waits_at_once = stages.software.blocking_sends
         ends = (self.rank, other) if sends else (other, self.rank)
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
             # a send keeps its tensor alive until it is waited for; one that only passes is in a receive buffer
             sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
-            held = 0 if waits_at_once else sent
+            held = sent if stages.software.holds_sends else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
             index = self.writer.send(action, _MESSAGE_STREAM[kind], tensor.num_bytes, ends, effects, number=number)
             if not sends:
                 self.received.setdefault(action, []).append(index)
-            elif waits_at_once:
-                self.writer.block_on(index)
             else:
                 self.sends.append(index)
                 self.sent_bytes += held
+                if self.synchronous:
+                    self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
         stages, writer = self.stages, self.writer
@@ -307,10 +321,19 @@ class _RankLowering:
         for owner, num_bytes in self.states.broadcasts():
             message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
             writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
+        for members, num_bytes in self.states.gathers():
+            message = Message(CollectiveKind.ALL_GATHER, num_bytes, members)
+            stream = Stream.SHARD if members == group else Stream.EXPERT_DATA
+            writer.collective(action, stream, "all_gather parameters", message, [updated])
 
     def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
         """Updates all that the rank trains; gives the index of the last operation."""
         stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
+        copied = self.states.trained_elements * stages.state.widened_bytes
+        if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
+            copied += self.states.gradient_elements * stages.state.narrowed_bytes
+        if copied:
+            release = (*release, MemoryEffect(MemoryCategory.WORKSPACE, copied, 0))
         if not stages.plan.offload_optimizer:
             work = tuple(item for stage in mine for item in self.states.updates(stage))
             return self.writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)

@@ -47,6 +47,7 @@ def _average_experts(action: Action, stages: Stages, states: OptimizerStates, wr
     group = stages.mapping.expert_group(writer.rank)
     if len(group) == 1:
         return
+    kind = CollectiveKind.REDUCE_SCATTER if states.shares_evenly else CollectiveKind.ALL_REDUCE
     for number in elements:
-        message = Message(CollectiveKind.ALL_REDUCE, number * stages.state.gradient, group)
-        writer.block_on(writer.collective(action, Stream.EXPERT_DATA, "all_reduce experts", message, (divided,)))
+        message = Message(kind, number * stages.state.reduced, group)
+        writer.block_on(writer.collective(action, Stream.EXPERT_DATA, f"{kind} experts", message, (divided,)))

@@ -6,14 +6,15 @@ activations, which other stages wait for, then those of weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from simplan.program.footprint import LayerFootprint, layers_effects
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_effects
 from simplan.program.stage import Stages
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec
 from simplan.spec.recompute import Recomputation
 
 __all__ = ["Scripts", "Segment", "in_order"]
@@ -142,6 +143,7 @@ class Scripts:
         """The kernels in this order, those without an exchange between them in one piece."""
         segments: list[Segment] = []
         run: list[int] = []
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
 
         def flush() -> None:
             if run:
@@ -149,32 +151,60 @@ class Scripts:
                 run.clear()
 
         ring = any(isinstance(kernel, Exchange) and kernel.beside_previous for kernel in layer.kernels)
-        for index in order:
-            kernel = layer.kernels[index]
-            if not isinstance(kernel, Exchange):
-                if ring and isinstance(kernel, Attention):
-                    flush()  # only the core is beside a hop: what goes round is its input
-                run.append(index)
-                continue
-            kind = kernel.forward if phase in (Phase.FORWARD, Phase.RECOMPUTE) else kernel.backward
-            if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
-                continue
-            flush()
-            segments.append(self._exchange(kernel, kind))
+        overlaps = self._overlaps(layer, phase)
+        for together, indices in groupby(order, key=lambda index: overlaps(layer.kernels[index])):
+            group = list(indices)
+            kernels = [layer.kernels[index] for index in group]
+            beside = (
+                together and any(isinstance(k, Gemm) for k in kernels) and any(isinstance(k, Exchange) for k in kernels)
+            )
+            if beside:
+                flush()
+                run += [index for index in group if isinstance(layer.kernels[index], Gemm)]
+                flush()
+            for index in group:
+                kernel = layer.kernels[index]
+                if not isinstance(kernel, Exchange):
+                    if beside:
+                        continue
+                    if ring and isinstance(kernel, Attention):
+                        flush()  # only the core is beside a hop: what goes round is its input
+                    run.append(index)
+                    continue
+                kind = kernel.forward if forward else kernel.backward
+                if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
+                    continue
+                flush()
+                segments.append(self._exchange(kernel, kind, beside=beside))
         flush()
         return segments
+
+    def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
+        """Tells products of a block, and the exchanges that run beside products next to them, from all else."""
+        way = self._stages.software.tp_overlap
+        passes = {"none": (), "backward": (Phase.BACKWARD,), "all": (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)}
+        if layer.kind is not LayerKind.BLOCK or phase not in passes[way]:
+            return lambda kernel: False
+
+        def overlaps(kernel: Kernel) -> bool:
+            if not isinstance(kernel, Exchange):
+                return isinstance(kernel, Gemm)
+            before_product = kernel.forward is None or kernel.forward is CollectiveKind.ALL_GATHER
+            return kernel.axis == "tp" and kernel.bytes_per_element is None and (way == "all" or before_product)
+
+        return overlaps
 
     def _computing(self, layer: LayerSpec, indices: Sequence[int], phase: Phase) -> Segment:
         kernels = None if len(indices) == len(layer.kernels) else tuple(indices)
         work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
         return Segment((work,), recompute=phase is Phase.RECOMPUTE)
 
-    def _exchange(self, kernel: Exchange, kind: CollectiveKind | None) -> Segment:
+    def _exchange(self, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False) -> Segment:
         assert kind is not None
         state = self._stages.state
         width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
         num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
-        return Segment(exchange=(kernel.axis, kind, num_bytes, kernel.beside_previous))
+        return Segment(exchange=(kernel.axis, kind, num_bytes, beside or kernel.beside_previous))
 
 
 def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:

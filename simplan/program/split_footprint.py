@@ -188,7 +188,7 @@ def _weight_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[
         if isinstance(kernel, Gemm):
             copies = copied_weight_bytes(layer, kernel, state)
             kept += copies
-            product = gradient = kernel.weight_elements * state.activation
+            product = gradient = kernel.weight_elements * state.product
             if copies:
                 gradient = kernel.weight_elements * state.gradient
                 product += max(0, gradient - kept)

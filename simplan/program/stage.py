@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.low_precision_footprint import keeping_quantized
+from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
-from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec
+from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
@@ -89,7 +92,10 @@ class Stages:
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
-        model_layers = [keeping_quantized(layer, self.state.linear) for layer in model.layers_of(plan.shard)]
+        joined = software.layers.joined_products
+        model_layers = [
+            keeping_quantized(layer, self.state.linear, joined=joined) for layer in software.layers_of(model, plan)
+        ]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]
@@ -141,6 +147,14 @@ class Stages:
         tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
 
+    def placeholder_bytes(self, stages: Iterable[int]) -> int:
+        """Empty tensors in place of gradients, one for each shape that a matrix of blocks on these stages has."""
+        width = self.state.placeholder
+        layers = {layer for stage in stages for layer in self.layers[stage] if layer.kind is LayerKind.BLOCK and width}
+        return (
+            sum(rows * columns for rows, columns in {shape for layer in layers for shape in _matrices(layer)}) * width
+        )
+
     def layer_name(self, stage: int, position: int) -> str:
         """``embedding``, ``block 3`` or ``head``."""
         kind = self.layers[stage][position].kind
@@ -175,9 +189,10 @@ class Stages:
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # with torchtitan's selective_layer every second block is recomputed; in all other modes they are alike
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
+        buffered = self.software.preallocated_receives  # else a receive makes its tensor, as a layer would
         ends = (
-            position == 0 and self._crosses(stage - 1),
-            position == len(self.layers[stage]) - 1 and self._crosses(stage),
+            buffered and position == 0 and self._crosses(stage - 1),
+            buffered and position == len(self.layers[stage]) - 1 and self._crosses(stage),
         )
         key = (layer.key, variant, ends)
         found = self._facts.get(key)
@@ -185,7 +200,8 @@ class Stages:
             shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, self.plan.recompute, number)
-            found = self._facts[key] = layer_facts(layer, self.plan.microbatch_size, self.state, kept, ends, left)
+            b, way = self.plan.microbatch_size, self.software.layers.split_backward
+            found = self._facts[key] = layer_facts(layer, b, self.state, kept, ends, left, way)
         return found
 
     def _crosses(self, boundary: int) -> bool:
@@ -213,7 +229,13 @@ class Stages:
 
 
 def layer_facts(
-    layer: LayerSpec, b: int, state: StateBytes, kept: Recomputation, ends: tuple[bool, bool], left: int = 0
+    layer: LayerSpec,
+    b: int,
+    state: StateBytes,
+    kept: Recomputation,
+    ends: tuple[bool, bool],
+    left: int = 0,
+    split_backward: SplitBackward = "all",
 ) -> LayerFacts:
     """Facts about a layer at some place in a stage.
 
@@ -224,12 +246,23 @@ def layer_facts(
         kept: What of it is kept.
         ends: Its input, and the gradient of its output, come from other ranks, into receive buffers.
         left: See ``LayerFootprint``.
+        split_backward: See ``LayerStyle``.
     """
     footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
     if ends[0]:  # the input is a receive buffer, which is counted there
         footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-    split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
+    if split_backward == "products":
+        split = cache(partial(products_footprint, layer, b, state, footprint))
+    else:
+        split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
     return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
+
+
+def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
+    """Shapes of its matrices; those side by side with one input are one."""
+    for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
+        if apart is not None:
+            yield sum(kernel.n for kernel in run if isinstance(kernel, Gemm)), apart[1]
 
 
 def _expert_elements(layer: LayerSpec) -> int:

@@ -17,8 +17,10 @@ class OptimizerStates:
     """States of one rank.
 
     FSDP shards every parameter along its first dimension, padded, as it does gradients and optimizer states. ZeRO-1
-    leaves parameters and gradients whole and gives each of them, whole, to one rank of the shard group to update.
-    Experts of which other ranks have others are whole on their rank, which updates them itself.
+    leaves parameters and gradients whole. Of torch it gives each of them, whole, to one rank of the shard group to
+    update; experts of which other ranks have others are whole on their rank, which updates them itself. Of other
+    software every rank of the group updates as many elements of flat buffers, of experts those of the ranks that have
+    the same ones.
 
     Args:
         stages: Facts about the stages.
@@ -26,13 +28,16 @@ class OptimizerStates:
     """
 
     def __init__(self, stages: Stages, rank: int) -> None:
-        self._stages = stages
+        self._stages, self._rank = stages, rank
         plan, mapping = stages.plan, stages.mapping
         self._group = mapping.shard_group(rank)
         self._mine = stages.stages_of(mapping.place(rank).pp)
         self._num_shards = len(self._group) if plan.shards_parameters else 1
         self._shard_rank = self._group.index(rank)
-        self._deal = self._dealt(mapping.place(rank).pp) if plan.shards_optimizer_only else None
+        self.shares_evenly = plan.shards_optimizer_only and stages.software.optimizer_shards == "elements"
+        deals = plan.shards_optimizer_only and not self.shares_evenly
+        self._deal = self._dealt(mapping.place(rank).pp) if deals else None
+        self._num_same_experts = len(mapping.expert_group(rank))
 
     @property
     def held_elements(self) -> int:
@@ -49,6 +54,8 @@ class OptimizerStates:
     @property
     def trained_elements(self) -> int:
         """Parameters whose optimizer states it holds."""
+        if self.shares_evenly:
+            return sum(work.num_parameters for stage in self._mine for work in self.updates(stage))
         if self._deal is None:
             return self.gradient_elements
         return sum(self._deal[self._shard_rank].values()) + self.expert_elements
@@ -100,6 +107,8 @@ class OptimizerStates:
 
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
         """The optimizer's work on a stage."""
+        if self.shares_evenly:
+            return tuple(self._even_updates(stage))
         if self._deal is None:
             return self.work(stage, Phase.OPTIMIZER)
         return tuple(work for _, work in self._dealt_updates(stage))
@@ -108,8 +117,18 @@ class OptimizerStates:
         """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
         if self._deal is not None:
             return [(position, work, work.num_parameters) for position, work in self._dealt_updates(stage)]
+        if self.shares_evenly:
+            return [(position, work, work.num_parameters) for position, work in enumerate(self._even_updates(stage))]
         works = zip(self._positions(stage), self.work(stage, Phase.OPTIMIZER), strict=True)
         return [(position, work, self._own_elements(stage, position)) for position, work in works]
+
+    def _even_updates(self, stage: int) -> Iterator[LayerWork]:
+        """By layer, its part of the elements; rounded up, as buffers are padded."""
+        b, experts = self._stages.plan.microbatch_size, self._stages.experts[stage]
+        for position in self._positions(stage):
+            dense = self._stages.trained[stage][position] - experts[position]
+            number = -(-dense // len(self._group)) - (-experts[position] // self._num_same_experts)
+            yield LayerWork(self._stages.layers[stage][position], Phase.OPTIMIZER, b, number)
 
     def _dealt_updates(self, stage: int) -> list[tuple[int, LayerWork]]:
         """Of ZeRO-1, by layer of which the rank owns something."""
@@ -132,6 +151,18 @@ class OptimizerStates:
         shapes = [parameter.shape for parameter in held if not parameter.expert]
         sharded = sum(math.prod(shape) // shape[0] * self._own_rows(shape[0]) for shape in shapes)
         return sharded + self._stages.experts[stage][position]
+
+    def gathers(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Updated parameters that ranks gather afterwards, where they share evenly: (group, bytes)."""
+        if not self.shares_evenly:
+            return
+        experts = self.expert_elements
+        dense = sum(map(sum, (self._stages.trained[stage] for stage in self._mine))) - experts
+        same = self._stages.mapping.expert_group(self._rank)
+        ahead = self._stages.software.gathers_ahead  # then the others are gathered when forward needs them
+        for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
+            if elements and len(group) > 1:
+                yield group, elements * self._stages.state.parameter
 
     def broadcasts(self) -> Iterator[tuple[int, int]]:
         """Updated parameters that go round afterwards: (owning rank, bytes), in order."""

@@ -33,7 +33,8 @@ class RankWriter:
         self.last_compute: int | None = None
         self._first = first
         self._folding = folding
-        self.blocking: list[int] = []  # what the next computation waits for
+        self.blocking: list[int] = []  # what the next computation waits for, and messages before it
+        self._sending: list[int] = []  # what the next computation waits for, but no message
         self._met: Counter[tuple[Stream, tuple[int, ...]]] = Counter()
         self._works: dict[Work, tuple[Work, ...]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -41,6 +42,10 @@ class RankWriter:
     def block_on(self, *indices: int | None) -> None:
         """The next computation waits for these operations."""
         self.blocking.extend(index for index in indices if index is not None)
+
+    def send_first(self, index: int) -> None:
+        """The next computation waits for a message that others may pass."""
+        self._sending.append(index)
 
     def compute(
         self,
@@ -51,8 +56,10 @@ class RankWriter:
         kind: SpanKind = SpanKind.COMPUTE,
     ) -> int:
         """Something on the compute stream; gives its index."""
-        self.last_compute = self._add(action, Stream.COMPUTE, name, kind, work, tuple(self.blocking), None, memory)
+        waits = (*self.blocking, *self._sending)
+        self.last_compute = self._add(action, Stream.COMPUTE, name, kind, work, waits, None, memory)
         self.blocking.clear()
+        self._sending.clear()
         return self.last_compute
 
     def collective(

@@ -16,6 +16,7 @@ from simplan.search.pipelined import Pipelined
 from simplan.search.question import Question
 from simplan.search.upkeep import Upkeep
 from simplan.sim.pipeline.table import PipelineTable, Tables
+from simplan.spec.layer_style import LayerStyle
 from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["FastEvaluator", "covers_job"]
@@ -35,10 +36,17 @@ def covers_job(question: Question) -> bool:
     return (
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
-        and not software.blocking_sends
+        and software.holds_sends
+        and not software.synchronous_schedules
+        and software.tp_overlap == "none"
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
+        and software.rebuilds_buckets
+        and software.optimizer_shards == "parameters"
+        and software.layers == LayerStyle()
+        and not (software.flat_updates or software.reserve_fraction)
+        and not any(state.widened_bytes or state.placeholder for state in software.state_bytes.values())
     )
 
 

@@ -10,7 +10,16 @@ from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.sim.engine import Times
 
-__all__ = ["MemoryPeak", "MemorySample", "host_peak_bytes", "memory_peak", "memory_trace", "peak_position"]
+__all__ = [
+    "MemoryPeak",
+    "MemorySample",
+    "coming_and_going_bytes",
+    "host_peak_bytes",
+    "memory_peak",
+    "memory_trace",
+    "peak_position",
+    "resting_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,27 @@ def peak_position(program: Program, rank: int) -> int:
         held_bytes += after_bytes
     assert held_bytes == base_bytes, "memory is not back to its base"
     return worst
+
+
+def resting_bytes(program: Program, rank: int) -> int:
+    """What a rank holds between steps."""
+    return sum(_counted(program, program.resting_bytes[rank]).values())
+
+
+def coming_and_going_bytes(program: Program, rank: int) -> tuple[int, int]:
+    """Most bytes beside those held between steps: in passes through layers, and while the optimizer runs."""
+    elsewhere = None if program.one_memory else MemoryCategory.HOST
+    held_bytes = most_bytes = updating_bytes = 0
+    for index in program.by_rank[rank]:
+        op = program.ops[index]
+        effects = [effect for effect in op.memory if effect.category is not elsewhere]
+        during_bytes = held_bytes + sum(effect.during_bytes for effect in effects)
+        if op.action.kind is ActionKind.OPTIM:
+            updating_bytes = max(updating_bytes, during_bytes)
+        else:
+            most_bytes = max(most_bytes, during_bytes)
+        held_bytes += sum(effect.after_bytes for effect in effects)
+    return most_bytes, updating_bytes
 
 
 def host_peak_bytes(program: Program, rank: int) -> int:

@@ -1,7 +1,7 @@
 """The catalogue: devices, links, clusters, models and software by name, every value with its source.
 
-The data lies in ``catalog/*.yaml`` beside this module. A file is parsed when something of its kind is first asked
-for, and once.
+The data lies in ``catalog`` beside this module: a file for each kind, for software a file for each profile. Files are
+parsed when something of their kind is first asked for, and once.
 """
 
 from __future__ import annotations
@@ -235,12 +235,27 @@ def software(name: str) -> SoftwareSpec:
 
 
 def _file(kind: Kind) -> dict[str, Any]:
-    return _parsed(kind)
+    if kind != "software":
+        return _parsed(kind)
+    return _software_files()
+
+
+@cache
+def _software_files() -> dict[str, Any]:
+    """One file each; torch comes first."""
+    folder = resources.files("simplan.spec").joinpath("catalog", "software")
+    names = sorted(
+        (file.name.removesuffix(".yaml") for file in folder.iterdir()), key=lambda name: (name != "torch", name)
+    )
+    entries = {name: dict(_parsed(f"software/{name}")) for name in names}
+    references = {key: value for entry in entries.values() for key, value in entry.pop("references").items()}
+    return {"software": entries, "references": references}
 
 
 @cache
 def _parsed(name: str) -> dict[str, Any]:
-    text = resources.files("simplan.spec").joinpath("catalog", f"{name}.yaml").read_text(encoding="utf-8")
+    """A file of the catalogue."""
+    text = resources.files("simplan.spec").joinpath("catalog", *f"{name}.yaml".split("/")).read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
     return data
 

@@ -51,7 +51,7 @@ def unmodelled_low_precision(
             fix="use bf16",
         )
     if low.kept == "quantized":
-        yield from _unmodelled_kept(model, training, plan)
+        yield from _unmodelled_kept(model, training)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if is_own_schedule(plan.schedule) or (facts is not None and facts.splits_backward):
         what = "a schedule of your own" if facts is None else "a backward in two parts"
@@ -64,7 +64,7 @@ def unmodelled_low_precision(
         )
 
 
-def _unmodelled_kept(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+def _unmodelled_kept(model: ModelSpec, training: TrainingSpec) -> Iterator[Problem]:
     """Which quantized tensors replace which others is known of plain pre-norm blocks."""
     if model.family not in ("gpt", "llama", "mpt", "vit"):
         yield Problem(
@@ -72,13 +72,6 @@ def _unmodelled_kept(model: ModelSpec, training: TrainingSpec, plan: ParallelPla
             value=training.precision,
             rule=f"is not modelled yet for {model.family}: what its blocks keep of quantized tensors",
             fix="use mxfp8 or bf16",
-        )
-    if plan.tp > 1:
-        yield Problem(
-            field="plan.tp",
-            value=str(plan.tp),
-            rule=f"is not modelled yet with training.precision = {training.precision}: what is kept of gathered tokens",
-            fix="use 1, or precision mxfp8",
         )
 
 

@@ -24,8 +24,15 @@ def parallel_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec)
     yield from _stage_rules(plan, software)
 
 
-def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Plans that can be, but that simplan does not model."""
+    if plan.grad_dtype is not None and plan.grad_dtype not in software.grad_dtypes:
+        what = f"another dtype for gradients with {software.id}"
+        fix = f"use {either(software.grad_dtypes)}, or remove it" if software.grad_dtypes else "remove it"
+        yield _not_modelled("plan.grad_dtype", plan.grad_dtype, what, fix)
+    if plan.zero_stage not in software.zero_stages and plan.dp_shard * plan.cp > 1:
+        what = f"this ZeRO stage with {software.id}"
+        yield _not_modelled("plan.zero_stage", plan.zero_stage, what, f"use {either(software.zero_stages)}")
     yield from unmodelled_expert_parallelism(model, plan)
     if model.qk_norm == "projection" and plan.tp > 1 and not model.num_experts:
         yield _not_modelled("plan.tp", plan.tp, "a norm over heads of several ranks (qk_norm = projection)", "use 1")
@@ -37,8 +44,10 @@ def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Pro
         fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
         yield _not_modelled("model.tied_embeddings", "true", what, fix)
     yield from unmodelled_splits(model, plan)
-    if plan.grad_dtype is not None:
-        yield _not_modelled("plan.grad_dtype", plan.grad_dtype, "another dtype for gradients", "remove it")
+    if plan.cp > 1 and software.layers.attention == "unfused":
+        yield _not_modelled(
+            "plan.cp", plan.cp, f"context parallelism of unfused attention, which {software.id} has,", "use 1"
+        )
     if plan.prefetch_depth is not None:
         what = "another depth of prefetching than the software's own"
         yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, what, "remove it")

@@ -49,12 +49,13 @@ def check_plan(
     """
     unmodelled = [
         *_unmodelled_plan(plan, cluster),
-        *unmodelled_parallelism(model, plan),
+        *unmodelled_parallelism(model, plan, software),
         *unmodelled_convolutions(model, training, plan),
         *unmodelled_offload(model, plan),
         *unmodelled_documents(model, plan, software),
         *unmodelled_adapters(model, training, plan),
         *_unmodelled_training(training, software),
+        *_unmodelled_here(cluster, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
     violated = [
@@ -67,7 +68,7 @@ def check_plan(
         *_batch_rules(training, plan),
         *schedule_rules(plan, software),
         *stage_rules(model, plan),
-        *_size_rules(model, training, plan),
+        *_size_rules(model, training, plan, software),
         *parallel_rules(model, plan, software),
         *offload_rules(cluster, training, plan),
     ]
@@ -94,6 +95,12 @@ def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iter
     if training.precision not in has:
         what = f"this precision with {software.id}"
         yield _not_modelled("training.precision", training.precision, what, f"use {either(known)}")
+
+
+def _unmodelled_here(cluster: ClusterSpec, software: SoftwareSpec) -> Iterator[Problem]:
+    if cluster.cores_per_node is not None and not software.executable:
+        what = f"other software than torch on {cluster.id}, where times are of what the executor runs,"
+        yield _not_modelled("software", software.id, what, "use torch")
 
 
 def _not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
@@ -166,11 +173,13 @@ def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem
     )
 
 
-def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+def _size_rules(
+    model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> Iterator[Problem]:
     """What would take too long to predict."""
     passes = num_microbatches(training, plan) * (model.num_blocks + 2)
     layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
-    layer_by_layer |= plan.offload_activations
+    layer_by_layer |= plan.offload_activations or (plan.tp > 1 and software.tp_overlap != "none")
     if layer_by_layer and passes > MAX_LAYER_PASSES:
         most = max(1, MAX_LAYER_PASSES // (model.num_blocks + 2)) * plan.dp * plan.microbatch_size
         yield Problem(

@@ -102,7 +102,9 @@ def stage_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """Stages that cannot have a layer each, or that do not have all of them."""
     layers, stages = model.num_blocks, plan.num_stages
     named = f"num_hidden_layers = {layers}" if layers == model.num_hidden_layers else f"the {layers} blocks"
-    if stages > layers:
+    split = plan.stage_layers or (1,)
+    alone = (split[0] == 0) + (len(split) > 1 and split[-1] == 0)  # stages of the embedding or the head
+    if stages > layers + alone:
         yield Problem(
             field="plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages",
             value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
@@ -119,6 +121,9 @@ def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int,
     example = f"e.g. [{', '.join(str(n) for n in balanced)}{', ...' if stages > 16 else ''}], or remove it"
     if len(stage_layers) != stages:
         rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+    elif 0 in stage_layers[1:-1]:
+        rule = "has a stage without layers between others; only the first and the last have something else"
         yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
     elif sum(stage_layers) != layers:
         rule = f"sums to {sum(stage_layers)} and the model has {named}"

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
+from simplan.spec.layer import LayerSpec
+from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, linear_format
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes"]
+if TYPE_CHECKING:
+    from simplan.spec.model import ModelSpec
+
+__all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes", "TensorOverlap"]
+
+
+TensorOverlap = Literal["none", "backward", "all"]
+"""Exchanges of tensor-parallel ranks that run beside matrix products."""
 
 
 class LowPrecisionLinears(Spec):
@@ -40,6 +49,11 @@ class StateBytes(Spec):
         gathered: Weights that FSDP has gathered for computing.
         accumulated: Whole gradients that FSDP adds up before it reduces them.
         reduced: Gradients while FSDP reduces them.
+        product: A gradient of a matrix as its product gives it; 0 where products add to the gradients that are held.
+        placeholder: What autograd gets for a gradient that was added where it is held: an empty tensor, of block's
+            matrices one for each shape that is kept, of the head's one while its backward runs; 0 for none.
+        unaccumulated: Gradients of a microbatch, kept beside the wider ones that they are added to; 0 for none.
+        flattened: A flat copy of gradients that the optimizer widens; 0 for none.
         weight_copy: A copy of the matrices in the precision of the activations that forward makes and keeps for
             backward, for every microbatch; 0 for none.
         linear: How the linear layers of blocks are quantized, where they are; of one training, not of a catalogue.
@@ -55,12 +69,26 @@ class StateBytes(Spec):
     gathered: Count
     accumulated: Count
     reduced: Count
+    product: Annotated[int, Field(ge=0)]
+    placeholder: Annotated[int, Field(ge=0)] = 0
+    unaccumulated: Annotated[int, Field(ge=0)] = 0
+    flattened: Annotated[int, Field(ge=0)] = 0
     weight_copy: Annotated[int, Field(ge=0)] = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out
 
         def __init__(self, **fields: Any) -> None: ...
+
+    @property
+    def widened_bytes(self) -> int:
+        """Of a gradient while the optimizer runs: its copy as wide as the master copy, where it is narrower."""
+        return int(self.master) + self.flattened if self.master > self.gradient else 0
+
+    @property
+    def narrowed_bytes(self) -> int:
+        """Of a gradient that is kept wider than it is reduced: the copy that is reduced, just before the update."""
+        return self.reduced if self.unaccumulated and self.reduced < self.gradient else 0
 
     def optimizer_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
@@ -78,6 +106,7 @@ class StateBytes(Spec):
             "gathered": "parameter",
             "accumulated": "gradient",
             "reduced": "gradient",
+            "product": "activation",
         }
         return {key: data[source] for key, source in same.items() if source in data} | data
 
@@ -91,14 +120,19 @@ class SoftwareSpec(Spec):
         sharded_state_bytes: The same where FSDP shards them.
         lora_state_bytes, sharded_lora_state_bytes: The same where adapters are trained and all other weights frozen.
         low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
+        layers: How it computes layers.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
+        rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
         gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
-        blocking_sends: A pipeline rank waits for each of its sends before it goes on; else at the end of the step.
+        holds_sends: What a pipeline rank sends lives to the end of the step, where it waits for all sends; else until
+            it is sent.
+        synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
+            what it receives when it needs it, and goes on when all is there and sent.
         first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
             in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
@@ -107,6 +141,23 @@ class SoftwareSpec(Spec):
         packed_attention: How documents that share a sequence attend: one call of the kernel for each; None where that
             is not modelled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
+        zero_stages: Of ``ParallelPlan.zero_stage``, those that it has.
+        optimizer_shards: What ZeRO-1 deals out to ranks: whole parameters, which their owners broadcast once they are
+            updated (torch's ZeroRedundancyOptimizer), or equal numbers of elements of flat buffers, whose gradients are
+            reduced and scattered and whose updated parameters are gathered (Megatron's distributed optimizer,
+            DeepSpeed).
+        gathers_ahead: Where elements are dealt out, updated parameters are gathered beside the next forward, bucket by
+            bucket, not at the end of the step.
+        tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
+            ``none``, those of ``backward`` before and after matrices split by columns, or ``all``, in both directions.
+        grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
+        adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
+            as wide as those.
+        flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
+            what layers left.
+        reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
+        executable: ``simplan run`` runs plans of it.
+        not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
     """
 
@@ -116,20 +167,37 @@ class SoftwareSpec(Spec):
     lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     sharded_lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
+    layers: LayerStyle = LayerStyle()
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
+    rebuilds_buckets: bool = True
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
-    blocking_sends: bool = False
+    holds_sends: bool = True
+    synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     first_stage_splits: bool = False
     ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
     packed_attention: Literal["document_calls"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
+    zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
+    optimizer_shards: Literal["parameters", "elements"] = "parameters"
+    gathers_ahead: bool = False
+    tp_overlap: TensorOverlap = "none"
+    grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
+    adds_apart: bool = False
+    flat_updates: bool = False
+    reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    executable: bool = False
+    not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
+
+    def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
+        """The layers of a model as one rank has and computes them."""
+        return styled_layers(model.layers_of(plan.shard), self.layers, model.family)
 
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Element widths of one training under one plan."""
@@ -138,6 +206,17 @@ class SoftwareSpec(Spec):
             kinds = self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
-            return kinds[training.precision]  # type: ignore[index]
+            return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]
         form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
-        return kinds["bf16"].model_copy(update={"linear": form})
+        return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
+
+    def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:
+        """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""
+        if plan.grad_dtype is None:
+            return state
+        width = 4 if plan.grad_dtype == "fp32" else 2
+        if plan.shards_parameters:
+            return state.model_copy(update={"reduced": width})
+        apart = state.gradient if self.adds_apart and width > state.gradient else 0
+        gradients = dict.fromkeys(("gradient", "accumulated"), width)
+        return state.model_copy(update=gradients | {"reduced": apart or width, "unaccumulated": apart})

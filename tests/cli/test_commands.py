@@ -202,3 +202,23 @@ def test_a_bug_is_a_sentence_too(simplan: Simplan, scenario: Path, tmp_path: Pat
     assert result.returncode == 70
     assert "Traceback" not in result.stderr
     assert "this is a bug of simplan (TypeError: oops)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sentence"),
+    [
+        ("dgx-h100", "cannot be run: the executor runs plain torch"),
+        ("this-machine", "other software than torch on this-machine"),
+    ],
+)
+def test_run_refuses_software_that_it_does_not_run(
+    simplan: Simplan, tmp_path: Path, cluster: str, sentence: str
+) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text(
+        f"model: {{preset: bert-tiny, seq_len: 32}}\ncluster: {{preset: {cluster}, num_devices: 1}}\n"
+        "training: {global_batch_size: 2}\nplan: {dp_replicate: 1}\nsoftware: megatron-core\n"
+    )
+    result = simplan("run", path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"software = megatron-core: {sentence}" in result.stderr

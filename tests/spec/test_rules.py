@@ -50,6 +50,7 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
         {"dp_replicate": 8},
         {"dp_replicate": 2, "pp": 4, "schedule": "gpipe", "microbatch_size": 3},
         {"pp": 12, "schedule": "naive", "stage_layers": (1,) * 12},
+        {"pp": 14, "stage_layers": (0, *(1,) * 12, 0)},
         {"zero_stage": 1},
         {"pp": 2, "dp_replicate": 2, "stage_layers": (5, 7), "bucket_bytes": 1000},
     ],
@@ -121,6 +122,12 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             "plan.stage_layers = [4, 4, 4]: has 3 entries and the plan has 2 stages; e.g. [6, 6], or remove it",
         ),
         (
+            {"pp": 3, "stage_layers": (6, 0, 6)},
+            {},
+            "plan.stage_layers = [6, 0, 6]: has a stage without layers between others; only the first and the last "
+            "have something else; e.g. [4, 4, 4], or remove it",
+        ),
+        (
             {"pp": 5, "stage_layers": (2, 2, 2, 2, 2)},
             {},
             "plan.stage_layers = [2, 2, 2, 2, 2]: sums to 10 and the model has num_hidden_layers = 12; "
@@ -163,7 +170,10 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
             "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
             "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
         ),
-        ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: another dtype for gradients is not modelled yet; remove it"),
+        (
+            {"grad_dtype": "bf16"},
+            "plan.grad_dtype = bf16: another dtype for gradients with torch is not modelled yet; remove it",
+        ),
         (
             {"prefetch_depth": 1},
             "plan.prefetch_depth = 1: another depth of prefetching than the software's own is not modelled yet; "

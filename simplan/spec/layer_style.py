@@ -1,0 +1,153 @@
+"""How a framework computes the layers of a transformer, where it differs from eager torch modules.
+
+Families of models build their layers as torch would run them (``simplan.spec.models``). A style changes what such a
+layer keeps for backward: unfused attention has its scores as tensors, dropout keeps which elements it let through,
+fused functions keep their inputs only. What it computes stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simplan.spec.base import Spec
+from simplan.spec.layer import Attention, Kernel, LayerKind, LayerSpec, Pointwise, Saved
+
+__all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
+
+Loss = Literal["log_probabilities", "log_probabilities_of_parts", "probabilities", "gradients", "logits"]
+SplitBackward = Literal["all", "products"]
+
+_FP32_BYTES = 4
+_MASK_BYTES = 1
+_GATED = "silu output"
+_KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
+    "log_probabilities": ("log-probabilities", _FP32_BYTES),
+    "log_probabilities_of_parts": ("log-probabilities of parts", _FP32_BYTES),
+    "probabilities": ("probabilities", _FP32_BYTES),
+    "gradients": ("gradients of logits", None),
+    "logits": ("logits", None),
+}
+
+
+class LayerStyle(Spec):
+    """What differs.
+
+    Attributes:
+        attention: ``unfused``: scores are a tensor, their scaling, mask and softmax one kernel that keeps its result in
+            the precision of activations (Megatron-LM's masked_softmax_fusion).
+        dropout: Families whose models train with dropout after the embedding, after both branches of a block, and,
+            where attention is unfused, of its weights: masks of one byte are kept. A fused kernel draws them again.
+        joined_products: Matrices with one input are one: queries, keys and values, gate and up.
+        fused_gates: The activation of a gated MLP times its other half is one function, which keeps its inputs.
+        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch); the same,
+            and where the vocabulary is split DTensor's temporaries beside (torch's loss_parallel); the probabilities,
+            in place of an fp32 copy of the logits, which become their gradients (Megatron-LM); or the gradients in
+            place of the logits, in their precision (Transformer Engine's fused cross-entropy); or the logits alone,
+            from which one kernel makes their gradients (torch.compile).
+        narrow_values: Values that are narrower than keys are not padded.
+        split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
+            (torch), or of each product with weights its input and the gradient of its output (``products``).
+    """
+
+    attention: Literal["fused", "unfused"] = "fused"
+    dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    joined_products: bool = False
+    fused_gates: bool = False
+    loss: Loss = "log_probabilities"
+    narrow_values: bool = False
+    split_backward: SplitBackward = "all"
+
+
+def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -> tuple[LayerSpec, ...]:
+    """Layers of a model in a style; equal layers become one object.
+
+    Args:
+        layers: As the family builds them.
+        style: Of the framework.
+        family: Of the model.
+    """
+    made: dict[str, LayerSpec] = {}
+    found = []
+    for layer in layers:
+        if layer.key not in made:
+            made[layer.key] = styled(layer, style, dropout=family in style.dropout)
+        found.append(made[layer.key])
+    return tuple(found)
+
+
+def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
+    """One layer in a style.
+
+    Args:
+        layer: As its family builds it.
+        style: Of the framework.
+        dropout: The model trains with dropout.
+    """
+    kernels, saved = layer.kernels, list(layer.saved)
+    if style.attention == "unfused":
+        cores = [k for k in kernels if isinstance(k, Attention) and not k.eager]
+        kernels = tuple(replace(k, eager=True, fused_softmax=True) if k in cores else k for k in kernels)
+        saved = list(_with_scores(saved, cores, dropout=dropout))
+    if style.narrow_values:
+        kernels, saved = _narrow_values(kernels, saved)
+    if style.fused_gates:
+        saved = [tensor for tensor in saved if not tensor.name.endswith(_GATED)]
+    if dropout:
+        saved += _masks(layer)
+    if style.loss != "log_probabilities":
+        name, width = _KEPT_BY_LOSS[style.loss]
+        saved = [replace(t, name=name, bytes_per_element=width) if t.logits else t for t in saved]
+    if kernels == layer.kernels and tuple(saved) == layer.saved:
+        return layer
+    words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
+    words.append("narrow" * style.narrow_values)
+    key = f"{layer.key},{'+'.join(word for word in words if word)}"
+    return replace(layer, key=key, kernels=kernels, saved=tuple(saved))
+
+
+def _with_scores(saved: Iterable[Saved], cores: list[Attention], *, dropout: bool) -> Iterator[Saved]:
+    """What unfused attention keeps in place of the logarithms of sums: weights, and what dropout makes of them."""
+    for tensor in saved:
+        core = next((core for core in cores if tensor.made_by == core.name), None)
+        if core is None or not tensor.bytes_per_element:
+            yield tensor
+            continue
+        yield Saved(f"{core.name} weights", core.num_scores, made_by=core.name)
+        if dropout:
+            yield Saved(f"{core.name} weights let through", core.num_scores, _MASK_BYTES, made_by=core.name)
+            yield Saved(f"{core.name} weights after dropout", core.num_scores, made_by=core.name)
+
+
+def _narrow_values(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+    """Multi-head latent attention whose kernel takes values as they are: nothing is padded, or cut off afterwards."""
+    core = next((k for k in kernels if isinstance(k, Attention) and k.padded), None)
+    if core is None:
+        return kernels, saved
+    padded, value = core.head_dim, core.value_head_dim
+    narrowed = []
+    for tensor in saved:
+        if tensor.name == "q, k and padded v":
+            elements = tensor.elements * (2 * padded + value) // (3 * padded)
+            narrowed.append(replace(tensor, name="q, k and v", elements=elements))
+        elif tensor.made_by == "cut values":
+            narrowed.append(replace(tensor, made_by=core.name))
+        elif tensor.name != "padded attention output":
+            narrowed.append(tensor)
+    kept = [replace(k, padded=False) if k is core else k for k in kernels]
+    return tuple(k for k in kept if k.name != "cut values"), narrowed
+
+
+def _masks(layer: LayerSpec) -> list[Saved]:
+    """Of dropout where a branch joins the residual stream, and after the embedding."""
+    match layer.kind:
+        case LayerKind.BLOCK:
+            ends = [k for k in layer.kernels if isinstance(k, Pointwise) and k.name.startswith("residual")]
+            return [Saved(f"{k.name} mask", k.writes, _MASK_BYTES, made_by=k.name) for k in ends]
+        case LayerKind.EMBEDDING:
+            return [Saved("embedding mask", layer.output_elements, _MASK_BYTES, made_by=layer.kernels[-1].name)]
+        case LayerKind.HEAD:
+            return []

@@ -1,0 +1,203 @@
+"""What frameworks keep, against published formulas: bytes a parameter, and activations of Megatron's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from simplan.program.footprint import layer_footprint
+from simplan.program.low_precision_footprint import keeping_quantized
+from simplan.program.lower import Lowering, lower
+from simplan.program.products_footprint import products_footprint
+from simplan.program.program import MemoryCategory, Op, Program, Stream
+from simplan.program.table import plan_table
+from simplan.sim.engine import simulate
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.recompute import recomputation
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB
+
+S, B, H, A, L, T = 2048, 4, 6144, 64, 48, 8
+GPT_22B = ModelSpec(
+    family="gpt", num_hidden_layers=L, hidden_size=H, num_attention_heads=A, vocab_size=51200, seq_len=S
+)
+STATISTICS = 2 * 2 * 4 * S * B  # mean and deviation of both norms in fp32, which the papers leave out
+SBH = S * B * H
+SCORES = A * S * S * B
+FP16 = TrainingSpec(global_batch_size=B, precision="fp16")
+
+
+def kept(recompute: str, **plan: Any) -> int:
+    """Activations of one block of the 22B model in Megatron-LM of 2022."""
+    software = catalogue.software("megatron-lm-2022")
+    found = ParallelPlan(microbatch_size=B, **plan)
+    block = software.layers_of(GPT_22B, found)[1]
+    state = software.state(FP16, found)
+    return layer_footprint(block, B, state, recomputation(block, recompute)).activations  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "plan", "formula"),
+    [
+        # Korthikanti et al. 2022 (arXiv:2205.05198), equations 1, 2, 4 and 6; table 2 for full recomputation
+        ("none", {}, 34 * SBH + 5 * SCORES + STATISTICS),
+        ("none", {"tp": T, "sequence_parallel": False}, 10 * SBH + (24 * SBH + 5 * SCORES) / T + STATISTICS),
+        ("none", {"tp": T}, (34 * SBH + 5 * SCORES + STATISTICS) / T),
+        ("selective", {"tp": T}, (34 * SBH + STATISTICS) / T),
+        ("full", {"tp": T, "sequence_parallel": False}, 2 * SBH),
+    ],
+)
+def test_blocks_of_megatron_keep_what_its_paper_says(recompute: str, plan: dict[str, Any], formula: float) -> None:
+    assert kept(recompute, **plan) == formula
+
+
+def test_activations_of_the_22b_model_are_those_of_figure_1() -> None:
+    statistics = L * STATISTICS
+    without = L * kept("none", tp=T, sequence_parallel=False) - statistics
+    assert without / GIB == pytest.approx(59.25, rel=1e-9)
+    assert (L * kept("selective", tp=T) - statistics / T) / GIB == pytest.approx(9.5625, rel=1e-9)
+
+
+def test_a_split_backward_leaves_inputs_and_gradients_of_products() -> None:
+    """Qi et al. 2024 (arXiv:2401.10241), table 1: M_B = s b h (34 + 5 a s / h), M_W = 32 s b h."""
+    software = catalogue.software("megatron-lm-2022")
+    block = software.layers_of(GPT_22B, ParallelPlan())[1]
+    state = software.state(FP16, ParallelPlan())
+    whole = layer_footprint(block, B, state, recomputation(block, "none"))
+    split = products_footprint(block, B, state, whole)
+    assert split.activations == 34 * SBH + 5 * SCORES + STATISTICS
+    assert split.between_activations == 32 * SBH
+
+
+TINY = ModelSpec(
+    family="llama",
+    num_hidden_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=192,
+    vocab_size=256,
+    seq_len=32,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "plan", "formula"),
+    [
+        # NVIDIA/Megatron-LM at 189e72a, docs/distrib_optimizer.md; 4 of its 20 and 16 / d are there in the step only
+        ("megatron-lm-2022", "bf16", {"dp_replicate": 4}, 18),
+        ("megatron-lm-2022", "fp16", {"dp_replicate": 4}, 16),
+        ("megatron-lm-2022", "fp16", {"dp_replicate": 4, "grad_dtype": "fp32"}, 18),
+        ("megatron-lm-2022", "bf16", {"dp_shard": 4, "zero_stage": 1}, 6 + 12 / 4),
+        ("megatron-lm-2022", "fp16", {"dp_shard": 4, "zero_stage": 1}, 4 + 12 / 4),
+        ("megatron-core", "bf16", {"dp_shard": 4, "zero_stage": 1, "grad_dtype": "bf16"}, 4 + 12 / 4),
+        # Rajbhandari et al. 2020 (arXiv:1910.02054), figure 1: P_os with K = 12
+        ("megatron-deepspeed", "fp16", {"dp_shard": 4, "zero_stage": 1}, 2 + 2 + 12 / 4),
+        # FSDP of fp32 weights, gradients and two moments
+        ("torchtitan", "bf16", {"dp_shard": 4}, 16 / 4),
+        ("llm-foundry", "bf16", {"dp_shard": 4}, 16 / 4),
+        # bf16 weights, fp32 gradients, two fp32 moments and the lower half of the fp32 weights
+        ("nemo", "bf16", {"dp_shard": 4, "zero_stage": 1}, 6 + 10 / 4),
+    ],
+)
+def test_bytes_per_parameter_of_frameworks(name: str, precision: str, plan: dict[str, Any], formula: float) -> None:
+    software, found = catalogue.software(name), ParallelPlan(**plan)
+    training = TrainingSpec(global_batch_size=4, precision=precision)  # type: ignore[arg-type]
+    assignment = StageAssignment((0, len(TINY.layers)))
+    program = lower(TINY, training, found, software, assignment, plan_table(found, 1), Lowering(level=1))
+    states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
+    held = sum(program.resting_bytes[0][category] for category in states)
+    assert held == formula * TINY.num_parameters
+
+
+def test_gradients_in_16_bits_are_widened_for_the_step() -> None:
+    """16 / d of NVIDIA/Megatron-LM at 189e72a, docs/distrib_optimizer.md: 4 bytes more while the optimizer runs."""
+    plan = ParallelPlan(dp_shard=4, zero_stage=1)
+    assignment, table = StageAssignment((0, len(TINY.layers))), plan_table(ParallelPlan(), 1)
+    training = TrainingSpec(global_batch_size=4, precision="fp16")
+    program = lower(TINY, training, plan, catalogue.software("megatron-lm-2022"), assignment, table, Lowering(level=1))
+    [update] = [op for op in program.ops if op.rank == 0 and op.memory and op.name == "0OPTIM"]
+    assert [effect.during_bytes for effect in update.memory] == [4 / 4 * TINY.num_parameters]
+
+
+def lowered(software: SoftwareSpec, num_microbatches: int, level: int = 2, **plan: Any) -> Program:
+    found = ParallelPlan(**plan)
+    boundaries = (0, 2, len(TINY.layers)) if found.pp == 2 else (0, len(TINY.layers))
+    training = TrainingSpec(global_batch_size=num_microbatches * found.dp, precision="bf16")
+    table = plan_table(found, num_microbatches)
+    return lower(TINY, training, found, software, StageAssignment(boundaries), table, Lowering(level=level))
+
+
+def step_time_s(program: Program, seconds: Callable[[Op], float]) -> float:
+    return simulate(program, [seconds(op) for op in program.ops]).step_time_s
+
+
+@pytest.mark.parametrize("m", [2, 5])
+def test_stages_that_wait_for_their_messages(m: int) -> None:
+    """Two stages take turns: forward 1 s, backward 2 s, a message c; m + 1 times each, and a message as often."""
+    c = 0.25
+    program = lowered(catalogue.software("megatron-core"), m, 1, pp=2)
+
+    def seconds(op: Op) -> float:
+        if op.stream is not Stream.COMPUTE:
+            return c
+        return {"F": 1.0, "B": 2.0}.get(op.name.strip("0123456789"), 0.0)
+
+    assert step_time_s(program, seconds) == pytest.approx((m + 1) * (1 + 2 + c))
+
+
+@pytest.mark.parametrize(("way", "exposed_s"), [("none", 2 * (4 + 6)), ("backward", 2 * (4 + 2)), ("all", 0)])
+def test_exchanges_beside_products_take_no_time(way: str, exposed_s: float) -> None:
+    """Of a block four exchanges are in forward and six in backward, of which four are of matrices split by columns."""
+    software = catalogue.software("megatron-core").model_copy(update={"tp_overlap": way})
+    program = lowered(software, 1, tp=2)
+    ops = [program.ops[index] for index in program.by_rank[0]]
+    of_blocks = [op for op in ops if op.stream is Stream.TENSOR and "block" in op.name]
+    assert len(of_blocks) == 2 * (4 + 6)
+    shorter = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 0.0)
+    longer = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 1.0 * ("block" in op.name))
+    assert longer - shorter == pytest.approx(exposed_s)
+
+
+def test_parameters_that_are_gathered_ahead_are_gathered_beside_forward() -> None:
+    plan: dict[str, Any] = {"dp_shard": 4, "zero_stage": 1, "bucket_bytes": 1}
+    times, moved = [], []
+    for ahead in (False, True):
+        software = catalogue.software("megatron-bridge").model_copy(update={"gathers_ahead": ahead})
+        program = lowered(software, 1, **plan)
+        gathers = [op for op in program.ops if op.name == "all_gather parameters" and op.rank == 0]
+        moved.append(sum(op.message.num_bytes for op in gathers if op.message))
+        of_all = moved[0]
+
+        def seconds(op: Op, of_all: int = of_all) -> float:
+            if op.message and op.name == "all_gather parameters":
+                return 8.0 * op.message.num_bytes / of_all
+            return 10.0 if op.stream is Stream.COMPUTE and op.name in ("block 0", "block 1") else 0.0
+
+        times.append(step_time_s(program, seconds))
+    embedding = 8.0 * TINY.layers[0].num_parameters / TINY.num_parameters
+    first_block = 8.0 * TINY.layers[1].num_parameters / TINY.num_parameters
+    assert moved[0] == moved[1] == 2 * TINY.num_parameters
+    assert times[0] - times[1] == pytest.approx(8.0 - embedding - first_block)
+
+
+def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
+    """Transformer Engine keeps 8 bits of what a rank has of the tokens, once for queries, keys and values together."""
+    software, plan = catalogue.software("megatron-bridge"), ParallelPlan(tp=2)
+    training = TrainingSpec(global_batch_size=1, precision="fp8")
+    block = software.layers_of(TINY, plan)[1]
+    quantized = keeping_quantized(block, software.state(training, plan).linear, joined=True)
+    own, all_tokens, h, i = TINY.seq_len // 2, TINY.seq_len, TINY.hidden_size, TINY.intermediate_size
+    found = {tensor.name: tensor.elements - 4 for tensor in quantized.saved if tensor.name.endswith("in fp8")}
+    assert found == {
+        "q input in fp8": own * h,
+        "proj input in fp8": all_tokens * h // 2,
+        "gate input in fp8": own * h,
+        "down input in fp8": all_tokens * i // 2,
+    }
+    assert not any(tensor.name in ("norm1 output", "norm2 output", "gated product") for tensor in quantized.saved)
