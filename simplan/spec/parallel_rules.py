@@ -37,8 +37,6 @@ def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Pro
         fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
         yield _not_modelled("model.tied_embeddings", "true", what, fix)
     yield from unmodelled_splits(model, plan)
-    if plan.grad_dtype is not None:
-        yield _not_modelled("plan.grad_dtype", plan.grad_dtype, "another dtype for gradients", "remove it")
     if plan.prefetch_depth is not None:
         what = "another depth of prefetching than the software's own"
         yield _not_modelled("plan.prefetch_depth", plan.prefetch_depth, what, "remove it")

@@ -27,7 +27,8 @@ class ParallelPlan(Spec):
     (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
     that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
     file with a table of actions. ``None`` in ``grad_dtype``, ``bucket_bytes`` and ``prefetch_depth`` means the
-    software's own value; in ``stage_layers``, a balanced split. ``offload_optimizer`` keeps optimizer states in memory
+    software's own value; in ``stage_layers``, a balanced split, and 0 for a first or last stage that has nothing but
+    the embedding or the head. ``offload_optimizer`` keeps optimizer states in memory
     of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
     from forward to backward.
     """
@@ -46,7 +47,7 @@ class ParallelPlan(Spec):
     schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
     microbatch_size: Count = 1
     recompute: Recompute = "none"
-    stage_layers: tuple[Count, ...] | None = None
+    stage_layers: tuple[Annotated[int, Field(ge=0, le=10**6)], ...] | None = None
     grad_sync: Literal["step", "microbatch"] = "step"
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_bytes: Count | None = None
@@ -230,6 +231,8 @@ class RankMapping:
 
     def ep_group(self, rank: int) -> tuple[int, ...]:
         """Ranks that exchange tokens, because each has other experts."""
+        if self.ep == 1:
+            return (rank,)
         first = self.data_rank(rank) // self.ep * self.ep
         return self.group(rank, "dp_replicate", "dp_shard")[first : first + self.ep]  # ascending data ranks
 

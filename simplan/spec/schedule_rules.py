@@ -102,7 +102,7 @@ def stage_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """Stages that cannot have a layer each, or that do not have all of them."""
     layers, stages = model.num_blocks, plan.num_stages
     named = f"num_hidden_layers = {layers}" if layers == model.num_hidden_layers else f"the {layers} blocks"
-    if stages > layers:
+    if stages > layers and plan.stage_layers is None:
         yield Problem(
             field="plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages",
             value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
@@ -122,4 +122,7 @@ def _stage_layers_rules(stage_layers: tuple[int, ...], stages: int, layers: int,
         yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
     elif sum(stage_layers) != layers:
         rule = f"sums to {sum(stage_layers)} and the model has {named}"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+    elif not all(stage_layers[1:-1]):
+        rule = "a stage without a block must be the first, with the embedding, or the last, with the head"
         yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)

@@ -10,6 +10,7 @@ from simplan.spec.base import Count, NonNegative, Spec
 from simplan.spec.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, linear_format
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from simplan.units import DTYPE_BYTES
 
 __all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes"]
 
@@ -136,8 +137,13 @@ class SoftwareSpec(Spec):
         kinds = self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
         if training.task == "lora":
             kinds = self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
+        changes: dict[str, Any] = {}
+        if plan.grad_dtype is not None:  # FSDP keeps its shards of gradients as wide as those of weights
+            names = ("accumulated", "reduced") if plan.shards_parameters else ("gradient", "accumulated", "reduced")
+            changes |= dict.fromkeys(names, DTYPE_BYTES[plan.grad_dtype])
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
-        if low is None:
-            return kinds[training.precision]  # type: ignore[index]
-        form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
-        return kinds["bf16"].model_copy(update={"linear": form})
+        if low is not None:
+            form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
+            changes["linear"] = form
+        state = kinds[training.precision if low is None else "bf16"]  # type: ignore[index]
+        return state.model_copy(update=changes) if changes else state

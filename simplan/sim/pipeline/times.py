@@ -106,7 +106,7 @@ class PipelineTimes:
         return np.asarray(self.send_s[1, 1:])
 
 
-def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
+def pipeline_times(table: PipelineTable, times: PipelineTimes, *, blocking_sends: bool = False) -> Floats:
     """Step times of plans that share a table, ``(plans,)``, seconds.
 
     As ``simplan.sim.engine`` has it for the Program of the table. A message starts when both ends are there: each when
@@ -116,6 +116,7 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
     Args:
         table: What all ranks do.
         times: How long it takes.
+        blocking_sends: A rank waits for each of its sends before it goes on.
     """
     p, s, k = table.num_ranks, table.num_stages, len(times.tied_s)
     state = State(
@@ -129,7 +130,7 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
     )
     for number, (first, length, repeats, shift) in enumerate(table.segments.tolist()):
         events, live = table.events(first, length), table.live[table.live[:, 0] == number, 1:]
-        repeat(events, repeats, shift, live, table.depth, table.places, state, times.of_events)
+        repeat(events, repeats, shift, live, table.depth, table.places, state, times.of_events, blocking_sends)
     return _finish(table, times, state)
 
 
