@@ -8,20 +8,25 @@ from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration, way_of_mixing
 from simplan.cost.compute import roofline
 from simplan.errors import Problem, SpecError
+from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction
+from simplan.program.action import Table
 from simplan.program.folding import Folding, fold, unfolded
 from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers, balanced_assignment
 from simplan.program.program import LayerWork, Phase, Program, Stream
+from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Exchange
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.rules import num_microbatches
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["assign_layers", "build_program", "core_use", "cost_model", "expands_all", "folding_of"]
+__all__ = ["assign_layers", "build_program", "core_use", "cost_model", "expands_all", "folding_of", "stages_and_table"]
 
 _MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only what communicates; its time is the same
 
@@ -52,9 +57,15 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
 
 
 def folding_of(
-    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, software: SoftwareSpec | None = None
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, software: SoftwareSpec, *, dealt_alike: bool = False
 ) -> Folding:
-    """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down."""
+    """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down.
+
+    Args:
+        model, plan, cluster, software: What is asked.
+        dealt_alike: Ranks to which ZeRO-1 deals out unequal parameters count as alike, for which then the first of
+            them stands; it has the largest parameter.
+    """
     mapping = RankMapping.of(plan)
     if cluster.cores_per_node is not None:
         return unfolded(mapping)
@@ -62,8 +73,7 @@ def folding_of(
     num_shards = plan.dp_shard * plan.cp
     partial = [p for layer in set(model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient]
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
-    shares = software is not None and software.optimizer_shards == "elements"
-    deals = plan.shards_optimizer_only and not shares
+    deals = plan.shards_optimizer_only and software.optimizer_shards == "parameters" and not dealt_alike
 
     def owns(rank: int) -> int:
         """Tells ranks of a shard group apart where they hold unequal parts.
@@ -137,6 +147,22 @@ def assign_layers(model: ModelSpec, plan: ParallelPlan, cost: CostModel) -> Stag
                 for phase in (Phase.FORWARD, Phase.BACKWARD)
             )
     return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages)
+
+
+def stages_and_table(
+    model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel
+) -> tuple[StageAssignment, Table]:
+    """Which layers each stage holds, and what every pipeline rank does with them in a step.
+
+    Args:
+        model, training, plan, software: What is asked.
+        cost: Prices, for the balanced split and for schedules that are found from the times of stages.
+    """
+    assignment = assign_layers(model, plan, cost)
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    timed = facts is not None and facts.needs_times
+    found = stage_times(model, training, plan, software, assignment, cost) if timed else ()
+    return assignment, plan_table(plan, num_microbatches(training, plan), *found)
 
 
 def expands_all(model: ModelSpec, plan: ParallelPlan, microbatches: int, folding: Folding) -> bool:

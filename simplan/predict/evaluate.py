@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import replace
 
 from simplan.cost.base import Provenance
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
-from simplan.predict.build import assign_layers, cost_model, expands_all, folding_of
+from simplan.predict.build import cost_model, expands_all, folding_of, stages_and_table
 from simplan.predict.packing import attention_s, packing_assumptions
-from simplan.predict.simulated import Simulated, simulate_program
-from simplan.predict.stage_times import stage_times
+from simplan.predict.simulated import interval_s, moved_durations_s, simulate_program
 from simplan.prediction import Prediction, RankMemory, Term
 from simplan.program.check import check_table
 from simplan.program.executable import check_executable
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
-from simplan.program.table import plan_table
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
@@ -29,13 +26,12 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
 from simplan.spec.rules import check_plan, num_microbatches
-from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule
+from simplan.spec.schedules import is_own_schedule
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["predict", "rank_memory"]
+__all__ = ["predict", "rank_memory", "recomputed_share"]
 
-_NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
 _BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
 
 
@@ -63,11 +59,7 @@ def predict(
     check_plan(model, cluster, training, plan, software)
     cost = cost_model(cluster, training, plan, software, calibration)
     microbatches = num_microbatches(training, plan)
-    assignment = assign_layers(model, plan, cost)
-    facts = SCHEDULE_FACTS.get(plan.schedule)
-    timed = facts is not None and facts.needs_times
-    found = stage_times(model, training, plan, software, assignment, cost) if timed else ()
-    table = plan_table(plan, microbatches, *found)
+    assignment, table = stages_and_table(model, training, plan, software, cost)
     check_table(table, plan.num_stages, microbatches)
     if is_own_schedule(plan.schedule):
         check_executable(table, plan, software)
@@ -90,7 +82,7 @@ def predict(
     simulated = simulate_program(fine, cost, cluster)
     spans = timeline(fine, simulated.times)
     step_time_s = simulated.times.step_time_s
-    half_width_s = _NINE_IN_TEN * _deviation_s(simulated)
+    moved_s = simulated.engine.step_times_s(moved_durations_s(fine, simulated.pricing))
 
     memory = rank_memory(fine, cluster, software, calibration)
     of_rank = spans.by_rank()
@@ -115,7 +107,7 @@ def predict(
         table=table,
         num_microbatches=microbatches,
         step_time_s=step_time_s,
-        step_time_interval_s=(max(0.0, step_time_s - half_width_s), step_time_s + half_width_s),
+        step_time_interval_s=interval_s(step_time_s, moved_s),
         level1_step_time_s=level1_step_time_s,
         bubble_fraction=_idle_fraction(spans, fine.ranks),
         capacity_bytes=capacity,
@@ -125,7 +117,7 @@ def predict(
         tokens_per_s_per_device=sequences_per_s * model.seq_len / cluster.num_devices,
         mfu=mfu,
         mfu_full_attention=mfu_full,
-        hfu=None if mfu is None else mfu * (1 + _recomputed_share(model, plan)),
+        hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
         assumptions=(
@@ -140,7 +132,7 @@ def predict(
     )
 
 
-def _recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
+def recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
     """FLOPs that are computed again over those of forward and backward."""
     again = total = 0
     for number, layer in enumerate(model.layers_of(plan.shard)):
@@ -148,22 +140,6 @@ def _recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
         total += layer.flops() + layer.backward_flops()
     return again / total
-
-
-def _deviation_s(simulated: Simulated) -> float:
-    """Standard deviation of the step time: how much it moves when costs of one source are one deviation higher.
-
-    Prices of computation share their source and err together, so do those of messages; the two err independently.
-    """
-    program, pricing, step_time_s = simulated.program, simulated.pricing, simulated.times.step_time_s
-    moved = [
-        [
-            duration_s + (deviation_s if (op.kind is SpanKind.COMMUNICATION) is of_messages else 0.0)
-            for op, duration_s, deviation_s in zip(program.ops, pricing.durations_s, pricing.deviations_s, strict=True)
-        ]
-        for of_messages in {op.kind is SpanKind.COMMUNICATION for op in program.ops}
-    ]
-    return math.dist(simulated.engine.step_times_s(moved), [step_time_s] * len(moved))
 
 
 def rank_memory(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
 from simplan.cost.calibration import Calibration
@@ -10,11 +15,14 @@ from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import build_program, core_use, cost_model
 from simplan.prediction import Prediction
 from simplan.program.program import Program
+from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
 from simplan.sim.engine import CoreUse, Times
 from simplan.spec.hardware import ClusterSpec
 
-__all__ = ["Simulated", "simulate_again", "simulate_program"]
+__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program"]
+
+_NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +62,24 @@ def simulate_again(prediction: Prediction, calibration: Calibration | None = Non
     cluster = prediction.cluster
     cost = cost_model(cluster, prediction.training, prediction.plan, prediction.software, calibration)
     return simulate_program(build_program(prediction), cost, cluster)
+
+
+def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
+    """Durations of all operations, once for each source of errors, with what it prices one standard deviation higher.
+
+    Prices of computation share their source and err together, so do those of messages; the two err independently.
+    """
+    durations_s, deviations_s = np.array(pricing.durations_s), np.array(pricing.deviations_s)
+    are_messages = np.array([op.kind is SpanKind.COMMUNICATION for op in program.ops])
+    return [durations_s + np.where(are_messages == kind, deviations_s, 0.0) for kind in np.unique(are_messages)]
+
+
+def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:
+    """The interval that should hold the truth in 9 of 10 cases.
+
+    Args:
+        step_time_s: The step time.
+        moved_s: The same with each set of ``moved_durations_s``.
+    """
+    half_width_s = _NINE_IN_TEN * math.dist(moved_s, [step_time_s] * len(moved_s))
+    return max(0.0, step_time_s - half_width_s), step_time_s + half_width_s

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from simplan.cost.base import CostModel
 from simplan.predict import cost_model, folding_of, rank_memory, simulate_program
-from simplan.predict.build import assign_layers, expands_all
-from simplan.predict.stage_times import stage_times
+from simplan.predict.build import assign_layers, expands_all, stages_and_table
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import LayerWork, Phase, Program
-from simplan.program.table import plan_table
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
 from simplan.spec.layer import LayerSpec
@@ -85,12 +83,8 @@ class ReferenceEvaluator:
         model, training, software, cluster = asked.model, asked.training, asked.software, asked.cluster
         cost = self._cost(plan)
         microbatches = num_microbatches(training, plan)
-        assignment = assign_layers(model, plan, cost)
-        facts = SCHEDULE_FACTS.get(plan.schedule)
-        timed = facts is not None and facts.needs_times
-        found = stage_times(model, training, plan, software, assignment, cost) if timed else ()
-        table = plan_table(plan, microbatches, *found)
-        folding = folding_of(model, plan, cluster)
+        assignment, table = stages_and_table(model, training, plan, software, cost)
+        folding = folding_of(model, plan, cluster, software)
         expand_all = expands_all(model, plan, microbatches, folding)
         how = Lowering(2, folding, expand_all, host_waits=cluster.device.kind == "cpu")
         return lower(model, training, plan, software, assignment, table, how)

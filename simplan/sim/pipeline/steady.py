@@ -34,6 +34,7 @@ def repeat(
     places: Places,
     state: State,
     costs: tuple[Floats, ...],
+    blocking_sends: bool,
 ) -> None:
     """Goes through a segment as often as it comes.
 
@@ -41,21 +42,21 @@ def repeat(
         events: Slot, stage and microbatch of its events.
         repeats, shift: How often it comes, and by how much microbatches are higher from one time to the next.
         live: What is on its way when it begins: place among what waits, and microbatch.
-        depth, places, state, costs: As for ``walk``.
+        depth, places, state, costs, blocking_sends: As for ``walk``.
     """
     if repeats == 1:
-        walk(events, 0, depth, places, state, costs)
+        walk(events, 0, depth, places, state, costs, blocking_sends)
         return
     touched = _touched(events, places, state)
     number, check = 0, 1
     while number < repeats:
         if number < check or repeats - number < 3:
-            walk(events, number * shift, depth, places, state, costs)
+            walk(events, number * shift, depth, places, state, costs, blocking_sends)
             number += 1
             continue
         check *= 2
         before = _read(touched, live, number * shift, depth, state)
-        walk(events, number * shift, depth, places, state, costs)
+        walk(events, number * shift, depth, places, state, costs, blocking_sends)
         number += 1
         after = _read(touched, live, number * shift, depth, state)
         later = after[0] - before[0]

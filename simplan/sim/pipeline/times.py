@@ -107,7 +107,7 @@ class PipelineTimes:
         return np.asarray(self.send_s[1, 1:])
 
 
-def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
+def pipeline_times(table: PipelineTable, times: PipelineTimes, *, blocking_sends: bool = False) -> Floats:
     """Step times of plans that share a table, ``(plans,)``, seconds.
 
     As ``simplan.sim.engine`` has it for the Program of the table. A message starts when both ends are there: each when
@@ -117,10 +117,11 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes) -> Floats:
     Args:
         table: What all ranks do.
         times: How long it takes.
+        blocking_sends: A rank waits for each of its sends before it goes on.
     """
     events, sizes = (table.slot, table.stage, table.microbatch), (table.num_pairs, table.depth, int(table.two_peers))
     ends = times.tied_s, times.update_s, times.after_s
-    return _walked(events, table.segments, table.live, sizes, table.places, times.of_events, ends)
+    return _walked(events, table.segments, table.live, sizes, table.places, times.of_events, ends, blocking_sends)
 
 
 @jit
@@ -132,6 +133,7 @@ def _walked(
     places: Places,
     costs: tuple[Floats, ...],
     ends: tuple[Floats, Floats, Floats],
+    blocking_sends: bool,
 ) -> Floats:
     """All segments of a step; ``sizes`` are pairs of ranks, depth, and whether there are two peers."""
     slots, stages, microbatches = events
@@ -156,7 +158,7 @@ def _walked(
         part = slice(first, first + length)
         repeat(
             (slots[part], stages[part], microbatches[part]),
-            repeats, shift, live[begin:end, 1:], depth, places, state, costs,
+            repeats, shift, live[begin:end, 1:], depth, places, state, costs, blocking_sends,
         )  # fmt: skip
         begin = end
     return _finished(places, state, ends[0], ends[1], ends[2])

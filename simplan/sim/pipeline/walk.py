@@ -55,8 +55,12 @@ def walk(
     places: Places,
     state: State,
     costs: tuple[Floats, ...],
+    blocking_sends: bool,
 ) -> None:
-    """Goes through events once, with microbatches that are higher by ``offset``."""
+    """Goes through events once, with microbatches that are higher by ``offset``.
+
+    With ``blocking_sends`` a rank goes on when what it sent has come.
+    """
     slots, stages, microbatches = events
     rank_of, sends_over, gets_over = places
     clock, pair, stream, arrival, shard, gathered, is_gathering = state
@@ -97,6 +101,8 @@ def walk(
             for k in range(num_plans):
                 arrival[b, k] = max(clock[r, k], clock[q, k], pair[over, k]) + send_s[way, s, k]
                 pair[over, k] = arrival[b, k]
+                if blocking_sends:
+                    clock[r, k] = arrival[b, k]
             if has_streams:
                 for k in range(num_plans):
                     stream[2 * way, r, k] = stream[2 * way + 1, q, k] = pair[over, k]

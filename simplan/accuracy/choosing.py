@@ -1,0 +1,100 @@
+"""Whether predictions choose well among plans for the same training."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from simplan.accuracy.outcome import RunOutcome
+
+__all__ = ["Choices", "choices"]
+
+_APART = 1.03  # pairs whose times differ by less are a matter of the measurement
+_OF_SHAPE = {"name", "vocab_size", "params"}  # vocabularies are padded to multiples of tp: the same model
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How good the choices are.
+
+    Attributes:
+        num_groups: Groups of runs that differ in their plan only, two plans or more.
+        num_runs: Runs in them.
+        median_regret, mean_regret, max_regret: How much longer a step of the plan takes that is predicted to be best
+            than one of the best plan, both as measured, over the groups.
+        num_pairs: Pairs of plans in a group whose measured times are more than 3 % apart.
+        kendall_tau: Of these, the part that is predicted in the right order less the part in the wrong order.
+    """
+
+    num_groups: int
+    num_runs: int
+    median_regret: float | None
+    mean_regret: float | None
+    max_regret: float | None
+    num_pairs: int
+    kendall_tau: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a part of the JSON document."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def choices(outcomes: Iterable[RunOutcome]) -> Choices:
+    """Over the groups of runs of one file that differ in their plan only."""
+    groups = [group for group in _groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
+    regrets, orders = [], []
+    for group in groups:
+        best_s = min(_measured_s(outcome) for outcome in group)
+        regrets.append(_measured_s(min(group, key=_predicted_s)) / best_s - 1)
+        for one, other in combinations(group, 2):
+            slower = _measured_s(one) / _measured_s(other)
+            if _plan(one) != _plan(other) and not 1 / _APART <= slower <= _APART:
+                orders.append(float(np.sign(slower - 1) * np.sign(_predicted_s(one) - _predicted_s(other))))
+    return Choices(
+        num_groups=len(groups),
+        num_runs=sum(len(group) for group in groups),
+        median_regret=float(np.median(regrets)) if regrets else None,
+        mean_regret=float(np.mean(regrets)) if regrets else None,
+        max_regret=max(regrets) if regrets else None,
+        num_pairs=len(orders),
+        kendall_tau=float(np.mean(orders)) if orders else None,
+    )
+
+
+def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
+    found: dict[Hashable, list[RunOutcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.error is None:
+            continue
+        run = outcome.run
+        key = (
+            outcome.file,
+            run.software,
+            run.task,
+            run.model.model_dump_json(exclude=_OF_SHAPE),
+            run.cluster,
+            run.plan.global_batch_size,
+            run.plan.precision,
+            run.plan.fp8_recipe,
+        )
+        found[key].append(outcome)
+    return list(found.values())
+
+
+def _plan(outcome: RunOutcome) -> str:
+    return outcome.run.plan.model_dump_json()
+
+
+def _measured_s(outcome: RunOutcome) -> float:
+    assert outcome.run.measured.step_time_s is not None
+    return outcome.run.measured.step_time_s
+
+
+def _predicted_s(outcome: RunOutcome) -> float:
+    assert outcome.predicted is not None
+    return outcome.predicted.step_time_s

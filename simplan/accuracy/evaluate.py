@@ -1,0 +1,149 @@
+"""All published runs predicted, equal ones once, in several processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from simplan.accuracy.floor import step_flops
+from simplan.accuracy.job import RunJob, job_of_run
+from simplan.accuracy.outcome import Predicted, RunOutcome
+from simplan.accuracy.reading import ReadFile
+from simplan.accuracy.schema import PublishedRun
+from simplan.errors import SimplanError, SpecError
+from simplan.predict.brief import predict_brief
+from simplan.spec.rules import num_microbatches
+from simplan.units import GIB
+
+__all__ = ["OnProgress", "predict_runs", "sentences"]
+
+OnProgress = Callable[[int, int], None]
+"""Is told how many predictions of how many are done."""
+
+_PART_OPERATIONS = 40_000
+_FEW = 24  # so many predictions take about as long as starting processes does
+
+
+def predict_runs(
+    files: Iterable[ReadFile], *, jobs: int = 1, on_progress: OnProgress = lambda done, of: None
+) -> list[RunOutcome]:
+    """Predicts every run from its configuration, in the order of the files.
+
+    Args:
+        files: The runs.
+        jobs: Processes; -1 for one a core.
+        on_progress: Is called now and then.
+    """
+    listed = [(read.file, run, _job(run)) for read in files for run in read.runs or ()]
+    asked = {_key(job): job for _, _, job in listed if isinstance(job, RunJob)}
+    answers = dict(_answers(asked, jobs, on_progress))
+    outcomes = []
+    for file, run, job in listed:
+        answer = answers[_key(job)] if isinstance(job, RunJob) else job
+        if isinstance(answer, Predicted) and isinstance(job, RunJob):  # equal questions may have come about differently
+            outcomes.append(RunOutcome(file, run, replace(answer, notes=job.notes)))
+        else:
+            outcomes.append(RunOutcome(file, run, None, str(answer)))
+    return outcomes
+
+
+def sentences(error: Exception) -> str:
+    """Why something was not predicted, in one line; a bug must not hide what can be said of all other runs."""
+    if isinstance(error, SpecError):
+        return "; ".join(problem.sentence() for problem in error.problems)
+    if isinstance(error, SimplanError):
+        return str(error)
+    if os.environ.get("SIMPLAN_DEBUG"):
+        raise error
+    return f"this is a bug of simplan ({type(error).__name__}: {error})"
+
+
+def _job(run: PublishedRun) -> RunJob | str:
+    """The question, or why there is none."""
+    try:
+        return job_of_run(run)
+    except Exception as error:
+        return sentences(error)
+
+
+def _key(job: RunJob) -> str:
+    """Equal for equal questions."""
+    parts = (
+        job.model.model_dump_json(exclude={"name", "sources"}),
+        job.cluster.model_dump_json(exclude={"source"}),
+        job.training.model_dump_json(),
+        job.plan.model_dump_json(),
+        job.software.model_dump_json(),
+        str(job.steps_overlap),
+    )
+    return sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _answers(asked: dict[str, RunJob], jobs: int, on_progress: OnProgress) -> Iterator[tuple[str, Predicted | str]]:
+    if jobs == 1 or len(asked) <= _FEW:
+        for number, (key, job) in enumerate(asked.items(), 1):
+            yield key, _predict(job)
+            on_progress(number, len(asked))
+        return
+    from joblib import Parallel, delayed
+
+    # the longest first, so that no process is still at one when all others are done
+    ordered = sorted(asked.items(), key=lambda item: _work(item[1]), reverse=True)
+    pool = Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
+    done = 0
+    for found in pool(delayed(_predict_some)(part) for part in _parts(ordered)):
+        yield from found
+        done += len(found)
+        on_progress(done, len(asked))
+
+
+def _parts(ordered: Sequence[tuple[str, RunJob]]) -> Iterator[list[tuple[str, RunJob]]]:
+    """Long questions alone, short ones many at a time."""
+    part: list[tuple[str, RunJob]] = []
+    size = 0
+    for question in ordered:
+        part.append(question)
+        size += _work(question[1])
+        if size >= _PART_OPERATIONS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _work(job: RunJob) -> int:
+    """About how many operations are written out."""
+    plan = job.plan
+    microbatches = num_microbatches(job.training, plan) if job.steps_overlap else 3 * plan.pp
+    each = 30 * plan.num_stages
+    if plan.pp == 1 or plan.cp > 1:
+        each = 60 * job.model.num_blocks
+    return each * microbatches
+
+
+def _predict_some(part: Sequence[tuple[str, RunJob]]) -> list[tuple[str, Predicted | str]]:
+    return [(key, _predict(job)) for key, job in part]
+
+
+def _predict(job: RunJob) -> Predicted | str:
+    try:
+        brief = predict_brief(
+            job.model, job.cluster, job.training, job.plan, job.software, steps_overlap=job.steps_overlap
+        )
+    except Exception as error:
+        return sentences(error)
+    return Predicted(
+        step_time_s=brief.step_time_s,
+        step_time_interval_s=brief.step_time_interval_s,
+        memory_gib={
+            "allocated": brief.allocated_bytes / GIB,
+            "reserved": brief.reserved_bytes / GIB,
+            "device": brief.device_bytes / GIB,
+        },
+        oom=None if brief.fits is None else not brief.fits,
+        flops=step_flops(job),
+        software=job.software.id,
+        notes=(),
+    )

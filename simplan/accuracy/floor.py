@@ -1,0 +1,48 @@
+"""What one number explains: the errors of a constant utilization of the devices, fitted to the very runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from simplan.accuracy.job import RunJob
+from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.statistics import ErrorFigures
+from simplan.spec.layer import Attention, Gemm, LayerKind
+from simplan.spec.recompute import recomputation
+
+__all__ = ["constant_utilization", "step_flops"]
+
+
+def step_flops(job: RunJob) -> float:
+    """FLOPs of a step: those of the model, causal attention counted by half, and those of recomputation.
+
+    Full recomputation counts as one more forward of all blocks, as is usual, though the last product need not be made
+    again.
+    """
+    again = 0
+    for number, layer in enumerate(job.model.layers):
+        if layer.kind is LayerKind.BLOCK and job.plan.recompute != "none":
+            is_full = job.plan.recompute == "full"
+            indices = recomputation(layer, job.plan.recompute, number - 1).kernels
+            kernels = layer.kernels if is_full else [layer.kernels[index] for index in indices]
+            again += sum(kernel.flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
+    return float(job.training.global_batch_size * (job.model.flops_per_sequence() + again))
+
+
+def constant_utilization(outcomes: Iterable[RunOutcome]) -> ErrorFigures:
+    """Errors of FLOPs / (devices x rate), with one rate for each file, device and precision: the median over its runs.
+
+    The rate is the peak of the device times a constant utilization. A prediction that is not better than this knows
+    nothing about plans.
+    """
+    rates: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        run, measured_s = outcome.run, outcome.run.measured.step_time_s
+        if outcome.predicted is not None and measured_s is not None:
+            rate = outcome.predicted.flops / run.cluster.num_devices / measured_s
+            rates[outcome.file, run.cluster.device, run.plan.precision].append(rate)
+    # predicted over measured time: work / median, over work / own
+    return ErrorFigures.of([float(own / np.median(group)) - 1 for group in rates.values() for own in group])

@@ -1,0 +1,255 @@
+"""From a published run to a question for ``predict``: the same model, cluster, training, software and plan.
+
+What a source does not say is filled in here, each time with a sentence for the reader. What simplan cannot predict is
+refused by name further on, by the rules that every plan has to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from simplan.accuracy.schema import PublishedRun, RunModel
+from simplan.accuracy.stacks import STACKS, profile_name
+from simplan.accuracy.stage_layers import layers_of_stages
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec, DeviceSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["RunJob", "job_of_run"]
+
+_NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 25, "tpu-v5p": 50, "tpu-v6e": 100})
+"""Data-centre network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
+_USUAL_GBIT = 100.0
+_PACKED_DOCUMENT_TOKENS = 256  # fine-tuning rows: "the packed samples are much shorter than seq_len"
+_LORA_RANK = 32  # the default of NeMo and Megatron-Bridge (nemo/collections/llm/peft/lora.py: dim)
+_SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
+_RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
+_FALLBACK = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class RunJob:
+    """What ``predict`` is asked about a run.
+
+    Attributes:
+        model, cluster, training, plan, software: As for any prediction.
+        steps_overlap: Every pipeline rank goes on to its next step by itself, so that a step takes as long as the
+            busiest rank is at it, not from the first start to the last end.
+        notes: What was filled in, and what of the run is not in the prediction.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    training: TrainingSpec
+    plan: ParallelPlan
+    software: SoftwareSpec
+    steps_overlap: bool
+    notes: tuple[str, ...]
+
+
+def job_of_run(run: PublishedRun) -> RunJob:
+    """The question behind a run.
+
+    Raises:
+        SpecError: Something of it has no counterpart here.
+    """
+    notes: list[str] = []
+    software = _software(run, notes)
+    return RunJob(
+        model=_model(run, software, notes),
+        cluster=_cluster(run, notes),
+        training=_training(run, software, notes),
+        plan=_plan(run),
+        software=software,
+        steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
+        notes=tuple(notes),
+    )
+
+
+def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
+    name = profile_name(run.software)
+    try:
+        profile = catalogue.software(name)
+    except NotModelledError:
+        notes.append(f"software {name} is not in the catalogue: predicted as {_FALLBACK}")
+        profile = _stand_in()
+    given = run.software
+    if given.grad_overlap is not None:
+        profile = profile.model_copy(update={"grad_overlap": given.grad_overlap})
+    unmodelled = {"flash_attention": False, "compile": True, "tp_comm_overlap": True}
+    notes += [
+        f"software.{key} = {str(value).lower()} is not in the prediction"
+        for key, value in unmodelled.items()
+        if getattr(given, key) is value
+    ]
+    return profile
+
+
+def _stand_in() -> SoftwareSpec:
+    """Torch, without what it refuses and other frameworks have."""
+    torch = catalogue.software(_FALLBACK)
+    low = torch.low_precision | {"nvfp4": torch.low_precision["nvfp4"].model_copy(update={"kept": "wide"})}
+    return torch.model_copy(update={"ddp_stages": True, "ddp_splits": True, "low_precision": low})
+
+
+def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> ModelSpec:
+    given = run.model
+    family = _family(given, notes)
+    if family not in ("deepseek",) and given.head_dim is None and given.hidden_size % given.num_attention_heads:
+        rule = f"must divide model.hidden_size = {given.hidden_size}"
+        heads = str(given.num_attention_heads)
+        raise SpecError(Problem(field="model.num_attention_heads", value=heads, rule=rule, fix="give model.head_dim"))
+    fields: dict[str, Any] = {
+        "name": given.name,
+        "family": family,
+        "num_hidden_layers": given.num_hidden_layers,
+        "hidden_size": given.hidden_size,
+        "num_attention_heads": given.num_attention_heads,
+        "intermediate_size": given.intermediate_size,
+        "vocab_size": _vocabulary(run, notes),
+        "seq_len": given.seq_len,
+    }
+    if given.tied_embeddings is not None:
+        fields["tied_embeddings"] = given.tied_embeddings
+    else:
+        notes.append("model.tied_embeddings is not known: as is usual for the family")
+    if family == "deepseek":
+        assert given.mla is not None
+        fields |= given.mla.model_dump()
+    else:
+        fields |= {"num_key_value_heads": given.num_key_value_heads}
+        fields |= {"head_dim": given.head_dim or given.hidden_size // given.num_attention_heads}
+    if given.moe is not None:
+        fields |= {key: value for key, value in given.moe.model_dump().items() if value is not None}
+    if run.task == "lora":
+        fields["lora_rank"] = run.plan.lora_rank or _LORA_RANK
+        if run.plan.lora_rank is None:
+            notes.append(f"plan.lora_rank is not known: {_LORA_RANK}")
+    if run.task != "pretrain" and software.packed_attention is not None:
+        documents = max(1, given.seq_len // _PACKED_DOCUMENT_TOKENS)
+        fields["document_lengths"] = (given.seq_len // documents,) * documents
+        notes.append(f"fine-tuning on packed documents: of {given.seq_len // documents} tokens each")
+    return ModelSpec(**fields)
+
+
+def _family(model: RunModel, notes: list[str]) -> str:
+    """The family whose layers it has."""
+    if model.family == "moe":
+        return "deepseek" if model.mla is not None else "moe"
+    if model.family == "mpt":
+        # llm-foundry's benchmark models: learned positions and biases, no ALiBi; their printed sizes say the same
+        return "gpt"
+    if model.family == "other" or (model.family == "gpt" and model.gated_mlp):
+        family = "llama" if model.gated_mlp else "gpt"
+        notes.append(f"model.family = {model.family}: computed as {family}")
+        return family
+    if model.family == "llama" and not model.gated_mlp:
+        notes.append("model.gated_mlp = false: computed as gpt")
+        return "gpt"
+    return model.family
+
+
+def _vocabulary(run: PublishedRun, notes: list[str]) -> int:
+    """Padded where tensor-parallel ranks could not share it out."""
+    size, tp = run.model.vocab_size, run.plan.tp
+    padded = -(-size // tp) * tp
+    if padded != size:
+        notes.append(f"model.vocab_size = {size}: padded to {padded}, a multiple of tp")
+    return padded
+
+
+def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
+    given = run.cluster
+    device = catalogue.device(given.device)
+    link = device.intra_link or given.intra_link
+    gbit = given.inter_link_gbit_per_device
+    if gbit is None and given.num_devices > given.devices_per_node:
+        gbit = _network_gbit(device)
+        notes.append(f"cluster.inter_link_gbit_per_device is not known: {gbit:g}")
+    node = catalogue.NodeEntry(
+        id="published",
+        device=device,
+        devices_per_node=given.devices_per_node,
+        intra_link=None if link is None else catalogue.link(link),
+        inter_link=None if gbit is None else catalogue.network_link(gbit),
+        source=run.source,
+    )
+    return catalogue.make_cluster(node, given.num_devices)
+
+
+def _network_gbit(device: DeviceSpec) -> float:
+    """What nodes of such devices usually have: as a cluster of the catalogue with them, or with the same links."""
+    if device.id in _NETWORK_GBIT:
+        return _NETWORK_GBIT[device.id]
+    nodes = [catalogue.node(name) for name in catalogue.names("clusters") if name != "this-machine"]
+    same = [node for node in nodes if node.device.id == device.id]
+    same = same or [node for node in nodes if node.device.intra_link == device.intra_link]
+    link = same[0].inter_link if same else None
+    return _USUAL_GBIT if link is None else link.bytes_per_s * 8 / 1e9
+
+
+def _training(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> TrainingSpec:
+    plan = run.plan
+    fields: dict[str, Any] = {
+        "global_batch_size": plan.global_batch_size,
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "task": run.task,
+    }
+    low = software.low_precision.get("fp8")
+    if plan.precision == "fp8" and low is not None:
+        printed = plan.fp8_recipe
+        recipe = _recipe(printed) if printed else STACKS[run.software.framework].fp8_recipe
+        if recipe not in low.recipes:
+            notes.append(f"fp8 recipe {recipe}: predicted as {low.recipes[0]}, {software.id} has no such one")
+            recipe = low.recipes[0]
+        fields["fp8_recipe"] = recipe
+    elif plan.fp8_recipe is not None and plan.precision != "fp8":
+        notes.append(f"plan.fp8_recipe = {plan.fp8_recipe!r} is not in the prediction")
+    return TrainingSpec(**fields)
+
+
+def _recipe(printed: str) -> str:
+    """The recipe that is meant by what a source prints."""
+    return next((recipe for word, recipe in _RECIPES.items() if word in printed.lower()), "tensorwise")
+
+
+def _plan(run: PublishedRun) -> ParallelPlan:
+    given = run.plan
+    schedule = _SYNCHRONIZED.get(given.schedule, given.schedule)
+    facts = SCHEDULE_FACTS.get(schedule)
+    virtual_stages = given.virtual_stages
+    if facts is not None and facts.virtual_stages is not None:
+        virtual_stages = facts.virtual_stages
+    fields: dict[str, Any] = {
+        key: getattr(given, key)
+        for key in (
+            "dp_replicate",
+            "dp_shard",
+            "zero_stage",
+            "tp",
+            "sequence_parallel",
+            "cp",
+            "ep",
+            "pp",
+            "microbatch_size",
+            "recompute",
+            "grad_dtype",
+        )
+    }
+    fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
+    if given.cp > 1:
+        fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm
+    if given.pp > 1:
+        placement = "loop" if facts is None else facts.placement
+        by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
+        fields["stage_layers"] = layers_of_stages(by_rank, virtual_stages, placement)
+    return ParallelPlan(**fields)

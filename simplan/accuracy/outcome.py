@@ -1,0 +1,109 @@
+"""What came of one published run: predicted beside measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simplan.accuracy.schema import MemoryKind, PublishedRun
+from simplan.accuracy.stacks import STACKS
+
+__all__ = ["Predicted", "RunOutcome", "measured_memory_gib"]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What simplan says about a run.
+
+    Attributes:
+        step_time_s: Of one optimizer step.
+        step_time_interval_s: Interval that should hold the truth in 9 of 10 cases; None where there is none.
+        memory_gib: Peak of the worst rank, by what is counted; nothing where only times were predicted.
+        oom: Whether it does not fit; None where that is not known.
+        flops: Of a step, those that are computed again counted, causal attention by half.
+        software: The software profile that was used.
+        notes: What was filled in, and what of the run is not in the prediction.
+    """
+
+    step_time_s: float
+    step_time_interval_s: tuple[float, float] | None
+    memory_gib: dict[MemoryKind, float]
+    oom: bool | None
+    flops: float
+    software: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """A run, and its prediction or why there is none.
+
+    Attributes:
+        file: The file it is in.
+        run: The run.
+        predicted: None where it was skipped.
+        reason: Why, in that case.
+    """
+
+    file: str
+    run: PublishedRun
+    predicted: Predicted | None
+    reason: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured step time, less one; None where one of them is missing."""
+        measured_s = self.run.measured.step_time_s
+        if self.predicted is None or measured_s is None:
+            return None
+        return self.predicted.step_time_s / measured_s - 1
+
+    @property
+    def memory_kind(self) -> MemoryKind:
+        """What the measured peak is a figure of; without one, what the framework prints."""
+        return next(iter(measured_memory_gib(self.run)), STACKS[self.run.software.framework].prints)
+
+    @property
+    def memory_errors(self) -> dict[MemoryKind, float]:
+        """As ``error``, of peak memory, by kind of figure; the one that is compared comes first."""
+        if self.predicted is None or not self.predicted.memory_gib:
+            return {}
+        return {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in measured_memory_gib(self.run).items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as a part of the JSON document."""
+        run, predicted, kind = self.run, self.predicted, self.memory_kind
+        interval_s = None if predicted is None else predicted.step_time_interval_s
+        return {
+            "id": run.id,
+            "file": self.file,
+            "status": "skipped" if predicted is None else "ok",
+            "reason": self.reason,
+            "predicted_step_time_s": None if predicted is None else predicted.step_time_s,
+            "step_time_interval_s": None if interval_s is None else list(interval_s),
+            "measured_step_time_s": run.measured.step_time_s,
+            "step_time_error": self.error,
+            "predicted_peak_memory_gib": None if predicted is None else predicted.memory_gib.get(kind),
+            "measured_peak_memory_gib": measured_memory_gib(run).get(kind),
+            "memory_kind": kind,
+            "peak_memory_errors": self.memory_errors,
+            "predicted_memory_gib": None if predicted is None else predicted.memory_gib,
+            "predicted_oom": None if predicted is None else predicted.oom,
+            "measured_oom": run.measured.oom,
+            "software": None if predicted is None else predicted.software,
+            "quality": run.quality,
+            "notes": [] if predicted is None else list(predicted.notes),
+        }
+
+
+def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
+    """Measured peaks, GiB, the surest figure first; one that is printed as GB only counts as GiB."""
+    measured = run.measured
+    found: dict[MemoryKind, float] = {}
+    if measured.peak_allocated_gib is not None:
+        found["allocated"] = measured.peak_allocated_gib
+    if measured.peak_reserved_gib is not None:
+        found["reserved"] = measured.peak_reserved_gib
+    if not found and measured.peak_memory_gb_as_printed is not None:
+        found[STACKS[run.software.framework].prints] = measured.peak_memory_gb_as_printed
+    return found

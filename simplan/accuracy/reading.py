@@ -1,0 +1,80 @@
+"""Files of published runs, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from simplan.accuracy.schema import PublishedRun, RunFile, identity_problems
+from simplan.document import Document
+from simplan.errors import Problem, SpecError
+from simplan.io import read_yaml
+from simplan.problems import find_place, parse_model
+
+__all__ = ["ReadFile", "read_published"]
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """A file and its runs.
+
+    Attributes:
+        file: As the user named it, or the path within a folder that the user named.
+        runs: None where the file holds something else.
+    """
+
+    file: str
+    runs: tuple[PublishedRun, ...] | None
+
+
+def read_published(paths: Iterable[Path]) -> list[ReadFile]:
+    """Reads files, and in folders all ``*.yaml`` and ``*.yml`` below.
+
+    Raises:
+        SpecError: A file cannot be read, a run is not of the schema or does not add up, or two runs have one id.
+    """
+    read = [_read(file) for file in _files(paths)]
+    seen: dict[str, str] = {}
+    for found in read:
+        for index, run in enumerate(found.runs or ()):
+            if run.id in seen:
+                rule = f"is the id of a run of {seen[run.id]} as well"
+                problem = Problem(field=f"runs.{index}.id", value=run.id, rule=rule, fix="leave one of the two out")
+                raise SpecError(problem, file=found.file)
+            seen[run.id] = found.file
+    return read
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)  # a missing file is reported when it is read
+            continue
+        found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        if not found:
+            problem = Problem(field="", rule="holds no file of runs (*.yaml)", fix="name another folder")
+            raise SpecError(problem, file=str(path))
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def _read(path: Path) -> ReadFile:
+    file = str(path)
+    document = read_yaml(path)
+    if not isinstance(document.data, dict) or "runs" not in document.data:
+        return ReadFile(file, None)
+    runs = parse_model(RunFile, document.data, document.lines, file).runs
+    problems = [problem for index, run in enumerate(runs) for problem in _placed(run, index, document)]
+    if problems:
+        raise SpecError(problems, file=file)
+    return ReadFile(file, runs)
+
+
+def _placed(run: PublishedRun, index: int, document: Document) -> Iterable[Problem]:
+    for problem in identity_problems(run):
+        place = find_place(document.lines, ("runs", index, *problem.field.split(".")))
+        yield replace(problem, field=f"{run.id}: {problem.field}").at(*place)

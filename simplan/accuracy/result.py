@@ -1,0 +1,109 @@
+"""The answer of ``simplan accuracy``: outcomes of all runs, and figures per file and over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simplan.accuracy.choosing import Choices, choices
+from simplan.accuracy.floor import constant_utilization
+from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.statistics import (
+    ErrorFigures,
+    StepTimeFigures,
+    Verdicts,
+    memory_figures,
+    step_time_figures,
+    verdicts,
+)
+
+__all__ = ["Accuracy", "Figures"]
+
+ACCURACY_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is said of some runs together.
+
+    Attributes:
+        num_runs, num_skipped: How many they are, and how many of them were not predicted.
+        step_time: Errors of step times.
+        constant_utilization: The same of one rate for each file, device and precision, fitted to these very runs.
+        peak_memory: Errors of peaks: ``all``, and by kind of figure.
+        oom: Verdicts on what fits.
+        choosing: Choices among plans.
+    """
+
+    num_runs: int
+    num_skipped: int
+    step_time: StepTimeFigures
+    constant_utilization: ErrorFigures
+    peak_memory: dict[str, ErrorFigures]
+    oom: Verdicts
+    choosing: Choices
+
+    @classmethod
+    def of(cls, outcomes: Sequence[RunOutcome]) -> Figures:
+        """Figures of some outcomes."""
+        return cls(
+            num_runs=len(outcomes),
+            num_skipped=sum(outcome.predicted is None for outcome in outcomes),
+            step_time=step_time_figures(outcomes),
+            constant_utilization=constant_utilization(outcomes),
+            peak_memory=memory_figures(outcomes),
+            oom=verdicts(outcomes),
+            choosing=choices(outcomes),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As a part of the JSON document."""
+        by_kind = {kind: figures.to_json() for kind, figures in self.peak_memory.items() if kind != "all"}
+        return {
+            "num_runs": self.num_runs,
+            "num_skipped": self.num_skipped,
+            "step_time": self.step_time.to_json(),
+            "constant_utilization": self.constant_utilization.to_json(),
+            "peak_memory": self.peak_memory["all"].to_json() | {"by_kind": by_kind},
+            "oom": self.oom.to_json(),
+            "choosing": self.choosing.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Everything that was found.
+
+    Attributes:
+        outcomes: All runs, in the order of the files.
+        without_runs: Files that hold something else.
+    """
+
+    outcomes: tuple[RunOutcome, ...]
+    without_runs: tuple[str, ...] = ()
+
+    def of_file(self, file: str) -> list[RunOutcome]:
+        """The outcomes of one file."""
+        return [outcome for outcome in self.outcomes if outcome.file == file]
+
+    @property
+    def by_file(self) -> dict[str, Figures]:
+        """Figures of each file."""
+        return {file: Figures.of(self.of_file(file)) for file in dict.fromkeys(o.file for o in self.outcomes)}
+
+    @property
+    def overall(self) -> Figures:
+        """Figures of all runs."""
+        return Figures.of(self.outcomes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole JSON document."""
+        return {
+            "schema_version": ACCURACY_SCHEMA_VERSION,
+            "kind": "accuracy",
+            "runs": [outcome.to_json() for outcome in self.outcomes],
+            "by_file": {file: figures.to_json() for file, figures in self.by_file.items()},
+            "overall": self.overall.to_json(),
+            "without_runs": list(self.without_runs),
+        }

@@ -1,0 +1,233 @@
+"""Published training runs as files hold them: one schema, strict, its keys described in scenarios/published/README.md.
+
+Three things hold in every run, whatever its numbers:
+
+- dp_replicate x dp_shard x tp x pp x cp = num_devices
+- num_microbatches x microbatch_size x dp_replicate x dp_shard = global_batch_size
+- stage_layers add up to num_hidden_layers; without them, pp x virtual_stages divides num_hidden_layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from simplan.errors import Problem
+from simplan.spec.base import Count, NonNegative, Positive, Spec
+from simplan.spec.plan import Recompute
+from simplan.spec.training import Precision
+
+__all__ = ["Framework", "MemoryKind", "PublishedRun", "RunFile", "identity_problems"]
+
+Framework = Literal[
+    "megatron-lm",
+    "megatron-deepspeed",
+    "megatron-core",
+    "megatron-bridge",
+    "nemo",
+    "torchtitan",
+    "llm-foundry",
+    "maxtext",
+    "fsdp-paper",
+    "deepspeed",
+    "gpipe",
+    "other",
+]
+MemoryKind = Literal["allocated", "reserved", "device"]
+"""What a published peak is a figure of: tensors, what the caching allocator holds, or memory in use on the device."""
+
+Zero = Annotated[int, Field(ge=0)]
+
+
+class RunSoftware(Spec):
+    """What trained; None where the source does not say."""
+
+    framework: Framework
+    version: str | None
+    flash_attention: bool | None
+    compile: bool | None
+    tp_comm_overlap: bool | None
+    grad_overlap: bool | None
+
+
+class RunExperts(Spec):
+    """A mixture of experts."""
+
+    num_experts: Count
+    top_k: Count
+    moe_intermediate_size: Count
+    shared_expert_intermediate_size: Zero | None = None
+    num_dense_layers: Zero | None = None
+
+
+class RunLatentAttention(Spec):
+    """Multi-head latent attention."""
+
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+
+
+class RunModel(Spec):
+    """The shape of the model."""
+
+    name: str
+    family: Literal["gpt", "llama", "mpt", "t5", "bert", "moe", "other"]
+    num_hidden_layers: Count
+    hidden_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    intermediate_size: Count
+    vocab_size: Count
+    seq_len: Count
+    gated_mlp: bool
+    tied_embeddings: bool | None
+    head_dim: Count | None = None
+    params: Annotated[int, Field(ge=1)] | None = None
+    moe: RunExperts | None = None
+    mla: RunLatentAttention | None = None
+
+
+class RunCluster(Spec):
+    """The devices and what joins them."""
+
+    device: str
+    num_devices: Count
+    devices_per_node: Count
+    intra_link: str | None
+    inter_link_gbit_per_device: Positive | None
+
+
+class RunPlan(Spec):
+    """How the training was spread, its batch and its precision."""
+
+    dp_replicate: Count
+    dp_shard: Count
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    tp: Count
+    sequence_parallel: bool
+    pp: Count
+    virtual_stages: Count
+    cp: Count
+    ep: Count
+    schedule: Literal[
+        "none",
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "zb-h1",
+        "zb-h2",
+        "zb-1p",
+        "zb-2p",
+        "zb-2p-optsync",
+        "zb-v",
+    ]
+    microbatch_size: Count
+    num_microbatches: Count
+    global_batch_size: Count
+    recompute: Recompute
+    precision: Precision
+    optimizer: Literal["adam", "adamw", "sgd"]
+    stage_layers: tuple[Zero, ...] | None = None
+    cp_comm: Literal["ring", "all_gather", "a2a"] | None = None
+    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    fp8_recipe: str | None = None
+    lora_rank: Count | None = None
+
+
+class Measured(Spec):
+    """What was measured; None where the source does not say."""
+
+    step_time_s: Positive | None
+    tokens_per_s_per_device: Positive | None
+    peak_allocated_gib: Positive | None
+    peak_reserved_gib: Positive | None
+    peak_memory_gb_as_printed: Positive | None
+    oom: bool
+    model_tflops_per_device_published: Positive | None
+    mfu_published: NonNegative | None
+
+
+class PublishedRun(Spec):
+    """One run.
+
+    Attributes:
+        id: Unique over all files.
+        source: Repository, path and commit, or paper and table.
+        software, task, model, cluster, plan: What was run.
+        measured: What came out.
+        derived_step_time: The step time was computed from a published throughput.
+        assumed: Dotted names of fields that the source does not print.
+        quality: ``inconsistent``: figures contradict each other. ``noisy``: the source warns of large variation.
+            ``assumed``: a field that sets the amount of work is assumed. ``good``: otherwise.
+    """
+
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+    source: str
+    software: RunSoftware
+    task: Literal["pretrain", "sft", "lora"]
+    model: RunModel
+    cluster: RunCluster
+    plan: RunPlan
+    measured: Measured
+    derived_step_time: bool
+    assumed: tuple[str, ...]
+    quality: Literal["good", "assumed", "noisy", "inconsistent"]
+
+
+class RunFile(Spec):
+    """A file of runs.
+
+    Attributes:
+        meta: Where the runs come from, in the words of who collected them.
+        runs: The runs.
+    """
+
+    meta: dict[str, Any]
+    runs: tuple[PublishedRun, ...]
+
+
+def identity_problems(run: PublishedRun) -> Iterator[Problem]:
+    """What does not add up in a run; fields are dotted from the run on."""
+    plan, layers = run.plan, run.model.num_hidden_layers
+    yield from _product(
+        "cluster.num_devices",
+        run.cluster.num_devices,
+        {key: getattr(plan, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")},
+    )
+    yield from _product(
+        "plan.global_batch_size",
+        plan.global_batch_size,
+        {key: getattr(plan, key) for key in ("num_microbatches", "microbatch_size", "dp_replicate", "dp_shard")},
+    )
+    if plan.stage_layers is not None:
+        if sum(plan.stage_layers) != layers:
+            rule = f"adds up to {sum(plan.stage_layers)}, and num_hidden_layers = {layers}"
+            yield Problem(field="plan.stage_layers", rule=rule, fix="give the layers of every pipeline rank")
+        if len(plan.stage_layers) != plan.pp:
+            rule = f"has {len(plan.stage_layers)} entries, and pp = {plan.pp}"
+            yield Problem(field="plan.stage_layers", rule=rule, fix="give the layers of every pipeline rank")
+    elif layers % (plan.pp * plan.virtual_stages):
+        stages = f"pp x virtual_stages = {plan.pp} x {plan.virtual_stages} = {plan.pp * plan.virtual_stages}"
+        rule = f"must be a multiple of {stages}"
+        fix = "give plan.stage_layers, or correct one of the three"
+        yield Problem(field="model.num_hidden_layers", value=str(layers), rule=rule, fix=fix)
+    if plan.lora_rank is not None and run.task != "lora":
+        yield Problem(field="plan.lora_rank", value=str(plan.lora_rank), rule="is for task = lora", fix="remove it")
+    if run.measured.oom and run.measured.step_time_s is not None:
+        rule = "must be null where oom is true: the run ended out of memory"
+        yield Problem(field="measured.step_time_s", value=str(run.measured.step_time_s), rule=rule)
+
+
+def _product(field: str, value: int, factors: dict[str, int]) -> Iterator[Problem]:
+    product = 1
+    for factor in factors.values():
+        product *= factor
+    if product != value:
+        names, numbers = " x ".join(factors), " x ".join(str(factor) for factor in factors.values())
+        yield Problem(field=field, value=str(value), rule=f"must be {names} = {numbers} = {product}")

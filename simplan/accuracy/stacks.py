@@ -1,0 +1,69 @@
+"""Which software profile stands for a framework and version, and what its figures mean: small tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from simplan.accuracy.schema import Framework, MemoryKind, RunSoftware
+
+__all__ = ["STACKS", "Stack", "profile_name"]
+
+
+class Stack(NamedTuple):
+    """What a framework brings that a published run does not print.
+
+    Attributes:
+        profiles: Name of the software profile, by the first year that it holds for.
+        cp_comm: How its context parallelism exchanges keys and values.
+        fp8_recipe: How it scales fp8 unless told otherwise.
+        prints: What a peak is a figure of where the source prints "GB" only.
+    """
+
+    profiles: tuple[tuple[int, str], ...]
+    cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
+    fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
+    prints: MemoryKind = "allocated"
+
+
+_MEGATRON = ((0, "megatron-lm-2021"), (2022, "megatron-lm-2022"), (2024, "megatron-core"))
+
+STACKS: Mapping[Framework, Stack] = MappingProxyType(
+    {
+        "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed"),
+        "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed"),
+        # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
+        "megatron-deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
+        "deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
+        # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time
+        "nemo": Stack(((0, "nemo"),), fp8_recipe="delayed"),
+        "megatron-bridge": Stack(((0, "megatron-bridge"),)),
+        # torchtitan/config/job_config.py: context_parallel_rotate_method = allgather; metrics.py: max_reserved
+        "torchtitan": Stack(((0, "torchtitan"),), cp_comm="all_gather", prints="reserved"),
+        "llm-foundry": Stack(((0, "llm-foundry"),), fp8_recipe="delayed"),
+        "maxtext": Stack(((0, "maxtext"),), cp_comm="all_gather", prints="device"),
+        "fsdp-paper": Stack(((0, "torch"),), prints="reserved"),
+        "gpipe": Stack(((0, "torch"),)),
+        "other": Stack(((0, "torch"),)),
+    }
+)
+"""By framework."""
+
+_YEAR = re.compile(r"\b(?:19|20)[0-9]{2}\b")
+
+
+def profile_name(software: RunSoftware) -> str:
+    """The name of the software profile.
+
+    A version without a year is taken for a recent one, unless attention is not fused, which it was before 2022.
+
+    >>> profile_name(RunSoftware(framework="megatron-lm", version="2021", flash_attention=None, compile=None,
+    ...     tp_comm_overlap=None, grad_overlap=None))
+    'megatron-lm-2021'
+    """
+    profiles = STACKS[software.framework].profiles
+    years = _YEAR.findall(software.version or "")
+    year = int(years[-1]) if years else 2021 if software.flash_attention is False else 9999
+    return [name for first, name in profiles if first <= year][-1]

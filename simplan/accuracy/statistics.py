@@ -1,0 +1,150 @@
+"""Error figures over published runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from simplan.accuracy.outcome import RunOutcome
+
+__all__ = ["ErrorFigures", "StepTimeFigures", "Verdicts", "memory_figures", "step_time_figures", "verdicts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFigures:
+    """Figures of relative errors, predicted over measured less one; fractions, None without any run.
+
+    Attributes:
+        num: Runs.
+        mape: Mean of their absolute values.
+        median_ape, p90_ape, max_ape: Median, 90th percentile (linear between two) and largest of the same.
+        bias: Mean with signs: above 0 where predictions are too long, or too large.
+    """
+
+    num: int
+    mape: float | None = None
+    median_ape: float | None = None
+    p90_ape: float | None = None
+    max_ape: float | None = None
+    bias: float | None = None
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> ErrorFigures:
+        """Figures of some errors."""
+        if not errors:
+            return cls(0)
+        sizes = np.abs(errors)
+        return cls(
+            num=len(errors),
+            mape=float(sizes.mean()),
+            median_ape=float(np.median(sizes)),
+            p90_ape=float(np.percentile(sizes, 90)),
+            max_ape=float(sizes.max()),
+            bias=float(np.mean(errors)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As a part of the JSON document."""
+        return {name: getattr(self, name) for name in ("num", "mape", "median_ape", "p90_ape", "max_ape", "bias")}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeFigures:
+    """Errors of step times, and what intervals are worth.
+
+    Attributes:
+        errors: Of predicted step times.
+        interval_coverage: Part of the measured step times that lie within their intervals.
+        median_interval_half_width: Median of half their widths, over the predicted step time.
+    """
+
+    errors: ErrorFigures
+    interval_coverage: float | None
+    median_interval_half_width: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a part of the JSON document."""
+        return self.errors.to_json() | {
+            "interval_coverage": self.interval_coverage,
+            "median_interval_half_width": self.median_interval_half_width,
+        }
+
+
+def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
+    """Over the runs that have a step time and were predicted."""
+    errors, covered, half_widths = [], [], []
+    for outcome in outcomes:
+        predicted, measured_s = outcome.predicted, outcome.run.measured.step_time_s
+        if predicted is None or measured_s is None:
+            continue
+        errors.append(predicted.step_time_s / measured_s - 1)
+        if predicted.step_time_interval_s is not None:
+            low_s, high_s = predicted.step_time_interval_s
+            covered.append(low_s <= measured_s <= high_s)
+            half_widths.append((high_s - low_s) / 2 / predicted.step_time_s)
+    return StepTimeFigures(
+        ErrorFigures.of(errors),
+        float(np.mean(covered)) if covered else None,
+        float(np.median(half_widths)) if half_widths else None,
+    )
+
+
+def memory_figures(outcomes: Iterable[RunOutcome]) -> dict[str, ErrorFigures]:
+    """Over the runs that have a peak: ``all``, each once, and by kind of figure, of which a run may have two."""
+    found: dict[str, list[float]] = {"all": []}
+    for outcome in outcomes:
+        errors = outcome.memory_errors
+        if errors:
+            found["all"].append(next(iter(errors.values())))
+        for kind, error in errors.items():
+            found.setdefault(kind, []).append(error)
+    return {kind: ErrorFigures.of(errors) for kind, errors in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """How often runs out of memory were foretold.
+
+    Attributes:
+        fit, oom: Right verdicts: it fitted, and it ran out of memory.
+        missed: It ran out of memory and was said to fit.
+        false_alarms: It fitted and was said not to.
+        unknown: No verdict: the capacity of the device is not known.
+    """
+
+    fit: int = 0
+    oom: int = 0
+    missed: int = 0
+    false_alarms: int = 0
+    unknown: int = 0
+
+    @property
+    def right(self) -> float | None:
+        """Part of the verdicts that are right."""
+        total = self.fit + self.oom + self.missed + self.false_alarms
+        return (self.fit + self.oom) / total if total else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a part of the JSON document."""
+        names = ("right", "fit", "oom", "missed", "false_alarms", "unknown")
+        return {name: getattr(self, name) for name in names}
+
+
+def verdicts(outcomes: Iterable[RunOutcome]) -> Verdicts:
+    """Over the runs whose memory was predicted."""
+    counts: dict[str, int] = defaultdict(int)
+    for outcome in outcomes:
+        if outcome.predicted is None or not outcome.predicted.memory_gib:
+            continue
+        foretold, true = outcome.predicted.oom, outcome.run.measured.oom
+        if foretold is None:
+            counts["unknown"] += 1
+        elif foretold == true:
+            counts["oom" if true else "fit"] += 1
+        else:
+            counts["missed" if true else "false_alarms"] += 1
+    return Verdicts(**counts)
