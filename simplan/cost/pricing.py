@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simplan.cost.base import CostModel, Price
-from simplan.program.program import HostCopy, LayerWork, Op, Program, Work
+from simplan.program.program import Excess, HostCopy, LayerWork, Op, Program, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
+from simplan.units import format_time
 
 __all__ = ["PricedTerm", "Pricing", "price_program"]
 
@@ -100,8 +101,20 @@ def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
         return PricedTerm(_name(part), op.kind, cost.compute(part))
     if isinstance(part, HostCopy):
         return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", op.kind, cost.host_copy(part))
+    if isinstance(part, Excess):
+        names = " and ".join(dict.fromkeys(message.kind for message in part.messages))
+        return PricedTerm(f"{names} beyond {_name(part.beside)}", op.kind, _excess(part, cost))
     alone = part.kind is CollectiveKind.SEND
     return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", op.kind, cost.message(part))
+
+
+def _excess(part: Excess, cost: CostModel) -> Price:
+    messages = [cost.message(message) for message in part.messages]
+    beside = cost.compute(part.beside)
+    moving_s = sum(price.seconds for price in messages)
+    formula = f"what is left of {format_time(moving_s)} beside {format_time(beside.seconds)} of products"
+    surest = max(messages, key=lambda price: price.relative_std)
+    return Price(max(0.0, moving_s - beside.seconds), surest.provenance, surest.relative_std, formula)
 
 
 def _name(work: LayerWork) -> str:

@@ -40,12 +40,16 @@ def stage_times(
     groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
 
     def seconds(stage: int, phase: Phase) -> float:
-        total_s = 0.0
+        total_s = hidden_s = 0.0
         for segment in scripts.merged(stage, range(len(stages.layers[stage])), phase):
             total_s += sum(cost.compute(work).seconds for work in segment.work)
             if segment.exchange is not None:
-                axis, kind, num_bytes, _ = segment.exchange
-                total_s += cost.message(Message(kind, num_bytes, groups[axis])).seconds
+                axis, kind, num_bytes, beside = segment.exchange
+                if segment.beside is not None or not beside:
+                    hidden_s = 0.0 if segment.beside is None else cost.compute(segment.beside).seconds
+                message_s = cost.message(Message(kind, num_bytes, groups[axis])).seconds
+                total_s += max(0.0, message_s - hidden_s)
+                hidden_s = max(0.0, hidden_s - message_s)
         return total_s
 
     def split(stage: int) -> tuple[float, float]:

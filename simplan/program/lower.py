@@ -10,7 +10,17 @@ from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.hooks import DdpHooks, Hooks
 from simplan.program.offload import ActivationOffload, LayerUpdate, stream_updates
-from simplan.program.program import MemoryCategory, MemoryEffect, Message, Op, Phase, Program, Stream
+from simplan.program.program import (
+    Excess,
+    MemoryCategory,
+    MemoryEffect,
+    Message,
+    Op,
+    Phase,
+    Program,
+    Stream,
+    Work,
+)
 from simplan.program.reduction import complete_gradients
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
@@ -127,10 +137,8 @@ class _RankLowering:
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
-        plan = stages.plan
-        rings = plan.cp > 1 and plan.cp_comm == "ring"
-        self.overlaps = not how.host_waits and (rings or (plan.tp > 1 and stages.software.tp_overlap != "none"))
-        self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Message, ...]] = {}
+        self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
+        self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Work, ...]] = {}
         self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
         self.received: dict[Action, list[int]] = {}
         self.sends: list[int] = []
@@ -254,14 +262,27 @@ class _RankLowering:
 
     def _exchanges(
         self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase
-    ) -> tuple[Message, ...]:
-        """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once."""
+    ) -> tuple[Work, ...]:
+        """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once.
+
+        Of those that run beside products only what goes beyond these is left.
+        """
         key = (stage, part, axis, phase)
         found = self.merged_exchanges.get(key)
         if found is None:
-            found = self.merged_exchanges[key] = tuple(
-                self._exchanged(segment) for segment in script if segment.exchange and segment.exchange[0] == axis
-            )
+            exchanges: list[Work] = []
+            for segment in script:
+                if segment.exchange is None or segment.exchange[0] != axis:
+                    continue
+                message, last = self._exchanged(segment), exchanges[-1] if exchanges else None
+                if axis != "tp" or self.how.host_waits or not segment.exchange[3]:
+                    exchanges.append(message)
+                elif segment.beside is not None:
+                    exchanges.append(Excess((message,), segment.beside))
+                else:
+                    assert isinstance(last, Excess)
+                    exchanges[-1] = Excess((*last.messages, message), last.beside)
+            found = self.merged_exchanges[key] = tuple(exchanges)
         return found
 
     def _exchange(self, action: Action, name: str, segment: Segment, before: int | None) -> None:

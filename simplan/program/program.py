@@ -20,6 +20,7 @@ from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind, LayerSpec
 
 __all__ = [
+    "Excess",
     "HostCopy",
     "LayerWork",
     "MemoryCategory",
@@ -118,7 +119,19 @@ class HostCopy(NamedTuple):
     to_host: bool
 
 
-Work = LayerWork | Message | HostCopy
+class Excess(NamedTuple):
+    """What messages take beyond the work that they run beside, where neither is written out alone.
+
+    Attributes:
+        messages: One after the other.
+        beside: What is computed meanwhile, which is counted where it is computed.
+    """
+
+    messages: tuple[Message, ...]
+    beside: LayerWork
+
+
+Work = LayerWork | Message | HostCopy | Excess
 
 
 class MemoryCategory(StrEnum):

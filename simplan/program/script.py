@@ -31,12 +31,14 @@ class Segment(NamedTuple):
         recompute: The work is forward run again.
         memory: Its effects.
         exchange: The axis, kind and bytes of an exchange, and whether it runs beside the segment before it.
+        beside: Of an exchange, the products that it and those after it run beside; nothing for those after it.
     """
 
     work: tuple[LayerWork, ...] = ()
     recompute: bool = False
     memory: tuple[MemoryEffect, ...] = ()
     exchange: tuple[str, CollectiveKind, int, bool] | None = None
+    beside: LayerWork | None = None
 
 
 def in_order(layers: Sequence[_T], phase: Phase) -> Sequence[_T]:
@@ -175,7 +177,8 @@ class Scripts:
                 if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
                     continue
                 flush()
-                segments.append(self._exchange(kernel, kind, beside=beside))
+                product = segments[-1].work[0] if beside and segments[-1].work else None
+                segments.append(self._exchange(kernel, kind, beside=beside)._replace(beside=product))
         flush()
         return segments
 

@@ -68,7 +68,7 @@ def check_plan(
         *_batch_rules(training, plan),
         *schedule_rules(plan, software),
         *stage_rules(model, plan),
-        *_size_rules(model, training, plan, software),
+        *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
         *offload_rules(cluster, training, plan),
     ]
@@ -173,13 +173,11 @@ def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem
     )
 
 
-def _size_rules(
-    model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
-) -> Iterator[Problem]:
+def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """What would take too long to predict."""
     passes = num_microbatches(training, plan) * (model.num_blocks + 2)
     layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
-    layer_by_layer |= plan.offload_activations or (plan.tp > 1 and software.tp_overlap != "none")
+    layer_by_layer |= plan.offload_activations
     if layer_by_layer and passes > MAX_LAYER_PASSES:
         most = max(1, MAX_LAYER_PASSES // (model.num_blocks + 2)) * plan.dp * plan.microbatch_size
         yield Problem(
