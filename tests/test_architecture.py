@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim",),
     ("prediction",),
     ("predict",),
-    ("search", "campaign", "validate", "explain"),
+    ("search", "campaign", "validate", "accuracy", "explain"),
     ("interop", "report"),
     ("scenario",),
     ("cli",),

@@ -193,6 +193,44 @@ def check(
 
 
 @app.command()
+def accuracy(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Files of published runs, or folders of them.")
+    ],
+    json: AsJson = False,
+    runs: Annotated[bool, typer.Option("--runs", help="List every run, not only those that are furthest off.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every run as a row of a CSV file too.")
+    ] = None,
+    stage_times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Predict from these profiled stage times instead of the cost model; others are skipped.",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=-1, max=4096, help="Processes; -1 for one a core.")] = -1,
+) -> int:
+    """Predict training runs that others published, and show how far off that is.
+
+    Each file has a schema of its own (scenarios/published/README.md). What cannot be predicted is skipped by name. The
+    exit code is 0 whatever the errors.
+    """
+    from simplan.cli.accuracy import accuracy_command
+
+    return accuracy_command(
+        paths,
+        as_json=json,
+        every_run=runs,
+        markdown=markdown,
+        csv_file=csv,
+        stage_times=stage_times,
+        jobs=jobs or 1,
+    )
+
+
+@app.command()
 def explain(
     scenario: ScenarioFile,
     other: Annotated[

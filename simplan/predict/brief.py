@@ -19,6 +19,7 @@ from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.prediction import RankMemory
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program, Stream
+from simplan.program.table import plan_table
 from simplan.program.uncollected import uncollected
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -30,7 +31,10 @@ from simplan.spec.training import TrainingSpec
 __all__ = ["Brief", "predict_brief"]
 
 _Floats = NDArray[np.float64]
-_KEEPS_ALL = ("gpipe", "naive")  # schedules in which a rank keeps all microbatches
+_FEW = 4
+_FILLS = 3  # so many times as many microbatches as ranks fill every schedule that does not keep all of them
+_KEEPS_ALL = ("gpipe", "naive")
+_BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,14 @@ class _Step:
             longest_s = np.maximum(longest_s, end_s[:, indices].max(axis=1) - start_s[:, indices].min(axis=1))
         return longest_s
 
+    def resting_more_than(self, other: _Step) -> list[int]:
+        """By rank that is written out, what it holds more between steps."""
+        held = (sum(self.program.resting_bytes[rank].values()) for rank in self.program.ranks)
+        return [
+            own - sum(other.program.resting_bytes[rank].values())
+            for rank, own in zip(self.program.ranks, held, strict=True)
+        ]
+
 
 @uncollected()
 def predict_brief(
@@ -103,32 +115,19 @@ def predict_brief(
     assert cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
     job = _Job(model, cluster, training, plan, software)
     if training.global_batch_size % (plan.dp * plan.microbatch_size):
-        check_plan(model, cluster, training, plan, software)
+        check_plan(model, cluster, training, plan, software)  # says so
     many = num_microbatches(training, plan)
-    waits = plan.schedule in software.synchronous_schedules
-    grows = software.preallocated_receives or software.holds_sends or plan.schedule in _KEEPS_ALL
-    few = _few(plan, many, grows=grows, steps_overlap=steps_overlap)
+    few = _few(plan, many, steps_overlap=steps_overlap)
     step = job.step(few)
     seconds, memory = step.times_s(overlap=steps_overlap), step.memory
     if few < many:
-        if plan.pp == 1 or grows:
-            less = job.step(few - (plan.pp if plan.virtual_stages > 1 else 1))
-            more = (many - few) / (few - less.microbatches)
-            memory = tuple(_extended(a, b, more) for a, b in zip(less.memory, memory, strict=True))
-        if plan.pp == 1:
-            seconds = seconds + more * (seconds - less.times_s(overlap=steps_overlap))
-        else:
-            from simplan.predict.pipeline_rest import added_s  # brings numba
-
-            seconds = seconds + added_s(
-                step.program,
-                step.durations_s,
-                step.spans_s,
-                plan,
-                few,
-                many,
-                blocking_sends=waits,
-            )
+        added_s, added = job.rest_without_pipeline(step, many) if plan.pp == 1 else job.rest_of_pipeline(step, many)
+        seconds = seconds + added_s
+        by_rank = dict(zip(step.program.ranks, added, strict=True))
+        share = 1 + software.reserve_fraction
+        memory = tuple(
+            _with(rank, by_rank[other], share) for rank, other in zip(memory, step.program.stands_for, strict=True)
+        )
     step_time_s, *moved_s = (float(value) for value in seconds)
     device_bytes = max(rank.device_bytes for rank in memory)
     capacity = cluster.device.memory_bytes
@@ -173,26 +172,44 @@ class _Job:
         spans_s = compile_program(program).spans(durations_s)
         return _Step(microbatches, program, durations_s, spans_s, rank_memory(program, cluster, software, None))
 
+    def rest_without_pipeline(self, step: _Step, many: int) -> tuple[_Floats, list[int]]:
+        """Seconds and bytes by rank that are written out, which further microbatches add: each as much as the last."""
+        less = self.step(step.microbatches - 1)
+        further = many - step.microbatches
+        added_s = further * (step.times_s(overlap=False) - less.times_s(overlap=False))
+        return added_s, [further * grown for grown in step.resting_more_than(less)]
 
-def _few(plan: ParallelPlan, many: int, *, grows: bool, steps_overlap: bool) -> int:
-    """Microbatches to write out: so many that ranks hold as much as they ever do, and those whose memory grows more."""
+    def rest_of_pipeline(self, step: _Step, many: int) -> tuple[_Floats, list[int]]:
+        """The same of a pipeline."""
+        from simplan.predict.pipeline_rest import added_bytes, added_s  # brings numba
+
+        plan, program, few = self.plan, step.program, step.microbatches
+        blocking = plan.schedule in self.software.synchronous_schedules
+        seconds = added_s(program, step.durations_s, step.spans_s, plan, few, many, blocking_sends=blocking)
+        grows = self.software.holds_sends or plan.schedule in _KEEPS_ALL
+        added = added_bytes(program, plan_table(plan, many if grows else min(many, _FILLS * plan.pp)))
+        if self.software.preallocated_receives:
+            grown = self.step(few + 1).resting_more_than(step)
+            added = [own + (many - few) * each for own, each in zip(added, grown, strict=True)]
+        return seconds, added
+
+
+def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool) -> int:
+    """Microbatches to write out: from so many on all others are like those between the first and the last."""
     if plan.pp == 1:
         return min(many, 3)
     from simplan.predict.pipeline_rest import can_add
 
-    if steps_overlap or not can_add(plan):
-        return many
-    if plan.virtual_stages > 1:
-        return min(many, (3 if grows else 2) * plan.pp)
-    return min(many, plan.pp + (2 if grows else 1))
+    return min(many, _FEW) if can_add(plan, _FEW) and not steps_overlap else many
 
 
-def _extended(less: RankMemory, more: RankMemory, times: float) -> RankMemory:
-    """What a rank needs with further microbatches, each of which adds as much."""
+def _with(memory: RankMemory, more_bytes: int, reserved_share: float) -> RankMemory:
+    """What a rank needs when its tensors need more, for each byte of which the allocator reserves a share."""
+    reserved = memory.reserved_bytes + int(more_bytes * reserved_share)
+    reserved = max(-(-reserved // _BLOCK_BYTES) * _BLOCK_BYTES, memory.reserved_bytes)
     return replace(
-        more,
-        **{
-            name: round(getattr(more, name) + times * (getattr(more, name) - getattr(less, name)))
-            for name in ("allocated_bytes", "reserved_bytes", "device_bytes")
-        },
+        memory,
+        allocated_bytes=memory.allocated_bytes + more_bytes,
+        reserved_bytes=reserved,
+        device_bytes=memory.device_bytes + reserved - memory.reserved_bytes,
     )

@@ -82,7 +82,7 @@ def predict(
     simulated = simulate_program(fine, cost, cluster)
     spans = timeline(fine, simulated.times)
     step_time_s = simulated.times.step_time_s
-    moved_s = simulated.engine.step_times_s(moved_durations_s(fine, simulated.pricing))
+    moved_s = simulated.engine.step_times_s([moved.tolist() for moved in moved_durations_s(fine, simulated.pricing)])
 
     memory = rank_memory(fine, cluster, software, calibration)
     of_rank = spans.by_rank()

@@ -1,41 +1,41 @@
 """What further microbatches add to the step of a pipeline, from a simulated step with few of them.
 
-A step is simulated once with few microbatches, whose actions tell how long actions take. How much later a step with
-more of them ends is then a matter of the schedule alone: the longest path through its table in machine code
-(``simplan.sim.pipeline``), with many microbatches less with few. What stands at the ends of a step (reductions, tied
-weights, the optimizer) is in both, and so in the simulated step only.
+A step with few microbatches tells how long actions take and what they do to memory. The rest is a matter of the
+schedule: how much later a step with many of them ends is the longest path through its table in machine code
+(``simplan.sim.pipeline``), with many less with few; how much more memory a rank needs is found by walking its row of
+the table, again with many and with few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.program.action import ActionKind
-from simplan.program.program import Program, Stream
+from simplan.program.action import Action, ActionKind, Table
+from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.sim.pipeline.orders import COMPILED_SCHEDULES
 from simplan.sim.pipeline.table import compiled_table
 from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
-from simplan.spec.plan import ParallelPlan
+from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.spec.schedules import SCHEDULE_FACTS
 
-__all__ = ["added_s", "can_add"]
+__all__ = ["added_bytes", "added_s", "can_add"]
 
 _Floats = NDArray[np.float64]
+_FEWEST = 3  # a first microbatch, a last one, and one between
 _MESSAGES = frozenset({Stream.SEND_F, Stream.RECV_F, Stream.SEND_B, Stream.RECV_B})
-_ROWS: Mapping[ActionKind, tuple[int, int]] = {
-    ActionKind.FORWARD: (0, 0),
-    ActionKind.BACKWARD: (1, 2),
-    ActionKind.BACKWARD_INPUT: (3, 3),
-    ActionKind.BACKWARD_WEIGHT: (4, 5),
-}
-"""By kind, its row of durations, and that of the last one of its stage (``simplan.sim.pipeline.walk``)."""
+_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
-def can_add(plan: ParallelPlan) -> bool:
-    """Whether the schedule has a table in machine code, and stages are computed as they are, without being gathered."""
-    return plan.pp > 1 and plan.schedule in COMPILED_SCHEDULES and not plan.shards_parameters
+def can_add(plan: ParallelPlan, few: int) -> bool:
+    """Whether all is known: whole backwards, a table in machine code, and stages that nothing has to gather."""
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    known = plan.schedule in COMPILED_SCHEDULES and facts is not None and not facts.splits_backward
+    return known and plan.pp > 1 and not plan.shards_parameters and few >= _FEWEST
 
 
 def added_s(
@@ -69,29 +69,110 @@ def _times(
 ) -> PipelineTimes:
     """How long actions and messages take: an action as long as it took where it waited for nothing."""
     times = PipelineTimes.zeros(plan.num_stages, plan.pp, len(durations_s))
-    actions: dict[tuple[int, ActionKind, int | None], list[int]] = {}
-    sends: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for index, op in enumerate(program.ops):
-        kind, stage = op.action.kind, op.action.stage
-        if kind in _ROWS and op.stream not in _MESSAGES:
-            actions.setdefault((stage, kind, op.action.microbatch), []).append(index)
-        elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-            of_boundary = sends.setdefault((int(kind is ActionKind.SEND_B), stage), {})
-            of_boundary.setdefault(op.action.microbatch or 0, []).append(index)
-    taken: dict[tuple[int, ActionKind], list[_Floats]] = {}
     start_s, end_s = spans_s
-    for (stage, kind, _), indices in actions.items():
-        taken.setdefault((stage, kind), []).append(end_s[:, indices].max(axis=1) - start_s[:, indices].min(axis=1))
-    for (stage, kind), found in taken.items():
-        usual_s = np.min(found, axis=0)
-        for row in set(_ROWS[kind]):
-            times.compute_s[row, stage] = usual_s
-    for (way, stage), by_microbatch in sends.items():
-        indices = min(by_microbatch.values(), key=len)
-        times.send_s[way, stage] = durations_s[:, indices].sum(axis=1) / _ranks(program, indices)
+    mapping = RankMapping.of(plan)
+    usual: dict[tuple[int, ActionKind], list[_Floats]] = {}
+    for (kind, stage, microbatch), indices in _by_action(program).items():
+        if kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD):
+            taken_s = end_s[:, indices].max(axis=1) - start_s[:, indices].min(axis=1)
+            usual.setdefault((stage, kind), []).append(taken_s)
+            if kind is ActionKind.BACKWARD and microbatch == _last_microbatch(program):
+                times.backward_last_s[stage] = taken_s
+        elif kind in _SENDS and not microbatch:
+            ranks = len({program.ops[index].rank for index in indices})
+            times.send_s[int(kind is ActionKind.SEND_B), stage] = durations_s[:, indices].sum(axis=1) / ranks
+        elif kind is ActionKind.OPTIM:
+            for index in indices:
+                op = program.ops[index]
+                if op.stream is Stream.TIED:
+                    times.tied_s[:] = durations_s[:, index]
+                elif op.stream is Stream.COMPUTE:
+                    times.update_s[mapping.place(op.rank).pp] += durations_s[:, index]
+                else:
+                    times.after_s[mapping.place(op.rank).pp] += durations_s[:, index]
+    rows = {
+        ActionKind.FORWARD: times.forward_s,
+        ActionKind.BACKWARD: times.backward_s,
+        ActionKind.REDUCE_GRAD: times.reduce_s,
+    }
+    for (stage, kind), found in usual.items():
+        rows[kind][stage] = np.min(found, axis=0)
     return times
 
 
-def _ranks(program: Program, indices: list[int]) -> int:
-    """Ranks that issue some operations."""
-    return len({program.ops[index].rank for index in indices})
+def _by_action(program: Program) -> dict[tuple[ActionKind, int, int | None], list[int]]:
+    """Operations of every action but messages that it waits for."""
+    found: dict[tuple[ActionKind, int, int | None], list[int]] = {}
+    for index, op in enumerate(program.ops):
+        action = op.action
+        if op.stream not in _MESSAGES or action.kind in _SENDS:
+            found.setdefault((action.kind, action.stage, action.microbatch), []).append(index)
+    return found
+
+
+def _last_microbatch(program: Program) -> int:
+    return max(action.microbatch or 0 for row in program.table for action in row)
+
+
+class _Change(NamedTuple):
+    """What an action does to a rank's memory: at its worst moment, and in the end."""
+
+    during: int
+    after: int
+
+
+def added_bytes(program: Program, many: Table) -> list[int]:
+    """By rank of ``program.ranks``, what it needs more at its worst instant with the table of many microbatches.
+
+    What ranks hold between steps is left out.
+
+    Args:
+        program: The step with few microbatches.
+        many: The table; of fewer microbatches where more of them need no more memory.
+    """
+    width = len(program.stands_for) // len(many)
+    found = []
+    for rank in program.ranks:
+        changes = _changes(program, rank)
+        rows = many[rank // width], program.table[rank // width]
+        more, less = (_peak(row, changes, program.rebuild_bytes[rank]) for row in rows)
+        found.append(more - less)
+    return found
+
+
+def _changes(program: Program, rank: int) -> dict[tuple[ActionKind, int, str], _Change]:
+    """By kind, stage and place among the actions of these, what an action does."""
+    of_action: dict[Action, _Change] = {}
+    elsewhere = None if program.one_memory else MemoryCategory.HOST
+    for index in program.by_rank[rank]:
+        op = program.ops[index]
+        during, held = of_action.get(op.action, _Change(0, 0))
+        effects = [effect for effect in op.memory if effect.category is not elsewhere]
+        during = max(during, held + sum(effect.during_bytes for effect in effects))
+        of_action[op.action] = _Change(during, held + sum(effect.after_bytes for effect in effects))
+    row = program.table[rank * len(program.table) // len(program.stands_for)]
+    placed = zip(row, _places(row), strict=True)
+    return {key: of_action.get(action, _Change(0, 0)) for action, key in placed}
+
+
+def _places(row: Sequence[Action]) -> list[tuple[ActionKind, int, str]]:
+    """Of every action, its kind and stage, and whether it is the first or the last of these."""
+    totals = Counter((action.kind, action.stage) for action in row)
+    seen: Counter[tuple[ActionKind, int]] = Counter()
+    found = []
+    for action in row:
+        key = action.kind, action.stage
+        seen[key] += 1
+        place = "first" if seen[key] == 1 else "last" if seen[key] == totals[key] else "between"
+        found.append((*key, place))
+    return found
+
+
+def _peak(row: Sequence[Action], changes: Mapping[tuple[ActionKind, int, str], _Change], most: int) -> int:
+    """The largest sum of changes so far, at least ``most``."""
+    held = 0
+    for key in _places(row):
+        change = changes[key]
+        most = max(most, held + change.during)
+        held += change.after
+    return most
