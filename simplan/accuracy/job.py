@@ -14,7 +14,7 @@ from typing import Any
 from simplan.accuracy.schema import PublishedRun, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
-from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.errors import Problem, SpecError
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.model import ModelSpec
@@ -32,7 +32,7 @@ _PACKED_DOCUMENT_TOKENS = 256  # fine-tuning rows: "the packed samples are much 
 _LORA_RANK = 32  # the default of NeMo and Megatron-Bridge (nemo/collections/llm/peft/lora.py: dim)
 _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
-_FALLBACK = "torch"
+_STAND_IN = "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,13 @@ def job_of_run(run: PublishedRun) -> RunJob:
 
 def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     name = profile_name(run.software)
-    try:
-        profile = catalogue.software(name)
-    except NotModelledError:
-        notes.append(f"software {name} is not in the catalogue: predicted as {_FALLBACK}")
-        profile = _stand_in()
+    profile = _stand_in() if name == _STAND_IN else catalogue.software(name)
     given = run.software
     if given.grad_overlap is not None:
         profile = profile.model_copy(update={"grad_overlap": given.grad_overlap})
-    unmodelled = {"flash_attention": False, "compile": True, "tp_comm_overlap": True}
+    if given.tp_comm_overlap:
+        profile = profile.model_copy(update={"tp_overlap": "all"})
+    unmodelled = {"flash_attention": False, "compile": True}
     notes += [
         f"software.{key} = {str(value).lower()} is not in the prediction"
         for key, value in unmodelled.items()
@@ -95,7 +93,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
 
 def _stand_in() -> SoftwareSpec:
     """Torch, without what it refuses and other frameworks have."""
-    torch = catalogue.software(_FALLBACK)
+    torch = catalogue.software(_STAND_IN)
     low = torch.low_precision | {"nvfp4": torch.low_precision["nvfp4"].model_copy(update={"kept": "wide"})}
     return torch.model_copy(update={"ddp_stages": True, "ddp_splits": True, "low_precision": low})
 

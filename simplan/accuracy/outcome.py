@@ -97,7 +97,7 @@ class RunOutcome:
 
 
 def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
-    """Measured peaks, GiB, the surest figure first; one that is printed as GB only counts as GiB."""
+    """Measured peaks, GiB, the surest figure first; one that is printed as GB only counts as the framework means it."""
     measured = run.measured
     found: dict[MemoryKind, float] = {}
     if measured.peak_allocated_gib is not None:
@@ -105,5 +105,6 @@ def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
     if measured.peak_reserved_gib is not None:
         found["reserved"] = measured.peak_reserved_gib
     if not found and measured.peak_memory_gb_as_printed is not None:
-        found[STACKS[run.software.framework].prints] = measured.peak_memory_gb_as_printed
+        stack = STACKS[run.software.framework]
+        found[stack.prints] = measured.peak_memory_gb_as_printed * stack.printed_gb_bytes / 2**30
     return found

@@ -20,19 +20,22 @@ class Stack(NamedTuple):
         cp_comm: How its context parallelism exchanges keys and values.
         fp8_recipe: How it scales fp8 unless told otherwise.
         prints: What a peak is a figure of where the source prints "GB" only.
+        printed_gb_bytes: How many bytes such a GB has.
     """
 
     profiles: tuple[tuple[int, str], ...]
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
     fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
     prints: MemoryKind = "allocated"
+    printed_gb_bytes: int = 2**30
 
 
 _MEGATRON = ((0, "megatron-lm-2021"), (2022, "megatron-lm-2022"), (2024, "megatron-core"))
 
 STACKS: Mapping[Framework, Stack] = MappingProxyType(
     {
-        "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed"),
+        # sail-sg/zero-bubble-pipeline-parallelism, schedules.py: max_memory_allocated() // 1000000
+        "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed", printed_gb_bytes=10**9),
         "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed"),
         # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
         "megatron-deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
@@ -41,7 +44,7 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
         "nemo": Stack(((0, "nemo"),), fp8_recipe="delayed"),
         "megatron-bridge": Stack(((0, "megatron-bridge"),)),
         # torchtitan/config/job_config.py: context_parallel_rotate_method = allgather; metrics.py: max_reserved
-        "torchtitan": Stack(((0, "torchtitan"),), cp_comm="all_gather", prints="reserved"),
+        "torchtitan": Stack(((0, "torchtitan"), (2025, "torchtitan-2025")), cp_comm="all_gather", prints="reserved"),
         "llm-foundry": Stack(((0, "llm-foundry"),), fp8_recipe="delayed"),
         "maxtext": Stack(((0, "maxtext"),), cp_comm="all_gather", prints="device"),
         "fsdp-paper": Stack(((0, "torch"),), prints="reserved"),
