@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from simplan.cli.execute import predict_scenario
 from simplan.cli.output import print_json, print_result, say
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
-from simplan.io import read_yaml
+from simplan.io import MAX_YAML_BYTES, read_text, read_yaml
 from simplan.report.checks import (
     CheckedCase,
     CheckedFile,
@@ -29,6 +30,7 @@ from simplan.scenario import evaluate, load_scenario
 __all__ = ["check_command"]
 
 _SUFFIXES = (".yaml", ".yml")
+_META = re.compile(r"^meta\s*:", re.MULTILINE)
 _FAILED, _BAD_FILE = 1, 2
 
 
@@ -68,7 +70,7 @@ def check_command(
 
 
 def scenario_files(paths: Iterable[Path]) -> list[Path]:
-    """The files, and in folders all ``*.yaml`` and ``*.yml`` below, sorted.
+    """The files, and in folders all ``*.yaml`` and ``*.yml`` below that hold no published measurements, sorted.
 
     Raises:
         SpecError: A path does not exist, or a folder holds no scenario.
@@ -79,12 +81,21 @@ def scenario_files(paths: Iterable[Path]) -> list[Path]:
             files.append(path)  # a missing file is reported as any other bad one
             continue
         found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        found = [file for file in found if not _holds_measurements(file)]
         if not found:
             raise SpecError(
                 Problem(field="", rule="holds no scenario (*.yaml)", fix="name another folder"), file=str(path)
             )
         files += found
     return list(dict.fromkeys(files))
+
+
+def _holds_measurements(file: Path) -> bool:
+    """Whether a file is of ``simplan accuracy``: it tells where its data come from, as no scenario does."""
+    try:
+        return _META.search(read_text(file, MAX_YAML_BYTES)) is not None
+    except SpecError:  # is told as that of a scenario
+        return False
 
 
 def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:

@@ -32,7 +32,7 @@ __all__ = ["Brief", "predict_brief"]
 
 _Floats = NDArray[np.float64]
 _FEW = 4
-_FILLS = 3  # so many times as many microbatches as ranks fill every schedule that does not keep all of them
+_FILLS = 2  # so many times as many microbatches as ranks fill every schedule that does not keep all of them
 _KEEPS_ALL = ("gpipe", "naive")
 _BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 

@@ -51,7 +51,8 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
         {"dp_replicate": 2, "pp": 4, "schedule": "gpipe", "microbatch_size": 3},
         {"pp": 12, "schedule": "naive", "stage_layers": (1,) * 12},
         {"zero_stage": 1},
-        {"pp": 2, "dp_replicate": 2, "stage_layers": (5, 7), "bucket_bytes": 1000},
+        {"pp": 2, "dp_replicate": 2, "stage_layers": (5, 7), "bucket_bytes": 1000, "grad_dtype": "bf16"},
+        {"pp": 14, "schedule": "gpipe", "stage_layers": (0, *(1,) * 12, 0)},
     ],
 )
 def test_valid_plans_pass(plan: dict[str, Any]) -> None:
@@ -127,6 +128,12 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             "e.g. [3, 3, 2, 2, 2], or remove it",
         ),
         (
+            {"pp": 3, "stage_layers": (6, 0, 6)},
+            {},
+            "plan.stage_layers = [6, 0, 6]: a stage without a block must be the first, with the embedding, or the "
+            "last, with the head; e.g. [4, 4, 4], or remove it",
+        ),
+        (
             {"pp": 2, "dp_replicate": 2},
             {"training": {"global_batch_size": 4_000_000}},
             "training.global_batch_size = 4000000: gives 4,000,000 microbatches x pipeline ranks, more than 30,000; "
@@ -163,7 +170,6 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
             "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
             "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
         ),
-        ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: another dtype for gradients is not modelled yet; remove it"),
         (
             {"prefetch_depth": 1},
             "plan.prefetch_depth = 1: another depth of prefetching than the software's own is not modelled yet; "
