@@ -9,7 +9,7 @@ the table, again with many and with few.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,12 +71,13 @@ def _times(
     times = PipelineTimes.zeros(plan.num_stages, plan.pp, len(durations_s))
     start_s, end_s = spans_s
     mapping = RankMapping.of(plan)
+    last = max(action.microbatch or 0 for row in program.table for action in row)
     usual: dict[tuple[int, ActionKind], list[_Floats]] = {}
     for (kind, stage, microbatch), indices in _by_action(program).items():
         if kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD):
             taken_s = end_s[:, indices].max(axis=1) - start_s[:, indices].min(axis=1)
             usual.setdefault((stage, kind), []).append(taken_s)
-            if kind is ActionKind.BACKWARD and microbatch == _last_microbatch(program):
+            if kind is ActionKind.BACKWARD and microbatch == last:
                 times.backward_last_s[stage] = taken_s
         elif kind in _SENDS and not microbatch:
             ranks = len({program.ops[index].rank for index in indices})
@@ -110,15 +111,22 @@ def _by_action(program: Program) -> dict[tuple[ActionKind, int, int | None], lis
     return found
 
 
-def _last_microbatch(program: Program) -> int:
-    return max(action.microbatch or 0 for row in program.table for action in row)
-
-
 class _Change(NamedTuple):
     """What an action does to a rank's memory: at its worst moment, and in the end."""
 
     during: int
     after: int
+
+
+class _Changes(NamedTuple):
+    """What actions of one kind and stage do: the first of them, the last, and those between."""
+
+    first: _Change
+    between: _Change
+    last: _Change
+
+
+_Of = dict[tuple[ActionKind, int], _Changes]
 
 
 def added_bytes(program: Program, many: Table) -> list[int]:
@@ -133,46 +141,43 @@ def added_bytes(program: Program, many: Table) -> list[int]:
     width = len(program.stands_for) // len(many)
     found = []
     for rank in program.ranks:
-        changes = _changes(program, rank)
-        rows = many[rank // width], program.table[rank // width]
-        more, less = (_peak(row, changes, program.rebuild_bytes[rank]) for row in rows)
+        less_row, more_row = program.table[rank // width], many[rank // width]
+        changes = _changes(program, rank, less_row)
+        more, less = (_peak(row, changes, program.rebuild_bytes[rank]) for row in (more_row, less_row))
         found.append(more - less)
     return found
 
 
-def _changes(program: Program, rank: int) -> dict[tuple[ActionKind, int, str], _Change]:
-    """By kind, stage and place among the actions of these, what an action does."""
+def _changes(program: Program, rank: int, row: Sequence[Action]) -> _Of:
+    """What the actions of a rank do; those that do nothing are left out."""
     of_action: dict[Action, _Change] = {}
     elsewhere = None if program.one_memory else MemoryCategory.HOST
     for index in program.by_rank[rank]:
         op = program.ops[index]
         during, held = of_action.get(op.action, _Change(0, 0))
         effects = [effect for effect in op.memory if effect.category is not elsewhere]
-        during = max(during, held + sum(effect.during_bytes for effect in effects))
-        of_action[op.action] = _Change(during, held + sum(effect.after_bytes for effect in effects))
-    row = program.table[rank * len(program.table) // len(program.stands_for)]
-    placed = zip(row, _places(row), strict=True)
-    return {key: of_action.get(action, _Change(0, 0)) for action, key in placed}
-
-
-def _places(row: Sequence[Action]) -> list[tuple[ActionKind, int, str]]:
-    """Of every action, its kind and stage, and whether it is the first or the last of these."""
-    totals = Counter((action.kind, action.stage) for action in row)
-    seen: Counter[tuple[ActionKind, int]] = Counter()
-    found = []
+        if effects:
+            during = max(during, held + sum(effect.during_bytes for effect in effects))
+            of_action[op.action] = _Change(during, held + sum(effect.after_bytes for effect in effects))
+    alike: dict[tuple[ActionKind, int], list[_Change]] = {}
     for action in row:
-        key = action.kind, action.stage
-        seen[key] += 1
-        place = "first" if seen[key] == 1 else "last" if seen[key] == totals[key] else "between"
-        found.append((*key, place))
-    return found
+        alike.setdefault((action.kind, action.stage), []).append(of_action.get(action, _Change(0, 0)))
+    changes = {key: _Changes(found[0], found[len(found) // 2], found[-1]) for key, found in alike.items()}
+    return {key: change for key, change in changes.items() if any(map(any, change))}
 
 
-def _peak(row: Sequence[Action], changes: Mapping[tuple[ActionKind, int, str], _Change], most: int) -> int:
+def _peak(row: Sequence[Action], changes: _Of, most: int) -> int:
     """The largest sum of changes so far, at least ``most``."""
+    keys = [key for action in row if (key := (action.kind, action.stage)) in changes]
+    left = Counter(keys)
+    begun: set[tuple[ActionKind, int]] = set()
     held = 0
-    for key in _places(row):
-        change = changes[key]
-        most = max(most, held + change.during)
-        held += change.after
+    for key in keys:
+        left[key] -= 1
+        place = 2 if not left[key] and key in begun else 1 if key in begun else 0
+        begun.add(key)
+        during, after = changes[key][place]
+        if held + during > most:
+            most = held + during
+        held += after
     return most

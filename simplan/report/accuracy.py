@@ -15,7 +15,7 @@ __all__ = ["accuracy_markdown", "accuracy_text", "run_rows"]
 
 _NUM_WORST = 10
 _MOST_IDS = 8
-_ALL = "all files"
+_ALL = "all"
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -28,31 +28,15 @@ def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
         every_run: List every run.
     """
     shown = [outcome for outcome in result.outcomes if outcome.predicted is not None]
-    num_skipped = len(result.outcomes) - len(shown)
-    errors = result.overall.step_time.errors
-    head = f"{counted(len(shown), 'published run')} predicted"
-    if num_skipped:
-        head += f", {num_skipped} skipped"
-    if errors.num:
-        head += (
-            f": step times are {format_percent(errors.mape or 0)} off on average, "
-            f"{format_percent(errors.median_ape or 0)} in the median"
-        )
-    parts = [head]
-    if errors.num:
-        words = "Errors of step times (predicted / measured - 1), and of a constant utilization fitted to each file"
-        parts.append(f"{words}\n{_text(_step_time_table(result))}")
-    if result.overall.peak_memory["all"].num or _has_verdicts(result.overall):
-        parts.append(f"Errors of peak memory, and verdicts on what fits\n{_text(_memory_table(result))}")
-    if result.overall.choosing.num_groups:
-        words = "Choosing among plans for the same training: how much slower the choice is than the best, and the order"
-        parts.append(f"{words}\n{_text(_choosing_table(result))}")
+    parts = [_head(result)]
+    for title, table in _tables(result):
+        parts.append(f"{title}\n{format_table_text(*table)}")
     worst = sorted((o for o in shown if o.error is not None), key=lambda o: -abs(o.error or 0))[:_NUM_WORST]
     if every_run and shown:
-        parts.append("Every run\n" + _text(_run_table(shown), words_last=True))
+        parts.append("Every run\n" + format_table_text(*_run_table(shown), words_last=True))
     elif worst:
-        parts.append("Furthest off\n" + _text(_run_table(worst), words_last=True))
-    if num_skipped:
+        parts.append("Furthest off\n" + format_table_text(*_run_table(worst), words_last=True))
+    if len(shown) < len(result.outcomes):
         parts.append("Skipped\n" + "\n".join(_skipped(result.outcomes)))
     stand_ins = list(_stand_ins(shown))
     if stand_ins:
@@ -62,10 +46,39 @@ def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
 
 def accuracy_markdown(result: Accuracy) -> str:
     """The tables by file as Markdown."""
-    tables = [("Step time", _step_time_table(result)), ("Peak memory", _memory_table(result))]
-    if result.overall.choosing.num_groups:
-        tables.append(("Choosing among plans", _choosing_table(result)))
-    return "\n\n".join(f"### {title}\n\n{_markdown(table)}" for title, table in tables)
+    return "\n\n".join(f"{title}:\n\n{_markdown(table)}" for title, table in _tables(result))
+
+
+def _head(result: Accuracy) -> str:
+    overall = result.overall
+    errors = overall.step_time.errors
+    skipped = f", {overall.num_skipped} skipped" if overall.num_skipped else ""
+    head = f"{counted(overall.num_runs - overall.num_skipped, 'published run')} predicted{skipped}"
+    if errors.mape is None or errors.median_ape is None:
+        return head
+    return (
+        f"{head}: step times are {format_percent(errors.mape)} off on average, "
+        f"{format_percent(errors.median_ape)} in the median"
+    )
+
+
+def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
+    """Titles and tables."""
+    overall = result.overall
+    if overall.step_time.errors.num:
+        title = (
+            "Step time: errors in percent, beside those of a constant utilization of the devices, fitted to each file\n"
+            "(bias: mean with signs; within: measured times inside of their interval; +/-: half its width)"
+        )
+        yield title, _step_time_table(result)
+    if overall.peak_memory["all"].num or overall.oom.right is not None:
+        yield "Peak memory: errors in percent, and verdicts on what fits", _memory_table(result)
+    if overall.choosing.num_groups:
+        title = (
+            "Choosing among plans for the same training: percent by which the plan predicted to be best is slower\n"
+            "than the best (regret), and the order of pairs more than 3 % apart"
+        )
+        yield title, _choosing_table(result)
 
 
 def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None]]:
@@ -91,70 +104,49 @@ def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None
 
 
 def _step_time_table(result: Accuracy) -> Table:
-    headers = [
-        "file",
-        "runs",
-        "skipped",
-        "mean",
-        "median",
-        "90th pct",
-        "largest",
-        "bias",
-        "in interval",
-        "half width",
-        "constant util.",
-        "median",
-        "90th pct",
-    ]
+    headers = ["file", "runs", "skipped", "mean", "median", "p90", "max", "bias", "within", "+/-"]
+    headers += ["constant: mean", "median", "p90"]
     rows = []
     for name, figures in _figures(result):
         found, floor = figures.step_time, figures.constant_utilization
+        errors = found.errors
         rows.append(
             [
                 name,
-                str(found.errors.num),
+                str(errors.num),
                 str(figures.num_skipped),
-                *(
-                    _percent(value)
-                    for value in (
-                        found.errors.mape,
-                        found.errors.median_ape,
-                        found.errors.p90_ape,
-                        found.errors.max_ape,
-                    )
-                ),
-                _percent(found.errors.bias, signed=True),
+                *_percents(errors.mape, errors.median_ape, errors.p90_ape, errors.max_ape),
+                _percent(errors.bias, signed=True),
                 _percent(found.interval_coverage, digits=0),
                 _percent(found.median_interval_half_width),
-                *(_percent(value) for value in (floor.mape, floor.median_ape, floor.p90_ape)),
+                *_percents(floor.mape, floor.median_ape, floor.p90_ape),
             ]
         )
     return headers, rows
 
 
 def _memory_table(result: Accuracy) -> Table:
-    headers = ["file", "with a peak", "mean", "median", "90th pct", "largest", "bias"]
+    headers = ["file", "peaks", "mean", "median", "p90", "max", "bias"]
     headers += ["verdicts right", "fit", "out of memory", "missed", "false alarms"]
     rows = []
     for name, figures in _figures(result):
         errors, oom = figures.peak_memory["all"], figures.oom
-        if not errors.num and not _has_verdicts(figures):
-            continue
-        rows.append(
-            [
-                name,
-                str(errors.num),
-                *(_percent(v) for v in (errors.mape, errors.median_ape, errors.p90_ape, errors.max_ape)),
-                _percent(errors.bias, signed=True),
-                _percent(oom.right, digits=0),
-                *(str(number) for number in (oom.fit, oom.oom, oom.missed, oom.false_alarms)),
-            ]
-        )
+        if errors.num or oom.right is not None:
+            rows.append(
+                [
+                    name,
+                    str(errors.num),
+                    *_percents(errors.mape, errors.median_ape, errors.p90_ape, errors.max_ape),
+                    _percent(errors.bias, signed=True),
+                    _percent(oom.right, digits=0),
+                    *(str(number) for number in (oom.fit, oom.oom, oom.missed, oom.false_alarms)),
+                ]
+            )
     return headers, rows
 
 
 def _choosing_table(result: Accuracy) -> Table:
-    headers = ["file", "groups", "runs", "median regret", "mean", "largest", "pairs", "Kendall's tau"]
+    headers = ["file", "groups", "runs", "median regret", "mean", "max", "pairs", "Kendall's tau"]
     rows = []
     for name, figures in _figures(result):
         found = figures.choosing
@@ -164,7 +156,7 @@ def _choosing_table(result: Accuracy) -> Table:
                     name,
                     str(found.num_groups),
                     str(found.num_runs),
-                    *(_percent(v) for v in (found.median_regret, found.mean_regret, found.max_regret)),
+                    *_percents(found.median_regret, found.mean_regret, found.max_regret),
                     str(found.num_pairs),
                     "" if found.kendall_tau is None else f"{found.kendall_tau:.2f}",
                 ]
@@ -172,28 +164,33 @@ def _choosing_table(result: Accuracy) -> Table:
     return headers, rows
 
 
-def _run_table(outcomes: Iterable[RunOutcome]) -> Table:
-    headers = ["run", "predicted", "measured", "error", "peak GiB", "measured", "error", "what was run"]
-    return headers, [_run_row(outcome) for outcome in outcomes]
+def _run_table(outcomes: Sequence[RunOutcome]) -> Table:
+    has_memory = any(outcome.predicted is not None and outcome.predicted.memory_gib for outcome in outcomes)
+    headers = ["run", "predicted", "measured", "error", *(["peak GiB", "measured", "error"] if has_memory else [])]
+    rows = []
+    for outcome in outcomes:
+        memory = _memory_cells(outcome) if has_memory else []
+        rows.append([outcome.run.id, *_time_cells(outcome), *memory, _what(outcome)])
+    return [*headers, "what was run"], rows
 
 
-def _run_row(outcome: RunOutcome) -> list[str]:
-    run, predicted = outcome.run, outcome.predicted
-    assert predicted is not None
-    measured_s = run.measured.step_time_s
-    memory_gib, peak_gib = measured_memory_gib(run), predicted.memory_gib.get(outcome.memory_kind)
+def _time_cells(outcome: RunOutcome) -> list[str]:
+    assert outcome.predicted is not None
+    measured = outcome.run.measured
+    shown = "" if measured.step_time_s is None else format_time(measured.step_time_s)
+    predicted = format_time(outcome.predicted.step_time_s)
+    return [predicted, "out of memory" if measured.oom else shown, _signed(outcome.error)]
+
+
+def _memory_cells(outcome: RunOutcome) -> list[str]:
+    assert outcome.predicted is not None
     kind = outcome.memory_kind
-    measured = "" if measured_s is None else format_time(measured_s)
-    return [
-        run.id,
-        format_time(predicted.step_time_s),
-        "out of memory" if run.measured.oom else measured,
-        _percent(outcome.error, signed=True),
-        "" if peak_gib is None else f"{peak_gib:.1f}",
-        f"{memory_gib[kind]:.1f}" if kind in memory_gib else "",
-        _percent(outcome.memory_errors.get(kind), signed=True),
-        _what(outcome),
-    ]
+    pair = outcome.predicted.memory_gib.get(kind), measured_memory_gib(outcome.run).get(kind)
+    return [*("" if gib is None else f"{gib:.1f}" for gib in pair), _signed(outcome.memory_errors.get(kind))]
+
+
+def _signed(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.1f} %"
 
 
 def _what(outcome: RunOutcome) -> str:
@@ -213,7 +210,8 @@ def _what(outcome: RunOutcome) -> str:
     ]
     batch = f"{plan.num_microbatches} x {plan.microbatch_size}"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
-    words = f"{run.model.name}, {run.cluster.num_devices} {run.cluster.device}, {' '.join(degrees) or 'one device'}"
+    schedule = "" if plan.schedule in ("none", "1f1b", "interleaved_1f1b") else f" {plan.schedule}"
+    words = f"{run.model.name}, {run.cluster.num_devices} {run.cluster.device}, {' '.join(degrees)}{schedule}"
     return f"{words}, {batch}, {plan.precision}{recompute}"
 
 
@@ -250,18 +248,15 @@ def _figures(result: Accuracy) -> Iterator[tuple[str, Figures]]:
         yield _ALL, result.overall
 
 
-def _has_verdicts(figures: Figures) -> bool:
-    return figures.oom.right is not None
+def _percents(*values: float | None) -> list[str]:
+    return [_percent(value) for value in values]
 
 
 def _percent(value: float | None, *, digits: int = 1, signed: bool = False) -> str:
+    """Without the sign for it, which stands in the title."""
     if value is None:
         return ""
-    return f"{100 * value:+.{digits}f} %" if signed else format_percent(value, digits)
-
-
-def _text(table: Table, *, words_last: bool = False) -> str:
-    return format_table_text(*table, words_last=words_last)
+    return f"{100 * value:+.{digits}f}" if signed else f"{100 * value:.{digits}f}"
 
 
 def _markdown(table: Table) -> str:

@@ -53,6 +53,7 @@ def problems(*args: Any, **kwargs: Any) -> list[str]:
         {"pp": 14, "stage_layers": (0, *(1,) * 12, 0)},
         {"zero_stage": 1},
         {"pp": 2, "dp_replicate": 2, "stage_layers": (5, 7), "bucket_bytes": 1000},
+        {"pp": 14, "schedule": "gpipe", "stage_layers": (0, *(1,) * 12, 0)},
     ],
 )
 def test_valid_plans_pass(plan: dict[str, Any]) -> None:

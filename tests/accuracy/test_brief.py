@@ -1,0 +1,77 @@
+"""Few microbatches written out, the rest added: the numbers of ``predict``, which writes all of them out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.predict import predict
+from simplan.predict.brief import predict_brief
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+MODEL = ModelSpec(
+    family="gpt", num_hidden_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=2048, seq_len=128
+)
+TORCH = catalogue.software("torch")
+SYNCHRONOUS = ("naive", "gpipe", "1f1b")
+BLOCKING = TORCH.model_copy(
+    update={"holds_sends": False, "synchronous_schedules": SYNCHRONOUS, "preallocated_receives": False}
+)
+
+
+@pytest.mark.parametrize("software", [TORCH, BLOCKING], ids=["torch", "blocking"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp_replicate": 2, "recompute": "full"},
+        {"dp_shard": 4},
+        {"dp_shard": 4, "zero_stage": 2},
+        {"tp": 2},
+        {"cp": 2, "pp": 2},
+        {"pp": 4},
+        {"pp": 4, "schedule": "gpipe", "dp_replicate": 2},
+        {"pp": 4, "stage_layers": (1, 4, 3, 0), "recompute": "selective"},
+        {"pp": 2, "virtual_stages": 4, "tp": 2},
+        {"pp": 2, "virtual_stages": 3, "stage_layers": (0, 2, 2, 2, 2, 0)},
+        {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "schedule": "zb-h1"},
+    ],
+    ids=str,
+)
+def test_it_is_the_prediction(plan: dict[str, Any], software: Any) -> None:
+    asked = ParallelPlan.model_validate(plan)
+    untied = MODEL.model_copy(update={"tied_embeddings": not asked.shards_parameters or asked.pp == 1})
+    cluster = catalogue.cluster("dgx-a100-80gb", asked.num_devices)
+    training = TrainingSpec(global_batch_size=14 * asked.dp, precision="bf16")
+    brief = predict_brief(untied, cluster, training, asked, software)
+    full = predict("all", untied, cluster, training, asked, software)
+    assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    assert brief.step_time_interval_s == pytest.approx(full.step_time_interval_s, rel=1e-9)
+    assert brief.allocated_bytes == max(memory.allocated_bytes for memory in full.memory)
+    assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
+    assert brief.fits == full.fits
+
+
+def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> None:
+    plan = ParallelPlan(pp=4, schedule="zb-h2", stage_layers=(2, 2, 2, 2))
+    cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=12)
+    untied = MODEL.model_copy(update={"tied_embeddings": False})  # nothing waits for both ends of the pipeline
+    whole, overlapping = (
+        predict_brief(untied, cluster, training, plan, BLOCKING, steps_overlap=overlap) for overlap in (False, True)
+    )
+    full = predict("all", untied, cluster, training, plan, BLOCKING)
+    assert whole.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    spans = [
+        (min(span.start_s for span in rank), max(span.end_s for span in rank))
+        for rank in (
+            [span for span in full.timeline.spans if span.rank == number and span.stream == "compute"]
+            for number in range(4)
+        )
+    ]
+    assert overlapping.step_time_s == pytest.approx(max(end_s - start_s for start_s, end_s in spans), rel=1e-9)
+    assert overlapping.step_time_s < whole.step_time_s

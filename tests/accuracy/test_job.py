@@ -1,0 +1,107 @@
+"""From a run to a question: what becomes of each of its keys."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simplan.accuracy.job import job_of_run
+from simplan.accuracy.reading import read_published
+from simplan.accuracy.stacks import STACKS, profile_name
+from simplan.accuracy.stage_layers import layers_of_stages
+from simplan.errors import NotModelledError
+from simplan.spec import catalogue
+from simplan.spec.rules import check_plan
+from tests.accuracy.runs import run
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "name"),
+    [
+        ("megatron-lm", "2020", "megatron-lm-2021"),
+        ("megatron-lm", "fork by sail-sg (zero-bubble), 2023", "megatron-lm-2022"),
+        ("megatron-lm", "23e00ed0963c + torch 2.10", "megatron-core"),
+        ("megatron-lm", None, "megatron-core"),
+        ("deepspeed", "2021", "megatron-deepspeed"),
+        ("nemo", "NeMo24.07, table at commit 164b0097f83a", "nemo"),
+        ("gpipe", None, "torch"),
+    ],
+)
+def test_a_framework_and_its_date_name_a_profile(framework: str, version: str | None, name: str) -> None:
+    found = run(software__framework=framework, software__version=version).software
+    assert profile_name(found) == name
+
+
+def test_every_profile_name_is_known_to_the_catalogue() -> None:
+    """As one that there is, or as one that is known to be missing: no other name is a stand-in's."""
+    for stack in STACKS.values():
+        for _, name in stack.profiles:
+            with suppress(NotModelledError):
+                assert catalogue.software(name).id == name
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "virtual_stages", "placement", "stages"),
+    [
+        ((2, 2), 1, "loop", (2, 2)),
+        ((3, 4, 4, 3), 4, "loop", (0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0)),
+        ((15, 16, 15), 4, "loop", (3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3)),
+        ((2, 2), 2, "v", (1, 1, 1, 1)),
+    ],
+)
+def test_layers_of_ranks_are_shared_out_over_their_stages(
+    by_rank: tuple[int, ...], virtual_stages: int, placement: Any, stages: tuple[int, ...]
+) -> None:
+    assert layers_of_stages(by_rank, virtual_stages, placement) == stages
+
+
+def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
+    job = job_of_run(run(cluster__devices_per_node=2, model__tied_embeddings=None, model__vocab_size=1023, plan__tp=2))
+    assert job.cluster.inter_link is not None
+    assert job.cluster.inter_link.id == "network-200gbit", "as a DGX A100 has it"
+    assert (job.model.vocab_size, job.model.tied_embeddings) == (1024, True)
+    notes = "\n".join(job.notes)
+    for words in ("inter_link_gbit_per_device is not known: 200", "padded to 1024", "tied_embeddings is not known"):
+        assert words in notes
+
+
+def test_what_is_not_in_the_prediction_is_noted() -> None:
+    job = job_of_run(run(software__compile=True, software__grad_overlap=False))
+    assert "software.compile = true is not in the prediction" in job.notes
+    assert not job.software.grad_overlap
+
+
+def test_an_optimizer_step_that_synchronizes_is_the_same_schedule_and_does_not_overlap() -> None:
+    bypassing, synchronous = (job_of_run(run(plan__schedule=name)) for name in ("zb-2p", "zb-2p-optsync"))
+    assert bypassing.plan == synchronous.plan
+    assert (bypassing.steps_overlap, synchronous.steps_overlap) == (True, False)
+
+
+def test_every_run_of_this_project_is_a_valid_plan_but_for_adapters_in_low_precision() -> None:
+    refused = []
+    for read in read_published([PUBLISHED]):
+        for published in read.runs or ():
+            job = job_of_run(published)
+            try:
+                check_plan(job.model, job.cluster, job.training, job.plan, job.software)
+            except ValueError as error:
+                if "more than" not in str(error):  # large steps are not written out in full here
+                    refused.append((published.id, str(error)))
+    assert [published for published, _ in refused] == ["mbridge-dense-15", "nemo24-47"], refused
+
+
+def test_models_have_as_many_parameters_as_their_source_prints() -> None:
+    """llm-foundry prints them to the last digit; MPT's benchmark models are GPTs with learned positions."""
+    printed = [
+        published
+        for read in read_published([PUBLISHED / "mosaic_llm_foundry_mpt.yaml"])
+        for published in read.runs or ()
+        if published.model.params is not None
+    ]
+    assert len(printed) > 100
+    assert {job_of_run(published).model.num_parameters == published.model.params for published in printed} == {True}

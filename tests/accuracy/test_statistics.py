@@ -1,0 +1,130 @@
+"""Error figures against numpy by hand, and against cases that can be counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simplan.accuracy.choosing import choices
+from simplan.accuracy.floor import constant_utilization, step_flops
+from simplan.accuracy.job import job_of_run
+from simplan.accuracy.result import Figures
+from simplan.accuracy.statistics import memory_figures, step_time_figures, verdicts
+from tests.accuracy.runs import outcome, run
+
+PREDICTED = np.array([1.0, 2.2, 0.9, 4.0, 5.0])
+MEASURED = np.array([1.0, 2.0, 1.2, 3.0, 5.5])
+
+
+def test_errors_of_step_times_are_those_of_numpy() -> None:
+    outcomes = [
+        outcome(run(f"r{i}", measured__step_time_s=m), p, step_time_interval_s=(0.9 * p, 1.1 * p))
+        for i, (p, m) in enumerate(zip(PREDICTED.tolist(), MEASURED.tolist(), strict=True))
+    ]
+    found = step_time_figures(outcomes).to_json()
+    errors = PREDICTED / MEASURED - 1
+    assert found["num"] == 5
+    assert found["mape"] == pytest.approx(np.abs(errors).mean())
+    assert found["median_ape"] == pytest.approx(0.1)
+    assert found["p90_ape"] == pytest.approx(np.quantile(np.abs(errors), 0.9))
+    assert found["max_ape"] == pytest.approx(1 / 3)
+    assert found["bias"] == pytest.approx(errors.mean())
+    assert found["interval_coverage"] == pytest.approx(3 / 5), "1 in 0.9..1.1, 2 in 1.98..2.42, 5.5 in 4.5..5.5"
+    assert found["median_interval_half_width"] == pytest.approx(0.1)
+
+
+def test_without_any_run_there_are_no_figures() -> None:
+    assert step_time_figures([]).to_json() == {
+        "num": 0,
+        "mape": None,
+        "median_ape": None,
+        "p90_ape": None,
+        "max_ape": None,
+        "bias": None,
+        "interval_coverage": None,
+        "median_interval_half_width": None,
+    }
+
+
+def test_a_run_out_of_memory_has_no_step_time_and_a_verdict() -> None:
+    fits: dict[str, Any] = {"memory_gib": {"allocated": 1.0, "reserved": 2.0, "device": 3.0}}
+    outcomes = [
+        outcome(run("a"), 1.0, oom=False, **fits),
+        outcome(run("b", measured__oom=True, measured__step_time_s=None), 1.0, oom=True, **fits),
+        outcome(run("c", measured__oom=True, measured__step_time_s=None), 1.0, oom=False, **fits),
+        outcome(run("d"), 1.0, oom=True, **fits),
+        outcome(run("e"), 1.0, oom=None, **fits),
+    ]
+    assert step_time_figures(outcomes).errors.num == 3
+    assert verdicts(outcomes).to_json() == {
+        "right": 0.5,
+        "fit": 1,
+        "oom": 1,
+        "missed": 1,
+        "false_alarms": 1,
+        "unknown": 1,
+    }
+
+
+def test_memory_is_compared_with_the_figure_that_the_source_means() -> None:
+    predicted: dict[str, Any] = {"memory_gib": {"allocated": 10.0, "reserved": 12.0, "device": 15.0}}
+    both = outcome(run("a", measured__peak_allocated_gib=8.0, measured__peak_reserved_gib=12.0), 1.0, **predicted)
+    printed = outcome(run("b", measured__peak_memory_gb_as_printed=20.0), 1.0, **predicted)
+    device = outcome(
+        run("c", measured__peak_memory_gb_as_printed=20.0, software__framework="megatron-deepspeed"), 1.0, **predicted
+    )
+    assert [o.memory_kind for o in (both, printed, device)] == ["allocated", "allocated", "device"]
+    assert both.memory_errors == pytest.approx({"allocated": 0.25, "reserved": 0.0})
+    found = memory_figures([both, printed, device])
+    assert found["all"].mape == pytest.approx((0.25 + (1 - 10 * 2**30 / 20e9) + 0.25) / 3), "each run once"
+    assert found["device"].mape == pytest.approx(0.25)
+    assert found["reserved"].num == 1
+
+
+def test_a_constant_utilization_is_the_median_of_a_device_and_precision() -> None:
+    """Three runs reach 10, 20 and 40 FLOP/s a device: at 20 they are predicted at 1/2, 1 and 2 times their time."""
+    runs = [
+        outcome(run(f"r{rate}", measured__step_time_s=4 / rate * 10), 1.0, flops=160.0) for rate in (10.0, 20.0, 40.0)
+    ]
+    alone = outcome(run("other", plan__precision="fp16"), 1.0, flops=1e9)
+    found = constant_utilization([*runs, alone])
+    assert found.num == 4
+    assert found.mape == pytest.approx((0.5 + 0.0 + 1.0 + 0.0) / 4)
+    assert found.bias == pytest.approx((-0.5 + 1.0) / 4)
+
+
+def test_flops_of_a_step_are_those_of_the_megatron_formula() -> None:
+    """96 b s l h^2 (1 + s/6h + V/16lh) with recomputation (Narayanan et al. 2021); causal attention counts by half."""
+    published = run(plan__recompute="full")
+    model, batch = published.model, published.plan.global_batch_size
+    s, h, layers, v = model.seq_len, model.hidden_size, model.num_hidden_layers, model.vocab_size
+    formula = 96 * batch * s * layers * h**2 * (1 + s / (12 * h) + v / (16 * layers * h))
+    assert step_flops(job_of_run(published)) == pytest.approx(formula, rel=1e-3)
+
+
+def test_choosing_looks_at_runs_that_differ_in_their_plan_only() -> None:
+    """Best measured is b; a is predicted to be best and 10 % slower. Of 5 pairs a-b and a-close are in wrong order."""
+    outcomes = [
+        outcome(run("a", measured__step_time_s=1.1, plan__tp=1), 0.9),
+        outcome(run("b", measured__step_time_s=1.0, plan__tp=2, model__vocab_size=2048), 1.0),
+        outcome(run("c", measured__step_time_s=2.0, plan__tp=4), 3.0),
+        outcome(run("close to b", measured__step_time_s=1.01, plan__tp=8), 1.2),
+        outcome(run("other batch", measured__step_time_s=9.0, plan__global_batch_size=64), 0.1),
+        outcome(run("other software", measured__step_time_s=9.0, software__version="2021"), 0.1),
+        outcome(run("twice", measured__step_time_s=1.0, model__seq_len=512), 1.0),
+        outcome(run("twice again", measured__step_time_s=2.0, model__seq_len=512), 0.5),
+    ]
+    found = choices(outcomes)
+    assert (found.num_groups, found.num_runs) == (1, 4)
+    assert found.median_regret == pytest.approx(0.1)
+    assert found.num_pairs == 5
+    assert found.kendall_tau == pytest.approx((3 - 2) / 5)
+
+
+def test_skipped_runs_are_counted_and_nothing_else() -> None:
+    from simplan.accuracy.outcome import RunOutcome
+
+    figures = Figures.of([outcome(run("a"), 0.02), RunOutcome("f", run("b"), None, "a reason")])
+    assert (figures.num_runs, figures.num_skipped, figures.step_time.errors.num) == (2, 1, 1)

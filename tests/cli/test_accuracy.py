@@ -1,0 +1,98 @@
+"""``simplan accuracy``: what it prints, what others rely on in its JSON, and that it ends with 0."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.accuracy.runs import run_data, write_runs
+
+Simplan = Callable[..., "CompletedProcess[str]"]
+
+OF_A_RUN = {
+    "id", "file", "status", "reason", "predicted_step_time_s", "step_time_interval_s", "measured_step_time_s",
+    "predicted_peak_memory_gib", "measured_peak_memory_gib", "memory_kind", "predicted_oom", "measured_oom",
+}  # fmt: skip
+OF_STEP_TIME = {
+    "num", "mape", "median_ape", "p90_ape", "max_ape", "bias", "interval_coverage", "median_interval_half_width",
+}  # fmt: skip
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    write_runs(
+        folder / "some.yaml",
+        run_data("absurd", measured__step_time_s=1000.0, measured__peak_allocated_gib=1.0),
+        run_data("ran-out", measured__step_time_s=None, measured__oom=True),
+        run_data("adapters", task="lora", plan__lora_rank=8, plan__precision="fp8", cluster__device="h100-sxm-80gb"),
+        run_data("unheard-of", cluster__device="h1000"),
+    )
+    (folder / "links.yaml").write_text("meta: {source: x}\nrecords: []\n")
+    return folder
+
+
+def test_the_json_has_what_others_rely_on(simplan: Simplan, runs: Path) -> None:
+    result = simplan("accuracy", runs, "--json", "--jobs", "1")
+    assert result.returncode == 0, result.stderr
+    assert f"note: {runs / 'links.yaml'} holds no runs, and is passed over" in result.stderr
+    document = json.loads(result.stdout)
+    by_id = {run["id"]: run for run in document["runs"]}
+    assert all(run.keys() >= OF_A_RUN for run in by_id.values())
+    assert [run["status"] for run in document["runs"]] == ["ok", "ok", "skipped", "skipped"]
+    assert by_id["absurd"]["predicted_step_time_s"] < 1.0
+    assert by_id["absurd"]["memory_kind"] == "allocated"
+    assert by_id["ran-out"]["measured_oom"] is True
+    assert by_id["ran-out"]["predicted_step_time_s"] > 0, "a step time is predicted even where nothing fits"
+    assert "model.lora_rank" in by_id["adapters"]["reason"]
+    assert by_id["unheard-of"]["reason"].startswith("device = h1000: is not in the catalogue")
+    assert document["overall"]["step_time"].keys() >= OF_STEP_TIME
+    assert document["overall"]["peak_memory"]["num"] == 1
+    assert document["by_file"][str(runs / "some.yaml")]["num_skipped"] == 2
+
+
+def test_the_text_names_files_errors_and_what_was_skipped(simplan: Simplan, runs: Path) -> None:
+    result = simplan("accuracy", runs / "some.yaml", "--jobs", "1")
+    assert result.returncode == 0, "whatever the errors are"
+    assert result.stdout.startswith("2 published runs predicted, 2 skipped: step times are ")
+    for words in ("Step time: errors in percent", "Peak memory", "Furthest off", "\nSkipped\n", "unheard-of: device"):
+        assert words in result.stdout
+    assert all(len(line) <= 120 for line in result.stdout.splitlines() if "h1000" not in line and "lora" not in line)
+
+
+def test_every_run_goes_into_a_table(simplan: Simplan, runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "all.csv"
+    result = simplan("accuracy", runs / "some.yaml", "--runs", "--csv", file, "--jobs", "1")
+    assert "Every run" in result.stdout
+    assert "out of memory" in result.stdout
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["absurd", "ran-out", "adapters", "unheard-of"]
+    assert float(rows[0]["predicted_step_time_s"]) > 0
+    assert rows[0]["tp"] == "1"
+
+
+def test_tables_come_as_markdown(simplan: Simplan, runs: Path) -> None:
+    result = simplan("accuracy", runs, "--markdown", "--jobs", "1")
+    headers, rule, row, *_ = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert row.startswith("| some | 1 | 2 |")
+    assert headers.count("|") == rule.count("|") == row.count("|")
+
+
+def test_a_bad_file_is_told_with_its_line(simplan: Simplan, tmp_path: Path) -> None:
+    write_runs(tmp_path / "bad.yaml", run_data("one", cluster__num_devices=5))
+    result = simplan("accuracy", tmp_path / "bad.yaml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "one: cluster.num_devices = 5: must be dp_replicate x dp_shard x tp x pp x cp" in result.stderr
+
+
+def test_scenarios_are_checked_beside_published_runs(simplan: Simplan, runs: Path, scenario: Path) -> None:
+    runs.rename(scenario.parent / "published")
+    result = simplan("check", scenario.parent)
+    assert result.returncode == 0, result.stdout
+    assert "1 scenarios" in result.stdout
