@@ -22,6 +22,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program, Stream
 from simplan.program.table import plan_table
 from simplan.program.uncollected import uncollected
+from simplan.sim.memory import whole_blocks
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -38,7 +39,6 @@ _MOST_WRITTEN_OUT = (
 )
 _FILLS = 2  # so many times as many microbatches as ranks fill every schedule that does not keep all of them
 _KEEPS_ALL = ("gpipe", "naive")
-_BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,15 +212,11 @@ def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: bool) -> 
 
 def _with(memory: RankMemory, more_bytes: int, reserved_share: float) -> RankMemory:
     """What a rank needs when its tensors need more, for each byte of which the allocator reserves a share."""
-    blocks = _blocks(memory.allocated_bytes + more_bytes) - _blocks(memory.allocated_bytes)
-    reserved = memory.reserved_bytes + (blocks + _blocks(int(more_bytes * (reserved_share - 1)))) * _BLOCK_BYTES
+    reserved = memory.reserved_bytes + whole_blocks(int(more_bytes * (reserved_share - 1)))
+    reserved += whole_blocks(memory.allocated_bytes + more_bytes) - whole_blocks(memory.allocated_bytes)
     return replace(
         memory,
         allocated_bytes=memory.allocated_bytes + more_bytes,
         reserved_bytes=reserved,
         device_bytes=memory.device_bytes + reserved - memory.reserved_bytes,
     )
-
-
-def _blocks(num_bytes: int) -> int:
-    return -(-num_bytes // _BLOCK_BYTES)

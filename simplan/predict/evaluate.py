@@ -19,7 +19,7 @@ from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
-from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes
+from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes, whole_blocks
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.model import ModelSpec
@@ -31,8 +31,6 @@ from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
 __all__ = ["predict", "rank_memory", "recomputed_share"]
-
-_BLOCK_BYTES = 2 * 1024**2  # the CUDA caching allocator reserves in blocks of 2 MiB
 
 
 @uncollected()
@@ -180,7 +178,7 @@ def _reserved_bytes(program: Program, rank: int, allocated_bytes: int, software:
     reserved = allocated_bytes + software.reserve_fraction * max(0, allocated_bytes - resting)
     if software.flat_updates:
         reserved = max(allocated_bytes, resting + (1 + software.reserve_fraction) * passing + updating)
-    return -(-int(reserved) // _BLOCK_BYTES) * _BLOCK_BYTES
+    return whole_blocks(int(reserved))
 
 
 def _idle_fraction(spans: Timeline, ranks: tuple[int, ...]) -> float:

@@ -15,6 +15,7 @@ from simplan.search.passes import Passes
 from simplan.search.pipelined import Pipelined
 from simplan.search.question import Question
 from simplan.search.upkeep import Upkeep
+from simplan.sim.memory import whole_blocks
 from simplan.sim.pipeline.table import PipelineTable, Tables
 from simplan.spec.layer_style import LayerStyle
 from simplan.spec.schedules import SCHEDULE_FACTS
@@ -23,7 +24,6 @@ __all__ = ["FastEvaluator", "covers_job"]
 
 _Number = TypeVar("_Number", int, float)
 
-_BLOCK_BYTES = 2 * 1024**2  # as ``predict`` has it
 _SCHEDULES = frozenset({"none", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-v"})
 _STAGES = {
     name: (SCHEDULE_FACTS[name].placement, SCHEDULE_FACTS[name].splits_backward) for name in _SCHEDULES - {"none"}
@@ -139,7 +139,7 @@ class FastEvaluator:
         return Pipelined(passes, upkeep, (c.schedule, c.pp, m, c.virtual_stages, _unshard(c)))
 
     def _on_device(self, allocated_bytes: int) -> int:
-        return -(-allocated_bytes // _BLOCK_BYTES) * _BLOCK_BYTES + self._context_bytes
+        return whole_blocks(allocated_bytes) + self._context_bytes
 
 
 def _unshard(c: Candidate) -> Unshard:

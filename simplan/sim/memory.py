@@ -19,7 +19,10 @@ __all__ = [
     "memory_trace",
     "peak_position",
     "resting_bytes",
+    "whole_blocks",
 ]
+
+_BLOCK_BYTES = 2 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +175,8 @@ def _in_flight(program: Program, rank: int) -> dict[int, int]:
         elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             alive[action.stage] -= 1
     return dict(most)
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """Bytes that the CUDA caching allocator has of the device for so many: it reserves in blocks of 2 MiB."""
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
