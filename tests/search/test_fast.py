@@ -104,6 +104,19 @@ def test_numbers_are_those_of_predict(name: str, precision: Precision) -> None:
         assert bound_s <= seconds * (1 + 1e-12), candidate
 
 
+def test_a_way_that_tells_blocks_apart_has_stages_of_its_own() -> None:
+    """With selective_layer every second block is recomputed, so that stages of odd length are of two kinds."""
+    asked = question("gpt untied", "bf16")
+    fast = FastEvaluator(asked)
+    others: dict[str, Any] = {"dp_replicate": 2, "pp": 8, "schedule": "1f1b"}
+    candidates = [Candidate(recompute=recompute, **others) for recompute in ("none", "selective_layer")]
+    times_s, sizes = fast.step_times_s(candidates), fast.device_bytes(candidates)
+    for candidate, seconds, size in zip(candidates, times_s, sizes, strict=True):
+        found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
+        assert size == max(memory.device_bytes for memory in found.memory), candidate
+
+
 def test_uneven_meshes_and_schedules_found_from_times_are_left_to_predict() -> None:
     asked = question("llama", "bf16", num_devices=12)
     fast = FastEvaluator(asked)
