@@ -251,12 +251,16 @@ def test_peak_is_that_of_torchs_mem_tracker(make_job: MakeJob, strategy: str, na
 def test_real_ranks_allocate_what_is_predicted(
     make_job: MakeJob, tmp_path: Path, name: str, changes: dict[str, Any], num_microbatches: int, precision: str
 ) -> None:
-    """The profiler's trace of two steps on gloo; DDP with microbatches of one sequence is at its peak between them."""
+    """The profiler's trace of two steps on gloo; DDP with microbatches of one sequence is at its peak between them.
+
+    The threads of gloo let a tensor go when they come to it, so the gradients or weights of one more block may be alive.
+    """
     job = job_of(make_job, name, changes, num_microbatches, precision, num_steps=1, profile_memory=True)
     measurement = run_job(job, tmp_path)
+    block_bytes = 4 * max(layer.num_parameters for layer in job.model.layers)
     for rank in range(job.plan.num_devices):
         peak = predicted_peak(job, rank, gloo=True)
         assert (peak.action == "") == (job.plan.microbatch_size == 1)
         measured = measurement.ranks[rank].peak_memory.allocated_bytes
         assert measured is not None
-        assert peak.total_bytes == pytest.approx(measured, rel=TOTAL)
+        assert peak.total_bytes * (1 - TOTAL) <= measured <= peak.total_bytes * (1 + TOTAL) + block_bytes
