@@ -8,18 +8,20 @@ written out) or gather parameters beside the first forward. Where neither holds 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.pricing import price_program
+from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import cost_model, folding_of, stages_and_table
 from simplan.predict.evaluate import rank_memory
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.prediction import RankMemory
 from simplan.program.lower import Lowering, lower
-from simplan.program.program import Program, Stream
+from simplan.program.program import Program, Stream, Work
 from simplan.program.table import plan_table
 from simplan.program.uncollected import uncollected
 from simplan.sim.memory import whole_blocks
@@ -30,7 +32,7 @@ from simplan.spec.rules import check_plan, num_microbatches
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Brief", "predict_brief"]
+__all__ = ["Brief", "Term", "brief_terms", "predict_brief"]
 
 _Floats = NDArray[np.float64]
 _FEW = 4
@@ -39,6 +41,10 @@ _MOST_WRITTEN_OUT = (
 )
 _FILLS = 2  # so many times as many microbatches as ranks fill every schedule that does not keep all of them
 _KEEPS_ALL = ("gpipe", "naive")
+_MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays the longest
+_APART = 1e-4
+_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly, without repeats
+_LEAST_COUNT = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,20 @@ class Brief:
     reserved_bytes: int
     device_bytes: int
     fits: bool | None
+
+
+class Term(NamedTuple):
+    """A part of a step time.
+
+    Attributes:
+        work: What is done.
+        seconds: Its price.
+        count: How often the step waits for it: the derivative of the step time with respect to its price.
+    """
+
+    work: Work
+    seconds: float
+    count: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +136,10 @@ def predict_brief(
     Raises:
         SpecError: As ``predict``.
     """
-    assert cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
-    job = _Job(model, cluster, training, plan, software)
-    if training.global_batch_size % (plan.dp * plan.microbatch_size):
-        check_plan(model, cluster, training, plan, software)  # says so
-    many = num_microbatches(training, plan)
-    waits = plan.schedule in software.synchronous_schedules
-    few = _few(plan, many, steps_overlap=steps_overlap, waits=waits)
-    step = job.step(few)
-    seconds, memory = step.times_s(overlap=steps_overlap), step.memory
-    if few < many:
-        added_s, added = job.rest_without_pipeline(step, many) if plan.pp == 1 else job.rest_of_pipeline(step, many)
-        seconds = seconds + added_s
+    job = _Job(model, cluster, training, plan, software, moved_durations_s)
+    step, seconds, added = job.whole(steps_overlap=steps_overlap)
+    memory = step.memory
+    if added:
         by_rank = dict(zip(step.program.ranks, added, strict=True))
         share = 1 + software.reserve_fraction
         memory = tuple(
@@ -146,15 +158,83 @@ def predict_brief(
     )
 
 
+def brief_terms(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec,
+    *,
+    steps_overlap: bool = False,
+) -> tuple[Term, ...]:
+    """The step time as a sum: a longest path is one of durations, so it is linear in prices as long as it stays longest.
+
+    Where stages are alike several paths are as long, and a price may lengthen one of them and not shorten the others.
+    So every price is first moved by less than one part in ten thousand, each by another, and one path is the longest.
+
+    Args:
+        model, cluster, training, plan, software, steps_overlap: As of ``predict_brief``.
+
+    Returns:
+        What the step waits for; prices times counts add up to the step time, to one part in ten thousand.
+    """
+    pricings: list[Pricing] = []
+
+    def moved(program: Program, pricing: Pricing) -> list[_Floats]:
+        pricings.append(pricing)
+        row_of = {work: row for row, work in enumerate(pricings[0].by_work)}
+        seconds = np.zeros((len(row_of), len(program.ops)))
+        for index, op in enumerate(program.ops):
+            for work in op.work:
+                seconds[row_of[work], index] += pricing.by_work[work].price.seconds
+        apart_s = (1 + _APART * (np.arange(len(row_of)) * _GOLDEN % 1)) @ seconds
+        return [apart_s, *(apart_s + _MOVED * seconds)]
+
+    _, seconds, _ = _Job(model, cluster, training, plan, software, moved).whole(steps_overlap=steps_overlap)
+    terms = (
+        Term(work, term.price.seconds, float(moved_s - seconds[1]) / (_MOVED * term.price.seconds))
+        for (work, term), moved_s in zip(pricings[0].by_work.items(), seconds[2:], strict=True)
+        if term.price.seconds > 0
+    )
+    return tuple(term for term in terms if abs(term.count) > _LEAST_COUNT)
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A question whose number of microbatches is left open."""
+    """A question whose number of microbatches may be left open.
+
+    Attributes:
+        model, cluster, training, plan, software: What is asked.
+        moved: Makes durations that are looked at beside the plain ones.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
     training: TrainingSpec
     plan: ParallelPlan
     software: SoftwareSpec
+    moved: Callable[[Program, Pricing], list[_Floats]]
+
+    def whole(self, *, steps_overlap: bool) -> tuple[_Step, _Floats, list[int]]:
+        """All microbatches.
+
+        Returns:
+            A step that was written out, seconds of the whole one by vector of durations, and by rank the bytes that it
+            needs more than the first; none where that is the whole.
+        """
+        model, cluster, training, plan, software = self.model, self.cluster, self.training, self.plan, self.software
+        assert cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
+        if training.global_batch_size % (plan.dp * plan.microbatch_size):
+            check_plan(model, cluster, training, plan, software)  # says so
+        many = num_microbatches(training, plan)
+        waits = plan.schedule in software.synchronous_schedules
+        few = _few(plan, many, steps_overlap=steps_overlap, waits=waits)
+        step = self.step(few)
+        seconds = step.times_s(overlap=steps_overlap)
+        if few == many:
+            return step, seconds, []
+        added_s, added = self.rest_without_pipeline(step, many) if plan.pp == 1 else self.rest_of_pipeline(step, many)
+        return step, seconds + added_s, added
 
     def step(self, microbatches: int) -> _Step:
         """A step of so many, written out.
@@ -173,7 +253,7 @@ class _Job:
         how = Lowering(2, folding_of(model, plan, cluster, software, dealt_alike=True), expand_all=False)
         program = lower(model, training, plan, software, assignment, table, how)
         pricing = price_program(program, cost)
-        durations_s = np.array([pricing.durations_s, *moved_durations_s(program, pricing)])
+        durations_s = np.array([pricing.durations_s, *self.moved(program, pricing)])
         spans_s = compile_program(program).spans(durations_s)
         return _Step(microbatches, program, durations_s, spans_s, rank_memory(program, cluster, software, None))
 
