@@ -8,7 +8,7 @@ textbook values and s how far, in logarithms, constants may be expected to be fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,30 +50,40 @@ class Constant:
         return bool(np.isclose(value, (self.low, self.high), rtol=1e-6).any())
 
 
-def minimize(constants: Sequence[Constant], residuals: Residuals, weights: Floats) -> Floats:
+def minimize(
+    constants: Sequence[Constant],
+    residuals: Residuals,
+    weights: Floats,
+    *,
+    start: Mapping[str, float] | None = None,
+    most_iterations: int = _MOST_ITERATIONS,
+) -> Floats:
     """The values of the constants.
 
     Args:
         constants: What to fit.
         residuals: At given values, of given rows.
         weights: Of all rows.
+        start: Values to start from, by name; those of books unless told otherwise.
+        most_iterations: Steps after which it is good enough.
     """
-    start = np.log([constant.textbook for constant in constants])
+    textbook = np.log([constant.textbook for constant in constants])
     inverse_variance = np.array([constant.log_std for constant in constants]) ** -2
     low, high = np.log([[constant.low, constant.high] for constant in constants]).T
 
     def cost(x: Floats, r: Floats) -> float:
         loss = 2 * _C**2 * (np.sqrt(1 + (r / _C) ** 2) - 1)
-        return float(weights @ loss + inverse_variance @ (x - start) ** 2)
+        return float(weights @ loss + inverse_variance @ (x - textbook) ** 2)
 
-    x, damping, rows = start.copy(), 1e-3, range(len(weights))
+    begin = [(start or {}).get(constant.name, constant.textbook) for constant in constants]
+    x, damping, rows = np.clip(np.log(begin), low, high), 1e-3, range(len(weights))
     r = residuals(np.exp(x), rows)
     best = cost(x, r)
-    for _ in range(_MOST_ITERATIONS):
+    for _ in range(most_iterations):
         slopes = _slopes(constants, residuals, x, r)
         row_weights = weights / np.sqrt(1 + (r / _C) ** 2)
         matrix = slopes.T @ (slopes * row_weights[:, None]) + np.diag(inverse_variance)
-        gradient = slopes.T @ (row_weights * r) + inverse_variance * (x - start)
+        gradient = slopes.T @ (row_weights * r) + inverse_variance * (x - textbook)
         before = best
         while damping < 1e9:
             step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), gradient)

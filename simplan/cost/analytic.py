@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simplan.cost.base import Price
 from simplan.cost.collectives import message_price
-from simplan.cost.compute import Roofline
+from simplan.cost.compute import KernelCost
 from simplan.cost.host_link import host_copy_price
 from simplan.cost.route import Route, route_of
 from simplan.program.program import HostCopy, LayerWork, Message
@@ -14,21 +14,21 @@ __all__ = ["AnalyticCost"]
 
 
 class AnalyticCost:
-    """A ``CostModel`` of a roofline per device and latency and bandwidth per link.
+    """A ``CostModel`` of kernels per device and latency and bandwidth per link.
 
     Args:
         cluster: Where messages go.
-        rates: What a device reaches.
+        kernels: What they take on a device.
     """
 
-    def __init__(self, cluster: ClusterSpec, rates: Roofline) -> None:
+    def __init__(self, cluster: ClusterSpec, kernels: KernelCost) -> None:
         self._cluster = cluster
-        self._rates = rates
+        self._kernels = kernels
         self._routes: dict[tuple[int, ...], Route] = {}
 
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``."""
-        return self._rates.price(work)
+        return self._kernels.price(work)
 
     def message(self, message: Message) -> Price:
         """See ``CostModel``."""

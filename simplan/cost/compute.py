@@ -1,76 +1,107 @@
-"""Time of compute from a device's datasheet: a roofline over the kernels of a layer."""
+"""Time of compute on a device that nobody calibrated: a sum over the kernels of a layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Price, Provenance
 from simplan.cost.low_precision import LinearCost, LinearRates
+from simplan.cost.product import Product, ProductRates
 from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
-from simplan.spec.hardware import DeviceSpec
+from simplan.spec.hardware import DeviceSpec, Dtype
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
+from simplan.spec.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
 from simplan.spec.software import StateBytes
 from simplan.spec.training import Precision
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-__all__ = ["Roofline", "roofline"]
+__all__ = ["KernelCost", "kernel_cost"]
 
-_MATMUL_SHARE_OF_PEAK = 0.77  # where no matmul ceiling was published: the median of the 20 that were
-_ATTENTION_SHARE_OF_MATMUL = 0.6  # FlashAttention-2 forward against cuBLAS on A100 (Dao 2023, figure 5)
-_BANDWIDTH_SHARE = 0.85  # of the datasheet, for streaming kernels (STREAM-like tests on A100 and H100)
-_LAUNCH_S = 5e-6  # a kernel launched alone takes no less on any recent GPU
-_BACKWARD_ATTENTION = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
+_SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
 _BACKWARD_POINTWISE = 2
-_BACKWARD_EAGER = 2  # four products against two, and as many more passes over the scores
-_SCORE_PASSES = 6  # scores are written, read and written with a bias, read by the softmax; weights written and read
-_SOFTMAX_BYTES = 8  # the softmax in fp32, written and read
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+_WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
 _RELATIVE_STD = {Provenance.PUBLISHED: 0.2, Provenance.DATASHEET: 0.3}
+_OLDER: dict[AttentionKernel, tuple[AttentionKernel, ...]] = {
+    "flash1": ("flash1",),
+    "flash2": ("flash2", "flash1"),
+    "flash3": ("flash3", "flash2", "flash1"),
+}
+_UNKNOWN_SHARE = AttentionShare(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
-    """Rates of one device for one precision.
+class KernelCost:
+    """What kernels take on one device, in one precision, as one framework runs them.
 
     Attributes:
-        matmul_flop_per_s: What large matrix products reach.
-        bytes_per_s: What streaming kernels reach.
+        products: Matrix products in the precision of activations.
+        attention: The attention core.
         state: Element widths.
         optimizer: Which optimizer.
-        provenance: Of the matmul rates.
-        linear_flop_per_s: What large products of the linear layers reach where ``state.linear`` says that they are in a
-            lower precision; 0 where they are not.
+        provenance: Of the rate of products.
+        traffic: As of ``StackRates``.
+        accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
+        low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
     """
 
-    matmul_flop_per_s: float
-    bytes_per_s: float
+    products: ProductRates
+    attention: AttentionRates
     state: StateBytes
     optimizer: str
     provenance: Provenance
-    linear_flop_per_s: float = 0.0
+    traffic: float = 1.0
+    accumulation_bytes: int = 0
+    low: ProductRates | None = None
 
     def price(self, work: LayerWork) -> Price:
-        """Sum over the kernels that run of max(FLOPs / rate, bytes / bandwidth, launch).
+        """Sum over the kernels that run.
 
         Of a backward in two parts the first has one product of each matrix and all else but lookups, the second the
         other product, the lookups, and what reads activations and gradients once more for the weights of norms.
         Copies, the division of gradients and the optimizer stream so many bytes a parameter.
         """
-        width = self._streamed_bytes(work.phase)
+        width, bytes_per_s = self._streamed_bytes(work.phase), self.products.bytes_per_s
         if width:
             return Price(
-                width * work.num_parameters / self.bytes_per_s,
+                self.seconds(work),
                 Provenance.DATASHEET,
                 _RELATIVE_STD[Provenance.DATASHEET],
-                f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(self.bytes_per_s)}",
+                f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(bytes_per_s)}",
             )
+        return Price(
+            self.seconds(work), self.provenance, _RELATIVE_STD[self.provenance], self._formula(*self._split(work), work)
+        )
+
+    def seconds(self, work: LayerWork) -> float:
+        """Of ``price``, without what it says."""
+        width = self._streamed_bytes(work.phase)
+        if width:
+            return width * work.num_parameters / self.products.bytes_per_s
+        low, wide = self._split(work)
+        linear = self._linear_cost(low, work)
+        wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
+        return wide_s + linear.products_s + linear.casts_s
+
+    def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
+        """Kernels that run: linear layers in low precision, and the others."""
+        kernels = self._kernels(work)
+        if self.low is None:
+            return [], kernels
+        low = set(linears(work.layer))
+        return [k for k in kernels if isinstance(k, Gemm) and k in low], [k for k in kernels if k not in low]
+
+    @staticmethod
+    def _kernels(work: LayerWork) -> list[Kernel]:
+        """Those that run in a phase."""
         all_kernels = work.layer.kernels
         indices = range(len(all_kernels)) if work.kernels is None else work.kernels
         kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
@@ -81,48 +112,39 @@ class Roofline:
             kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
         if work.phase in _BACKWARD:
             kernels = [kernel for kernel in kernels if has_backward(kernel)]
-        low = linears(work.layer) if self.state.linear is not None else []
-        linear = LinearCost()
-        for kernel in kernels:
-            if kernel in low:
-                linear = linear.plus(self._linear_rates.cost(kernel, work.microbatch_size, work.phase))
-        wide = [kernel for kernel in kernels if kernel not in low]
-        flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
-        flops *= work.microbatch_size
-        wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return Price(
-            wide_s + linear.products_s + linear.casts_s,
-            self.provenance,
-            _RELATIVE_STD[self.provenance],
-            self._formula(len(kernels), flops + linear.wide_flops, linear),
-        )
+        return kernels
 
-    @property
-    def _linear_rates(self) -> LinearRates:
+    def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
+        """Of linear layers in low precision."""
+        total = LinearCost()
+        if self.low is None or not kernels:
+            return total
         assert self.state.linear is not None
-        return LinearRates(
-            self.state.linear,
-            self.state,
-            self.linear_flop_per_s,
-            self.matmul_flop_per_s,
-            self.bytes_per_s,
-            _LAUNCH_S,
-        )
+        rates = LinearRates(self.state.linear, self.state, self.low, self.products, self.traffic)
+        for kernel in kernels:
+            total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
+            total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
+        return total
 
-    def _formula(self, num_kernels: int, flops: int, linear: LinearCost) -> str:
+    def _formula(self, low: list[Gemm], wide: list[Kernel], work: LayerWork) -> str:
+        num_kernels, linear = len(low) + len(wide), self._linear_cost(low, work)
+        flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
+        flops = flops * work.microbatch_size + linear.wide_flops
         counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
+        bytes_per_s = format_rate(self.products.bytes_per_s)
         if not flops and not linear.flops:
-            return f"{counted} at {format_rate(self.bytes_per_s)}"
+            return f"{counted} at {bytes_per_s}"
         found = [counted]
         if linear.flops:
             assert self.state.linear is not None
-            precision, rate = self.state.linear.precision, format_flop_per_s(self.linear_flop_per_s)
+            assert self.low is not None
+            precision, rate = self.state.linear.precision, format_flop_per_s(self.low.flop_per_s)
             found.append(f"{format_count(linear.flops)} FLOPs in {precision} at up to {rate}")
             moved = f"{format_bytes(linear.cast_bytes)} of {linear.num_casts} casts to {precision}"
             found.append(f"{moved} in {format_time(linear.casts_s)}")
         if flops:
-            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmul_flop_per_s)}")
-        found.append(f"the rest at {format_rate(self.bytes_per_s)}")
+            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.products.flop_per_s)}")
+        found.append(f"the rest at {bytes_per_s}")
         return ", ".join(found)
 
     def _streamed_bytes(self, phase: Phase) -> int:
@@ -138,29 +160,46 @@ class Roofline:
                 return 0
 
     def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
-        width, propagates = self.state.activation, phase in _ACTIVATION_GRADIENTS
         match kernel:
-            case Gemm(m=m, n=n):
-                flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
-                elements = b * (m * n + kernel.input_elements) + kernel.weight_elements
-                byte_s = elements * width / self.bytes_per_s
-                return max(flop_s, byte_s, _LAUNCH_S) * (kernel.backward_products if phase is Phase.BACKWARD else 1)
-            case Attention(eager=True):  # two products, four in backward, and the scores between them
-                flop_s = b * kernel.computed_flops / self.matmul_flop_per_s
-                byte_s = b * kernel.num_scores * (_SCORE_PASSES * width + _SOFTMAX_BYTES) / self.bytes_per_s
-                return max((flop_s + byte_s) * (_BACKWARD_EAGER if propagates else 1), _LAUNCH_S)
+            case Gemm():
+                products_s = sum(self.products.seconds(product) for product in self._products(kernel, b, phase))
+                return products_s + self._weights_s(kernel, phase)
             case Attention():
-                rate = self.matmul_flop_per_s * _ATTENTION_SHARE_OF_MATMUL
-                times = b / rate * (_BACKWARD_ATTENTION if propagates else 1)
-                return sum(max(flops * times, _LAUNCH_S) for flops in kernel.calls)
+                return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)
             case Pointwise(reads=reads, writes=writes):
-                num_bytes = b * (reads + writes) * width * (_BACKWARD_POINTWISE if propagates else 1)
-                return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
+                times = _BACKWARD_POINTWISE if phase in _ACTIVATION_GRADIENTS else 1
+                return self._streaming_s(b * (reads + writes) * self.state.activation * self.traffic * times)
             case Lookup(rows=rows, width=columns):
-                num_bytes = b * rows * columns * (width + self.state.gathered)
-                return max(num_bytes / self.bytes_per_s, _LAUNCH_S)
+                return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
             case Exchange():
                 raise AssertionError("an exchange is a message")
+
+    def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
+        """Of kernels beside the products: copies of weights for them, and gradients added to those that are held."""
+        if phase is Phase.FORWARD and self.state.weight_copy:
+            width = int(self.state.parameter) + self.state.weight_copy
+        elif phase in _WEIGHT_GRADIENTS and kernel.trained:
+            width = self.accumulation_bytes
+        else:
+            return 0.0
+        return kernel.weight_elements * width / self.products.bytes_per_s
+
+    def _streaming_s(self, num_bytes: float) -> float:
+        return max(num_bytes / self.products.bytes_per_s, self.products.launch_s)
+
+    def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Product]:
+        """That of forward, or those of backward: for the input's gradient and for the weight's."""
+        rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
+        elements = b * (kernel.m * n + kernel.input_elements) + kernel.weight_elements
+        num_bytes = elements * self.state.activation
+        if phase not in _BACKWARD:
+            return [Product(rows, n, k, groups, num_bytes)]
+        products = []
+        if kernel.propagates and phase is not Phase.BACKWARD_WEIGHT:
+            products.append(Product(rows, k, n, groups, num_bytes))
+        if kernel.trained and phase is not Phase.BACKWARD_INPUT:
+            products.append(Product(n, k, rows, groups, num_bytes))
+        return products
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
@@ -170,13 +209,77 @@ def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
     return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)
 
 
-def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimizer: str) -> Roofline:
-    """The roofline of a catalogue device.
+def kernel_cost(
+    device: DeviceSpec,
+    precision: Precision,
+    state: StateBytes,
+    optimizer: str,
+    stack: StackRates,
+    *,
+    shards_parameters: bool,
+) -> KernelCost:
+    """What kernels take on a device of the catalogue.
+
+    Args:
+        device: The device.
+        precision: Of the training.
+        state: Element widths.
+        optimizer: Which optimizer.
+        stack: What the framework makes of kernels.
+        shards_parameters: FSDP reduces gradients, which is priced where it is done.
 
     Raises:
         SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
     """
     wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
+    _check(device, precision, wanted)
+    rates = device.kernels
+    (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
+    products = _product_rates(device, ceiling * rates.matmul_share, stack)
+    return KernelCost(
+        products=products,
+        attention=AttentionRates(
+            products,
+            _attention_share(rates, stack.attention_kernel),
+            rates.half_keys,
+            rates.narrow_heads,
+            state.activation,
+        ),
+        state=state,
+        optimizer=optimizer,
+        provenance=lower[0][1] if lower else provenance,
+        traffic=stack.traffic,
+        accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
+        low=_product_rates(device, lower[0][0] * rates.low_share, stack) if lower else None,
+    )
+
+
+def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:
+    assert device.memory_bandwidth_bytes_per_s is not None
+    rates = device.kernels
+    return ProductRates(
+        flop_per_s,
+        device.memory_bandwidth_bytes_per_s * rates.bandwidth_share,
+        stack.launch_s,
+        device.num_sms,
+        rates.half_depth,
+        rates.last_wave,
+        rates.aligned,
+        rates.misaligned_share,
+        rates.tile_share,
+    )
+
+
+def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionShare:
+    """Of the newest kernel that runs there."""
+    found = next((rates.attention[name] for name in _OLDER[newest] if name in rates.attention), _UNKNOWN_SHARE)
+    return AttentionShare(
+        forward=min(1.0, found.forward * rates.attention_share),
+        backward=min(1.0, found.backward * rates.attention_share),
+    )
+
+
+def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:
     problems = []
     for dtype in wanted:
         if dtype not in device.peak_flop_per_s and dtype not in device.matmul_flop_per_s:
@@ -200,21 +303,16 @@ def roofline(device: DeviceSpec, precision: Precision, state: StateBytes, optimi
         )
     if problems:
         raise SpecError(problems)
-    assert device.memory_bandwidth_bytes_per_s is not None
-    rates = [_matmul_rate(device, dtype) for dtype in wanted]
-    return Roofline(
-        matmul_flop_per_s=rates[0][0],
-        bytes_per_s=device.memory_bandwidth_bytes_per_s * _BANDWIDTH_SHARE,
-        state=state,
-        optimizer=optimizer,
-        provenance=rates[-1][1],
-        linear_flop_per_s=rates[1][0] if len(rates) > 1 else 0.0,
-    )
 
 
-def _matmul_rate(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
-    """What large products reach: the best that was published, else a share of the peak."""
-    ceiling = device.matmul_flop_per_s.get(dtype)
-    if ceiling is not None:
-        return ceiling, Provenance.PUBLISHED
-    return device.peak_flop_per_s[dtype] * _MATMUL_SHARE_OF_PEAK, Provenance.DATASHEET
+def _ceiling(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
+    """The best that products were ever measured at, else a share of the peak; both kinds of 16 bits are alike."""
+    alike: list[Dtype] = [dtype]
+    if dtype in _SIXTEEN_BITS:
+        alike += [
+            other for other in _SIXTEEN_BITS if device.peak_flop_per_s.get(other) == device.peak_flop_per_s.get(dtype)
+        ]
+    for name in alike:
+        if name in device.matmul_flop_per_s:
+            return device.matmul_flop_per_s[name], Provenance.PUBLISHED
+    return device.peak_flop_per_s[dtype] * device.kernels.ceiling_share, Provenance.DATASHEET

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from simplan.cost.product import Product, ProductRates
 from simplan.program.program import Phase
 from simplan.spec.layer import Gemm
 from simplan.spec.low_precision import Cast, LinearFormat, casts
@@ -59,18 +60,16 @@ class LinearRates:
     Attributes:
         form: How they are quantized.
         state: Element widths of all else; weights are cast from ``gathered``.
-        flop_per_s: Of large products in low precision.
-        wide_flop_per_s: The same in 16 bits.
-        bytes_per_s: Of streaming kernels.
-        launch_s: The least time of a kernel.
+        low: Products in low precision.
+        wide: The same in 16 bits.
+        traffic: Of casts, as of ``StackRates``.
     """
 
     form: LinearFormat
     state: StateBytes
-    flop_per_s: float
-    wide_flop_per_s: float
-    bytes_per_s: float
-    launch_s: float
+    low: ProductRates
+    wide: ProductRates
+    traffic: float
 
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
         """Of one linear layer.
@@ -85,14 +84,13 @@ class LinearRates:
         for cast in casts(self.form):
             if cast.backward is backward:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
-                kernel_s = max(num_bytes / self.bytes_per_s, self.launch_s)
+                kernel_s = max(num_bytes * self.traffic / self.low.bytes_per_s, self.low.launch_s)
                 found = found.plus(LinearCost(casts_s=kernel_s, num_casts=1, cast_bytes=num_bytes))
-        x, w, g = rows * gemm.k, gemm.n * gemm.k, rows * gemm.n
-        flops = microbatch_size * gemm.computed_flops
+        m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
         if not backward:
-            return found.plus(self._product(flops, x, w, g))
-        found = found.plus(self._product(flops, g, w, x))
-        return found.plus(self._product(flops, g, x, w, wide=self.form.wide_weight_gradient))
+            return found.plus(self._product(m, n, k, groups))
+        found = found.plus(self._product(m, k, n, groups))
+        return found.plus(self._product(n, k, m, groups, wide=self.form.wide_weight_gradient))
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
         """Read and written by one cast."""
@@ -104,10 +102,11 @@ class LinearRates:
         wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation)
         return wide + cast.writes * self.form.quantized_bytes(height, width, weight=weight)
 
-    def _product(self, flops: int, one: int, other: int, result: int, *, wide: bool = False) -> LinearCost:
-        """A product of two operands of so many elements; its result is in 16 bits."""
+    def _product(self, rows: float, columns: int, depth: float, groups: int, *, wide: bool = False) -> LinearCost:
+        """Products of two operands; results are in 16 bits."""
         bits = 8 * self.state.activation if wide else self.form.element_bits
-        num_bytes = (one + other) * bits // 8 + result * self.state.activation
-        rate = self.wide_flop_per_s if wide else self.flop_per_s
-        seconds = max(flops / rate, num_bytes / self.bytes_per_s, self.launch_s)
+        operands, result = groups * (rows + columns) * depth, groups * rows * columns
+        product = Product(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
+        seconds = (self.wide if wide else self.low).seconds(product)
+        flops = round(product.flops)
         return LinearCost(products_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)

@@ -44,7 +44,7 @@ _KEEPS_ALL = ("gpipe", "naive")
 _MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays the longest
 _APART = 1e-4
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly, without repeats
-_LEAST_COUNT = 1e-3
+_LEAST_TIMES = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,12 @@ class Term(NamedTuple):
     Attributes:
         work: What is done.
         seconds: Its price.
-        count: How often the step waits for it: the derivative of the step time with respect to its price.
+        times: How often the step waits for it: the derivative of the step time with respect to its price.
     """
 
     work: Work
     seconds: float
-    count: float
+    times: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def brief_terms(
     *,
     steps_overlap: bool = False,
 ) -> tuple[Term, ...]:
-    """The step time as a sum: a longest path is one of durations, so it is linear in prices as long as it stays longest.
+    """The step time as a sum: that of its longest path, which is linear in prices as long as it stays the longest.
 
     Where stages are alike several paths are as long, and a price may lengthen one of them and not shorten the others.
     So every price is first moved by less than one part in ten thousand, each by another, and one path is the longest.
@@ -176,7 +176,7 @@ def brief_terms(
         model, cluster, training, plan, software, steps_overlap: As of ``predict_brief``.
 
     Returns:
-        What the step waits for; prices times counts add up to the step time, to one part in ten thousand.
+        What the step waits for; prices, each so many times, add up to the step time, to one part in ten thousand.
     """
     pricings: list[Pricing] = []
 
@@ -196,7 +196,7 @@ def brief_terms(
         for (work, term), moved_s in zip(pricings[0].by_work.items(), seconds[2:], strict=True)
         if term.price.seconds > 0
     )
-    return tuple(term for term in terms if abs(term.count) > _LEAST_COUNT)
+    return tuple(term for term in terms if abs(term.times) > _LEAST_TIMES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration, way_of_mixing
-from simplan.cost.compute import roofline
+from simplan.cost.compute import kernel_cost
 from simplan.errors import Problem, SpecError
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction
@@ -100,7 +100,17 @@ def cost_model(
     """
     if cluster.cores_per_node is None:
         state = software.state(training, plan)
-        return AnalyticCost(cluster, roofline(cluster.device, training.precision, state, training.optimizer))
+        return AnalyticCost(
+            cluster,
+            kernel_cost(
+                cluster.device,
+                training.precision,
+                state,
+                training.optimizer,
+                software.rates,
+                shards_parameters=plan.shards_parameters,
+            ),
+        )
     if calibration is None:
         raise SpecError(
             Problem(

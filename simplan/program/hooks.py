@@ -5,6 +5,8 @@ FSDP's hooks are in ``simplan.program.fsdp``; which of them a plan has is decide
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from simplan.program.action import Action, ActionKind
 from simplan.program.buckets import ddp_buckets
 from simplan.program.program import LayerWork, Message, Phase, Stream
@@ -93,6 +95,9 @@ class DdpHooks(Hooks):
             self._limits = (plan.bucket_bytes, plan.bucket_bytes)
         else:
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
+        self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
+        self._overlaps = software.grad_overlap
+        self._reducing: dict[int, list[int]] = {}  # by stage, the reductions that nobody waited for
         self._gathers = shares and software.gathers_ahead
         self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
         self._ended: dict[int, int] = {}
@@ -146,11 +151,25 @@ class DdpHooks(Hooks):
         self.after_backward(action, part, last)
 
     def end_of_backward(self, action: Action) -> None:
-        """Reductions of the stage's gradients, each from when its gradients are there, and the wait for them."""
-        if not self._reduces(action):
+        """Reductions of the stage's gradients, each from when its gradients are there, and perhaps the wait for them."""
+        if not self._reduces(action) or (self._waits_late and not self._overlaps):
             return
+        reduced = self._reductions(action)
+        if self._waits_late:
+            self._reducing[action.stage] = reduced
+        else:
+            self._wait(action, reduced)
+
+    def reduce(self, action: Action) -> None:
+        """The wait, where it is not in backward; reductions that do not run beside one begin only now."""
+        if self._waits_late:
+            self._wait(action, self._reducing.pop(action.stage, None) or self._reductions(action))
+
+    def _reductions(self, action: Action) -> list[int]:
+        """Reduces all gradients of the stage in buckets; gives what has to be waited for."""
         stages, writer = self.stages, self.writer
         buckets = ddp_buckets(stages.layers[action.stage], stages.state.reduced, *self._limits)
+        reduced = []
         for number, bucket in enumerate(buckets):
             name = f"bucket {number}" if self.level == 2 else str(self._kind)
             message = Message(self._kind, bucket.num_bytes, self._group)
@@ -159,8 +178,12 @@ class DdpHooks(Hooks):
                 part_bytes = -(-bucket.num_bytes // len(self._group))
                 message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
                 index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
-            writer.block_on(index)
-        writer.compute(action, "wait for gradients")
+            reduced.append(index)
+        return reduced
+
+    def _wait(self, action: Action, reduced: Sequence[int]) -> None:
+        self.writer.block_on(*reduced)
+        self.writer.compute(action, "wait for gradients")
 
     def _reduces(self, action: Action) -> bool:
         each = self.stages.plan.grad_sync == "microbatch"

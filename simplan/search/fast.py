@@ -43,6 +43,7 @@ def covers_job(question: Question) -> bool:
         and software.gradient_as_bucket_view
         and software.preallocated_receives
         and software.rebuilds_buckets
+        and software.waits_for_gradients == "backward"
         and software.optimizer_shards == "parameters"
         and software.layers == LayerStyle()
         and not (software.flat_updates or software.reserve_fraction)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
-from simplan.cost.compute import roofline
+from simplan.cost.compute import kernel_cost
 from simplan.program.units import Unit
 from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers, Way
@@ -93,8 +93,16 @@ class Numbers:
 
         def make() -> AnalyticCost:
             state = self.software.state(self.training, Way.of_sharding(shards_parameters).plan())
-            rates = roofline(self.cluster.device, self.training.precision, state, self.training.optimizer)
-            return AnalyticCost(self.cluster, rates)
+            training = self.training
+            kernels = kernel_cost(
+                self.cluster.device,
+                training.precision,
+                state,
+                training.optimizer,
+                self.software.rates,
+                shards_parameters=shards_parameters,
+            )
+            return AnalyticCost(self.cluster, kernels)
 
         return self._few.get(shards_parameters, make)
 

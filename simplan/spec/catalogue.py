@@ -18,6 +18,7 @@ from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.spec.machine import THIS_MACHINE, this_machine
 from simplan.spec.model import ModelSpec
+from simplan.spec.rates import KernelRates
 from simplan.spec.software import SoftwareSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NodeEntry",
     "cluster",
     "device",
+    "kernel_rates",
     "link",
     "make_cluster",
     "model",
@@ -84,7 +86,25 @@ def device(name: str) -> DeviceSpec:
         SpecError: No such device; names the nearest.
     """
     entry = _entry("devices", name)
-    return DeviceSpec.model_validate({"id": name, **entry, "sources": _sources("devices", entry["sources"])})
+    kernels = kernel_rates(entry.get("architecture", "other"))
+    sources = _sources("devices", entry["sources"])
+    return DeviceSpec.model_validate({"id": name, **entry, "kernels": kernels, "sources": sources})
+
+
+@cache
+def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
+    """What kernels of an architecture reach; what they usually reach where it is not in the catalogue.
+
+    Args:
+        architecture: Its name.
+        textbook: Without what training runs say (``kernels_fitted.yaml``): where a fit starts.
+    """
+    entry = dict(_parsed("kernels")["architectures"].get(architecture, {}))
+    entry.pop("sources", None)
+    if not textbook:
+        fitted = _parsed("kernels_fitted")
+        entry |= fitted["all"] | fitted["architectures"].get(architecture, {})
+    return KernelRates.model_validate(entry)
 
 
 @cache
@@ -223,15 +243,23 @@ def published_parameters(name: str) -> int:
 
 
 @cache
-def software(name: str) -> SoftwareSpec:
+def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """A software profile.
+
+    Args:
+        name: Its name.
+        textbook: Without what training runs say (``kernels_fitted.yaml``): where a fit starts.
 
     Raises:
         SpecError: No such profile; names the nearest.
         NotModelledError: A framework that is not modelled yet.
     """
     entry = _entry("software", name)
-    return SoftwareSpec.model_validate({"id": name, **entry, "sources": _sources("software", entry["sources"])})
+    rates = dict(entry.get("rates", {}))
+    if not textbook:
+        rates |= _parsed("kernels_fitted")["software"].get(name, {})
+    sources = _sources("software", entry["sources"])
+    return SoftwareSpec.model_validate({"id": name, **entry, "rates": rates, "sources": sources})
 
 
 def _file(kind: Kind) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Count, NonNegative, Positive, Spec
+from simplan.spec.rates import KernelRates
 from simplan.units import MIB
 
 __all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec", "Spread"]
@@ -27,6 +28,9 @@ class DeviceSpec(Spec):
         memory_bandwidth_bytes_per_s: Datasheet bandwidth of the device memory.
         peak_flop_per_s: Dense peak (no sparsity) by dtype.
         matmul_flop_per_s: Best measured matmul rate by dtype, where somebody published or calibrated one.
+        architecture: Whose kernels it runs (``catalog/kernels.yaml``).
+        num_sms: Multiprocessors that tiles of products are dealt out to; None where they are not.
+        kernels: What kernels reach.
         intra_link: Name of the link that joins devices of one node; None for PCIe-less or unknown.
         host_link: Name of the link to memory of the host, each device its own; None for unknown, or a CPU.
         sources: Field name -> where its value comes from.
@@ -39,6 +43,9 @@ class DeviceSpec(Spec):
     memory_bandwidth_bytes_per_s: Positive | None = None
     peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
     matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    architecture: str = "other"
+    num_sms: Count | None = None
+    kernels: KernelRates = KernelRates()
     intra_link: str | None = None
     host_link: str | None = None
     sources: dict[str, str] = Field(default_factory=dict)

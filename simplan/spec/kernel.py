@@ -105,6 +105,7 @@ class Attention:
         eager: Scores, and what the softmax makes of them, are tensors of their own, not only inside of one kernel.
         fused_softmax: Of eager attention, scaling, mask and softmax are one kernel on numbers as wide as activations;
             else the softmax is one of fp32 numbers.
+        dropout: Weights of eager attention pass through dropout.
         documents: Lengths of the documents that share the sequence: a token meets those of its own only. What they
             leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
             one call over the sequence.
@@ -124,6 +125,7 @@ class Attention:
     padded: bool = False
     eager: bool = False
     fused_softmax: bool = False
+    dropout: bool = False
     documents: tuple[int, ...] = ()
     name: str = "attention"
     propagates: bool = True

@@ -90,7 +90,9 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     kernels, saved = layer.kernels, list(layer.saved)
     if style.attention == "unfused":
         cores = [k for k in kernels if isinstance(k, Attention) and not k.eager]
-        kernels = tuple(replace(k, eager=True, fused_softmax=True) if k in cores else k for k in kernels)
+        kernels = tuple(
+            replace(k, eager=True, fused_softmax=True, dropout=dropout) if k in cores else k for k in kernels
+        )
         saved = list(_with_scores(saved, cores, dropout=dropout))
     if style.narrow_values:
         kernels, saved = _narrow_values(kernels, saved)

@@ -11,6 +11,7 @@ from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, linear_format
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.rates import StackRates
 from simplan.spec.training import TrainingSpec
 
 if TYPE_CHECKING:
@@ -90,6 +91,17 @@ class StateBytes(Spec):
         """Of a gradient that is kept wider than it is reduced: the copy that is reduced, just before the update."""
         return self.reduced if self.unaccumulated and self.reduced < self.gradient else 0
 
+    @property
+    def accumulation_bytes(self) -> int:
+        """Read and written to add one gradient of a microbatch to the gradients that are held, in a kernel of its own.
+
+        A product that is narrower is widened first; products that add to the gradients themselves take no kernel.
+        """
+        if not self.product:
+            return 0
+        widened = self.product + int(self.gradient) if self.product != self.gradient else 0
+        return widened + 3 * int(self.gradient)
+
     def optimizer_bytes(self, optimizer: str) -> int:
         """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
         return (8 if optimizer in ("adam", "adamw") else 0) + int(self.master)
@@ -121,9 +133,12 @@ class SoftwareSpec(Spec):
         lora_state_bytes, sharded_lora_state_bytes: The same where adapters are trained and all other weights frozen.
         low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
         layers: How it computes layers.
+        rates: What it makes of kernels.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
+        waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
+            sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
         rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
         gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
@@ -168,9 +183,11 @@ class SoftwareSpec(Spec):
     sharded_lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     layers: LayerStyle = LayerStyle()
+    rates: StackRates = StackRates()
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
+    waits_for_gradients: Literal["backward", "step"] = "backward"
     rebuilds_buckets: bool = True
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True

@@ -1,0 +1,75 @@
+"""Time of the attention core: fused, by the generation of its kernel, or unfused, product by product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simplan.cost.product import Product, ProductRates
+from simplan.spec.layer import Attention
+from simplan.spec.rates import AttentionShare
+
+__all__ = ["AttentionRates"]
+
+_BACKWARD_PRODUCTS = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
+_WIDE_HEAD = 128
+_EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the softmax, weights written
+_EAGER_BYTES = 8  # the softmax in fp32, written and read
+_SOFTMAX_PASSES = (2, 3)  # one fused kernel reads scores and writes weights; backward reads two and writes one
+_DROPOUT_PASSES = 2
+_MASK_BYTES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRates:
+    """What attention reaches.
+
+    Attributes:
+        products: Matrix products of 16 or 32 bits.
+        share: Of their rate, by a fused kernel whose heads are wide and whose queries meet many keys.
+        half_keys: Keys that a query meets at which a fused kernel reaches half of its rate.
+        narrow_heads: Part of the rate that heads of 64 reach.
+        width: Bytes of an element.
+    """
+
+    products: ProductRates
+    share: AttentionShare
+    half_keys: float
+    narrow_heads: float
+    width: int
+
+    def seconds(self, kernel: Attention, b: int, *, backward: bool) -> float:
+        """Of b sequences."""
+        return self._eager_s(kernel, b, backward) if kernel.eager else self._fused_s(kernel, b, backward)
+
+    def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
+        """Calls of the kernel one after the other; tiles that the mask cuts through cost as much as whole ones."""
+        width = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
+        keys = kernel.computed_flops / (2 * kernel.num_heads * kernel.seq_len * width)
+        share = (self.share.backward if backward else self.share.forward) * keys / (keys + self.half_keys)
+        if kernel.head_dim < _WIDE_HEAD:
+            share *= self.narrow_heads ** (_WIDE_HEAD / kernel.head_dim - 1)
+        rate = self.products.flop_per_s * share
+        times = b / rate * (_BACKWARD_PRODUCTS if backward else 1)
+        return sum(max(flops * times, self.products.launch_s) for flops in kernel.calls)
+
+    def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
+        """Two batched products, four in backward, and kernels that pass over the scores between them."""
+        heads, queries = b * kernel.num_heads, kernel.seq_len
+        keys, scores = kernel.num_keys or queries, b * kernel.num_scores
+        dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
+        products = [product for dim in dims for product in self._products(heads, queries, keys, dim, scores)]
+        made, summed = products[0::2], products[1::2]
+        runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
+        if kernel.fused_softmax:
+            passed = scores * self.width * _SOFTMAX_PASSES[backward]
+        else:
+            passed = scores * (_EAGER_PASSES * self.width + _EAGER_BYTES) * (2 if backward else 1)
+        if kernel.dropout:
+            passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
+        passing_s = max(passed / self.products.bytes_per_s, self.products.launch_s)
+        return sum(self.products.seconds(product) for product in runs) + passing_s
+
+    def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:
+        """One that makes scores, and one that sums over them."""
+        num_bytes = self.width * (scores + heads * (queries + keys) * dim)
+        return Product(queries, keys, dim, heads, num_bytes), Product(queries, dim, keys, heads, num_bytes)

@@ -1,0 +1,87 @@
+"""How fast kernels run: what is known of an architecture of devices, and of the software that launches them.
+
+Textbook values with their sources are in ``catalog/kernels.yaml``; ``kernels_fitted.yaml``, which ``make fit`` writes,
+has the last word on those that published training runs say something about.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simplan.spec.base import NonNegative, Positive, Spec
+
+__all__ = ["AttentionKernel", "AttentionShare", "KernelRates", "StackRates"]
+
+AttentionKernel = Literal["flash1", "flash2", "flash3"]
+"""Generations of fused attention: FlashAttention 1, 2 and 3; cuDNN's are as the best of their architecture."""
+_Part = Annotated[float, Field(gt=0, le=1)]
+
+
+class AttentionShare(Spec):
+    """What fused attention reaches of the rate of large matrix products, heads of 128 and long sequences.
+
+    Attributes:
+        forward, backward: In either direction, of the FLOPs that are not masked.
+    """
+
+    forward: _Part
+    backward: _Part
+
+
+class KernelRates(Spec):
+    """What kernels of an architecture reach.
+
+    Attributes:
+        ceiling_share: Part of the peak that products were ever measured at, for devices on which nobody measured.
+        matmul_share: Part of the best published rate of matrix products that those of a training step sustain: its
+            clocks fall with the power that it draws, and shapes are not the best ones.
+        low_share: The same of products in 8 or 4 bits.
+        bandwidth_share: Part of the datasheet's memory bandwidth that streaming kernels reach.
+        half_depth: Length of the inner dimension at which a product reaches half of its rate: every tile has to be
+            begun and written out.
+        last_wave: What a last wave of tiles that does not fill the device takes of a full one, beyond its part of it:
+            nothing where tiles are cut to fit, or where clocks rise as much as multiprocessors idle.
+        attention: Shares by kernel; a kernel that is missing does not run there.
+        attention_share: Part of these that attention sustains in a training step.
+        half_keys: Keys that a query meets, on average, at which fused attention reaches half of its rate.
+        narrow_heads: Part of the rate of attention that heads of 64 reach.
+        aligned: Elements that a dimension should be a multiple of, to be read in whole sectors.
+        misaligned_share: Part of the rate of products with a dimension that is not: they run without tensor cores
+            (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
+        tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
+        fitted_on: Runs that constants were fitted on; None where all are textbook values.
+    """
+
+    ceiling_share: _Part = 0.77
+    matmul_share: _Part = 0.9
+    low_share: _Part = 0.8
+    bandwidth_share: _Part = 0.85
+    half_depth: NonNegative = 100.0
+    last_wave: _Part = 0.5
+    attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)
+    attention_share: Positive = 0.9
+    half_keys: NonNegative = 250.0
+    narrow_heads: _Part = 0.8
+    aligned: Annotated[int, Field(ge=1)] = 8
+    misaligned_share: _Part = 0.08
+    tile_share: tuple[_Part, _Part] = (0.9, 0.75)
+    fitted_on: str | None = None
+
+
+class StackRates(Spec):
+    """What a framework makes of kernels.
+
+    Attributes:
+        attention_kernel: The newest generation that it calls; an architecture that has no such one runs an older one.
+        traffic: Bytes of memory-bound kernels, as a part of what the same operations of eager torch read and write;
+            fusion makes it less.
+        launch_s: Least time of a kernel: the host launches them one after the other.
+        fitted_on: Runs that constants were fitted on; None where all are textbook values.
+    """
+
+    attention_kernel: AttentionKernel = "flash2"
+    traffic: Positive = 1.0
+    launch_s: NonNegative = 5e-6
+    fitted_on: str | None = None
