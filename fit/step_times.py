@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from joblib import Parallel, delayed
@@ -32,6 +33,7 @@ from simplan.errors import SimplanError
 from simplan.predict.brief import Term, brief_terms
 from simplan.program.program import Excess, LayerWork
 from simplan.spec import catalogue
+from simplan.spec.rates import AttentionKernel
 
 __all__ = ["FITTED_FILE", "Prices", "Row", "constants_of", "fit", "load_rows", "main"]
 
@@ -44,20 +46,24 @@ _ARCHITECTURE: Mapping[str, tuple[float, float, float]] = {  # standard deviatio
     "matmul_share": (0.1, 0.4, 1.0),
     "low_share": (0.15, 0.3, 1.0),
     "bandwidth_share": (0.1, 0.5, 1.0),
-    "half_depth": (0.7, 1.0, 1000.0),
-    "attention_share": (0.2, 0.3, 1.5),
-    "half_keys": (0.5, 30.0, 2000.0),
 }
+_KERNELS: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3")
+_SUSTAINED = (0.2, 0.3, 2.0)  # of each kernel of an architecture
 _SOFTWARE: Mapping[str, tuple[float, float, float]] = {
-    "traffic": (0.3, 0.3, 2.5),
+    "traffic": (0.5, 0.3, 4.0),
+    "matmul_share": (0.07, 0.7, 1.3),
     "launch_s": (0.7, 1e-6, 60e-6),
 }
 _ALL: Mapping[str, tuple[float, float, float]] = {
+    "half_depth": (0.5, 10.0, 1000.0),
+    "half_keys": (0.5, 30.0, 2000.0),
     "narrow_heads": (0.1, 0.4, 1.0),
     "misaligned_share": (0.3, 0.02, 1.0),
     "last_wave": (0.5, 0.05, 1.0),
 }
-_STD = 0.05  # what step times scatter about a perfect model, roughly
+_STD = 0.03  # what step times scatter about a perfect model, roughly
+_TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
+"""What a row counts for: where a source does not print something that sets the work, others had to assume it."""
 _FOLDS = 5
 
 
@@ -89,6 +95,13 @@ class Row:
         """The published step time."""
         assert self.run.measured.step_time_s is not None
         return self.run.measured.step_time_s
+
+    @property
+    def attention_kernel(self) -> AttentionKernel | None:
+        """The generation of fused attention that runs."""
+        kernels = self.job.cluster.device.kernels.attention
+        newest = _KERNELS.index(self.job.software.rates.attention_kernel)
+        return next((name for name in reversed(_KERNELS[: newest + 1]) if name in kernels), None)
 
     def predicted_s(self, prices: Prices) -> float:
         """At given constants, along the paths that were found."""
@@ -142,7 +155,12 @@ class Prices:
     def _kernel_cost(self, job: RunJob) -> KernelCost:
         device, values = job.cluster.device, self._values
         state = job.software.state(job.training, job.plan)
-        architecture = _of(device.architecture, _ARCHITECTURE, values) | _of("", _ALL, values)
+        architecture: dict[str, Any] = _of(device.architecture, _ARCHITECTURE, values) | _of("", _ALL, values)
+        sustained = _of(device.architecture, _KERNELS, values)
+        architecture["attention"] = {
+            name: share.model_copy(update={"sustained": sustained.get(name, share.sustained)})
+            for name, share in device.kernels.attention.items()
+        }
         software = _of(job.software.id, _SOFTWARE, values)
         return kernel_cost(
             device.model_copy(update={"kernels": device.kernels.model_copy(update=architecture)}),
@@ -186,6 +204,9 @@ def constants_of(rows: Sequence[Row]) -> list[Constant]:
     for index, row in enumerate(rows):
         for field in _ARCHITECTURE:
             by_name[f"{row.job.cluster.device.architecture}.{field}"].append(index)
+        kernel = row.attention_kernel
+        if kernel is not None:
+            by_name[f"{row.job.cluster.device.architecture}.{kernel}"].append(index)
         for field in _SOFTWARE:
             by_name[f"{row.job.software.id}.{field}"].append(index)
         for field in _ALL:
@@ -195,12 +216,17 @@ def constants_of(rows: Sequence[Row]) -> list[Constant]:
 
 def _constant(name: str, rows: Sequence[int]) -> Constant:
     owner, _, field = name.rpartition(".")
-    bounds = (_ARCHITECTURE | _SOFTWARE | _ALL)[field]
-    if field in _SOFTWARE:
+    if field in _KERNELS:
+        return Constant(name, 1.0, *_SUSTAINED, rows)
+    if field in _SOFTWARE and owner not in _architectures():
         textbook = getattr(catalogue.software(owner, textbook=True).rates, field)
-    else:
-        textbook = getattr(catalogue.kernel_rates(owner or "other", textbook=True), field)
-    return Constant(name, textbook, *bounds, rows)
+        return Constant(name, textbook, *_SOFTWARE[field], rows)
+    textbook = getattr(catalogue.kernel_rates(owner or "other", textbook=True), field)
+    return Constant(name, textbook, *(_ARCHITECTURE if owner else _ALL)[field], rows)
+
+
+def _architectures() -> set[str]:
+    return {catalogue.device(name).architecture for name in catalogue.names("devices")}
 
 
 def fit(rows: Sequence[Row], start: Values | None = None) -> dict[str, float]:
@@ -220,4 +246,4 @@ def fit(rows: Sequence[Row], start: Values | None = None) -> dict[str, float]:
 def _weights(rows: Sequence[Row]) -> Floats:
     """A source counts as the square root of its runs."""
     sizes = Counter(row.source for row in rows)
-    return np.array([sizes[row.source] ** -0.5 for row in rows])
+    return np.array([_TRUST[row.run.quality] * sizes[row.source] ** -0.5 for row in rows])

@@ -29,6 +29,7 @@ class AttentionRates:
         half_keys: Keys that a query meets at which a fused kernel reaches half of its rate.
         narrow_heads: Part of the rate that heads of 64 reach.
         width: Bytes of an element.
+        traffic: Of kernels that pass over scores, as of ``StackRates``.
     """
 
     products: ProductRates
@@ -36,6 +37,7 @@ class AttentionRates:
     half_keys: float
     narrow_heads: float
     width: int
+    traffic: float = 1.0
 
     def seconds(self, kernel: Attention, b: int, *, backward: bool) -> float:
         """Of b sequences."""
@@ -45,7 +47,8 @@ class AttentionRates:
         """Calls of the kernel one after the other; tiles that the mask cuts through cost as much as whole ones."""
         width = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
         keys = kernel.computed_flops / (2 * kernel.num_heads * kernel.seq_len * width)
-        share = (self.share.backward if backward else self.share.forward) * keys / (keys + self.half_keys)
+        share = self.share.backward if backward else self.share.forward
+        share *= self.share.sustained * keys / (keys + self.half_keys)
         if kernel.head_dim < _WIDE_HEAD:
             share *= self.narrow_heads ** (_WIDE_HEAD / kernel.head_dim - 1)
         rate = self.products.flop_per_s * share
@@ -66,7 +69,7 @@ class AttentionRates:
             passed = scores * (_EAGER_PASSES * self.width + _EAGER_BYTES) * (2 if backward else 1)
         if kernel.dropout:
             passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
-        passing_s = max(passed / self.products.bytes_per_s, self.products.launch_s)
+        passing_s = max(passed * self.traffic / self.products.bytes_per_s, self.products.launch_s)
         return sum(self.products.seconds(product) for product in runs) + passing_s
 
     def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:

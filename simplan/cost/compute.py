@@ -235,7 +235,7 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates = device.kernels
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    products = _product_rates(device, ceiling * rates.matmul_share, stack)
+    products = _product_rates(device, ceiling * rates.matmul_share * stack.matmul_share, stack)
     return KernelCost(
         products=products,
         attention=AttentionRates(
@@ -244,13 +244,14 @@ def kernel_cost(
             rates.half_keys,
             rates.narrow_heads,
             state.activation,
+            stack.traffic,
         ),
         state=state,
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
         traffic=stack.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
-        low=_product_rates(device, lower[0][0] * rates.low_share, stack) if lower else None,
+        low=_product_rates(device, lower[0][0] * rates.low_share * stack.matmul_share, stack) if lower else None,
     )
 
 
@@ -272,11 +273,8 @@ def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> 
 
 def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionShare:
     """Of the newest kernel that runs there."""
-    found = next((rates.attention[name] for name in _OLDER[newest] if name in rates.attention), _UNKNOWN_SHARE)
-    return AttentionShare(
-        forward=min(1.0, found.forward * rates.attention_share),
-        backward=min(1.0, found.backward * rates.attention_share),
-    )
+    found = next((rates.attention[name] for name in _OLDER[newest] if name in rates.attention), None)
+    return found or next(iter(rates.attention.values()), _UNKNOWN_SHARE)
 
 
 def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:

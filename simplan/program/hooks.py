@@ -151,7 +151,7 @@ class DdpHooks(Hooks):
         self.after_backward(action, part, last)
 
     def end_of_backward(self, action: Action) -> None:
-        """Reductions of the stage's gradients, each from when its gradients are there, and perhaps the wait for them."""
+        """Reductions of the stage's gradients, each from when its gradients are there, and mostly the wait for them."""
         if not self._reduces(action) or (self._waits_late and not self._overlaps):
             return
         reduced = self._reductions(action)

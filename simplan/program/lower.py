@@ -317,7 +317,12 @@ class _RankLowering:
             sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
             held = sent if stages.software.holds_sends else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
-            index = self.writer.send(action, _MESSAGE_STREAM[kind], tensor.num_bytes, ends, effects, number=number)
+            num_bytes, gathered = tensor.num_bytes, None
+            if stages.splits_sends:
+                gathered = Message(CollectiveKind.ALL_GATHER, num_bytes, self.groups["tp"])
+                num_bytes = -(-num_bytes // stages.plan.tp)
+            stream = _MESSAGE_STREAM[kind]
+            index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
             if not sends:
                 self.received.setdefault(action, []).append(index)
             else:

@@ -194,7 +194,8 @@ class Op:
     @property
     def message(self) -> Message | None:
         """The message of an operation that is one."""
-        if self.stream is not Stream.COMPUTE and len(self.work) == 1 and isinstance(self.work[0], Message):
+        alone = len(self.work) == 1 or self.meeting is not None  # a part that is sent is gathered in the same operation
+        if self.stream is not Stream.COMPUTE and alone and isinstance(self.work[0], Message):
             return self.work[0]
         return None
 

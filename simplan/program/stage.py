@@ -66,6 +66,7 @@ class Stages:
         trained: Those of them that are not frozen.
         experts: By stage and layer, those of them that data parallelism leaves alone: other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
+        splits_sends: Tensor-parallel ranks have equal tensors, of which each sends a part.
         crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
         boundary_bytes: By stage, all of them together.
         batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
@@ -110,6 +111,7 @@ class Stages:
             else ()
             for layers in self.layers
         ]
+        self.splits_sends = software.splits_sends and plan.tp > 1 and not plan.sequence_parallel
         self.crossings = [self.leaving(layers) for layers in self.layers]
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter

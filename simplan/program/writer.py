@@ -36,7 +36,7 @@ class RankWriter:
         self.blocking: list[int] = []  # what the next computation waits for, and messages before it
         self._sending: list[int] = []  # what the next computation waits for, but no message
         self._met: Counter[tuple[Stream, tuple[int, ...]]] = Counter()
-        self._works: dict[Work, tuple[Work, ...]] = {}
+        self._works: dict[Work | tuple[Work, ...], tuple[Work, ...]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def block_on(self, *indices: int | None) -> None:
@@ -97,6 +97,7 @@ class RankWriter:
         memory: Sequence[MemoryEffect] = (),
         *,
         number: int = 0,
+        gathered: Message | None = None,
     ) -> int:
         """One end of a message to or from another stage, issued when the host gets to it; gives its index.
 
@@ -107,6 +108,7 @@ class RankWriter:
             ends: Sending and receiving rank.
             memory: What it holds.
             number: Of the message among those of the action.
+            gathered: What follows it at once, where the message is a part of a tensor.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
         source_stage = (
@@ -118,9 +120,10 @@ class RankWriter:
         waits = [*self.blocking, self.last_compute]
         if self._ordered:
             waits.append(self._last_message.get(peer))
-        index = self._add(
-            action, stream, str(action), SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
+        work = (
+            self._one(message) if gathered is None else self._works.setdefault((message, gathered), (message, gathered))
         )
+        index = self._add(action, stream, str(action), SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
         self._last_message[peer] = index
         return index
 

@@ -42,6 +42,7 @@ def covers_job(question: Question) -> bool:
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
+        and not software.splits_sends
         and software.rebuilds_buckets
         and software.waits_for_gradients == "backward"
         and software.optimizer_shards == "parameters"

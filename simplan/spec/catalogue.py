@@ -103,7 +103,11 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
     entry.pop("sources", None)
     if not textbook:
         fitted = _parsed("kernels_fitted")
-        entry |= fitted["all"] | fitted["architectures"].get(architecture, {})
+        own = dict(fitted["architectures"].get(architecture, {}))
+        attention = dict(entry.get("attention", {}))
+        for name, sustained in own.pop("attention", {}).items():
+            attention[name] = attention[name] | {"sustained": sustained}
+        entry |= fitted["all"] | own | {"attention": attention}
     return KernelRates.model_validate(entry)
 
 

@@ -24,10 +24,12 @@ class AttentionShare(Spec):
 
     Attributes:
         forward, backward: In either direction, of the FLOPs that are not masked.
+        sustained: Part of these that a training step reaches.
     """
 
     forward: _Part
     backward: _Part
+    sustained: Positive = 1.0
 
 
 class KernelRates(Spec):
@@ -44,7 +46,6 @@ class KernelRates(Spec):
         last_wave: What a last wave of tiles that does not fill the device takes of a full one, beyond its part of it:
             nothing where tiles are cut to fit, or where clocks rise as much as multiprocessors idle.
         attention: Shares by kernel; a kernel that is missing does not run there.
-        attention_share: Part of these that attention sustains in a training step.
         half_keys: Keys that a query meets, on average, at which fused attention reaches half of its rate.
         narrow_heads: Part of the rate of attention that heads of 64 reach.
         aligned: Elements that a dimension should be a multiple of, to be read in whole sectors.
@@ -55,13 +56,12 @@ class KernelRates(Spec):
     """
 
     ceiling_share: _Part = 0.77
-    matmul_share: _Part = 0.9
+    matmul_share: _Part = 0.93
     low_share: _Part = 0.8
     bandwidth_share: _Part = 0.85
-    half_depth: NonNegative = 100.0
+    half_depth: NonNegative = 80.0
     last_wave: _Part = 0.5
     attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)
-    attention_share: Positive = 0.9
     half_keys: NonNegative = 250.0
     narrow_heads: _Part = 0.8
     aligned: Annotated[int, Field(ge=1)] = 8
@@ -77,11 +77,14 @@ class StackRates(Spec):
         attention_kernel: The newest generation that it calls; an architecture that has no such one runs an older one.
         traffic: Bytes of memory-bound kernels, as a part of what the same operations of eager torch read and write;
             fusion makes it less.
+        matmul_share: What products reach of what the architecture sustains: of the version of its libraries, on the
+            machines that it usually runs on.
         launch_s: Least time of a kernel: the host launches them one after the other.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
 
     attention_kernel: AttentionKernel = "flash2"
     traffic: Positive = 1.0
+    matmul_share: Positive = 1.0
     launch_s: NonNegative = 5e-6
     fitted_on: str | None = None

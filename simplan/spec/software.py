@@ -146,6 +146,8 @@ class SoftwareSpec(Spec):
         backward_prefetch: Units that FSDP gathers ahead in backward.
         holds_sends: What a pipeline rank sends lives to the end of the step, where it waits for all sends; else until
             it is sent.
+        splits_sends: Tensor-parallel ranks that hold equal tensors each send a part to the next stage, where the parts
+            are gathered.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
             what it receives when it needs it, and goes on when all is there and sent.
         first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
@@ -193,6 +195,7 @@ class SoftwareSpec(Spec):
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
     holds_sends: bool = True
+    splits_sends: bool = False
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     first_stage_splits: bool = False
     ddp_splits: bool = False
