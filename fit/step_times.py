@@ -51,6 +51,7 @@ _KERNELS: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3")
 _SUSTAINED = (0.2, 0.3, 2.0)  # of each kernel of an architecture
 _SOFTWARE: Mapping[str, tuple[float, float, float]] = {
     "traffic": (0.5, 0.3, 4.0),
+    "compiled_traffic": (0.5, 0.2, 4.0),
     "matmul_share": (0.07, 0.7, 1.3),
     "launch_s": (0.7, 1e-6, 60e-6),
 }
@@ -59,6 +60,8 @@ _ALL: Mapping[str, tuple[float, float, float]] = {
     "half_keys": (0.5, 30.0, 2000.0),
     "narrow_heads": (0.1, 0.4, 1.0),
     "misaligned_share": (0.3, 0.02, 1.0),
+    "score_traffic": (0.3, 0.7, 3.0),
+    "row_scale_share": (0.15, 0.4, 1.0),
     "last_wave": (0.5, 0.05, 1.0),
 }
 _STD = 0.03  # what step times scatter about a perfect model, roughly
@@ -138,6 +141,7 @@ class Prices:
         key = (
             job.cluster.device.id,
             job.software.id,
+            job.software.compiled,
             training.precision,
             training.fp8_recipe,
             training.optimizer,
@@ -167,7 +171,7 @@ class Prices:
             job.training.precision,
             state,
             job.training.optimizer,
-            job.software.rates.model_copy(update=software),
+            job.software.model_copy(update={"rates": job.software.rates.model_copy(update=software)}),
             shards_parameters=job.plan.shards_parameters,
         )
 

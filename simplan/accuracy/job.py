@@ -82,12 +82,10 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         profile = profile.model_copy(update={"grad_overlap": given.grad_overlap})
     if given.tp_comm_overlap:
         profile = profile.model_copy(update={"tp_overlap": "all"})
-    unmodelled = {"flash_attention": False, "compile": True}
-    notes += [
-        f"software.{key} = {str(value).lower()} is not in the prediction"
-        for key, value in unmodelled.items()
-        if getattr(given, key) is value
-    ]
+    if given.compile:
+        profile = profile.model_copy(update={"compiled": True})
+    if given.flash_attention is False and profile.layers.attention == "fused":
+        notes.append("software.flash_attention = false is not in the prediction")
     return profile
 
 

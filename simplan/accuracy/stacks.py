@@ -38,7 +38,7 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
         "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed", printed_gb_bytes=10**9),
         "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed"),
         # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
-        "megatron-deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
+        "megatron-deepspeed": Stack(((0, "megatron-deepspeed"), (2023, "megatron-deepspeed-2023")), prints="device"),
         "deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
         # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time
         "nemo": Stack(((0, "nemo"),), fp8_recipe="delayed"),

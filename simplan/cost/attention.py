@@ -29,7 +29,7 @@ class AttentionRates:
         half_keys: Keys that a query meets at which a fused kernel reaches half of its rate.
         narrow_heads: Part of the rate that heads of 64 reach.
         width: Bytes of an element.
-        traffic: Of kernels that pass over scores, as of ``StackRates``.
+        score_traffic: As of ``KernelRates``.
     """
 
     products: ProductRates
@@ -37,7 +37,7 @@ class AttentionRates:
     half_keys: float
     narrow_heads: float
     width: int
-    traffic: float = 1.0
+    score_traffic: float = 1.0
 
     def seconds(self, kernel: Attention, b: int, *, backward: bool) -> float:
         """Of b sequences."""
@@ -69,7 +69,7 @@ class AttentionRates:
             passed = scores * (_EAGER_PASSES * self.width + _EAGER_BYTES) * (2 if backward else 1)
         if kernel.dropout:
             passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
-        passing_s = max(passed * self.traffic / self.products.bytes_per_s, self.products.launch_s)
+        passing_s = max(passed * self.score_traffic / self.products.bytes_per_s, self.products.launch_s)
         return sum(self.products.seconds(product) for product in runs) + passing_s
 
     def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:

@@ -15,7 +15,7 @@ from simplan.spec.hardware import DeviceSpec, Dtype
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
 from simplan.spec.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
-from simplan.spec.software import StateBytes
+from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import Precision
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
@@ -214,7 +214,7 @@ def kernel_cost(
     precision: Precision,
     state: StateBytes,
     optimizer: str,
-    stack: StackRates,
+    software: SoftwareSpec,
     *,
     shards_parameters: bool,
 ) -> KernelCost:
@@ -225,7 +225,7 @@ def kernel_cost(
         precision: Of the training.
         state: Element widths.
         optimizer: Which optimizer.
-        stack: What the framework makes of kernels.
+        software: The framework.
         shards_parameters: FSDP reduces gradients, which is priced where it is done.
 
     Raises:
@@ -233,7 +233,7 @@ def kernel_cost(
     """
     wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
     _check(device, precision, wanted)
-    rates = device.kernels
+    rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
     products = _product_rates(device, ceiling * rates.matmul_share * stack.matmul_share, stack)
     return KernelCost(
@@ -244,15 +244,23 @@ def kernel_cost(
             rates.half_keys,
             rates.narrow_heads,
             state.activation,
-            stack.traffic,
+            rates.score_traffic,
         ),
         state=state,
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
-        traffic=stack.traffic,
+        traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
-        low=_product_rates(device, lower[0][0] * rates.low_share * stack.matmul_share, stack) if lower else None,
+        low=_low_rates(device, state, lower[0][0], stack) if lower else None,
     )
+
+
+def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:
+    """Of products in 8 or 4 bits."""
+    assert state.linear is not None
+    rates = device.kernels
+    scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
+    return _product_rates(device, ceiling * rates.low_share * stack.matmul_share * scaled, stack)
 
 
 def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:

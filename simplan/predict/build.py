@@ -107,7 +107,7 @@ def cost_model(
                 training.precision,
                 state,
                 training.optimizer,
-                software.rates,
+                software,
                 shards_parameters=plan.shards_parameters,
             ),
         )

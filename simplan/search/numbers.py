@@ -99,7 +99,7 @@ class Numbers:
                 training.precision,
                 state,
                 training.optimizer,
-                self.software.rates,
+                self.software,
                 shards_parameters=shards_parameters,
             )
             return AnalyticCost(self.cluster, kernels)

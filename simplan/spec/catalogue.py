@@ -279,9 +279,20 @@ def _software_files() -> dict[str, Any]:
     names = sorted(
         (file.name.removesuffix(".yaml") for file in folder.iterdir()), key=lambda name: (name != "torch", name)
     )
-    entries = {name: dict(_parsed(f"software/{name}")) for name in names}
+    entries = {name: _software_entry(name) for name in names}
     references = {key: value for entry in entries.values() for key, value in entry.pop("references").items()}
     return {"software": entries, "references": references}
+
+
+def _software_entry(name: str) -> dict[str, Any]:
+    """What a profile states, over what the one that it is ``like`` states."""
+    own = dict(_parsed(f"software/{name}"))
+    base = own.pop("like", None)
+    if base is None:
+        return own
+    entry = _software_entry(base)
+    nested = {key: entry[key] | own.pop(key, {}) for key in ("references", "sources")}
+    return entry | own | nested
 
 
 @cache

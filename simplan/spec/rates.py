@@ -48,6 +48,9 @@ class KernelRates(Spec):
         attention: Shares by kernel; a kernel that is missing does not run there.
         half_keys: Keys that a query meets, on average, at which fused attention reaches half of its rate.
         narrow_heads: Part of the rate of attention that heads of 64 reach.
+        score_traffic: Bytes of kernels that pass over the scores of unfused attention, as a part of what they read and
+            write: drawing dropout and masking keep them from streaming.
+        row_scale_share: Part of the rate of products in 8 bits that those with a scale for each row reach.
         aligned: Elements that a dimension should be a multiple of, to be read in whole sectors.
         misaligned_share: Part of the rate of products with a dimension that is not: they run without tensor cores
             (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
@@ -64,6 +67,8 @@ class KernelRates(Spec):
     attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)
     half_keys: NonNegative = 250.0
     narrow_heads: _Part = 0.8
+    score_traffic: Positive = 1.3
+    row_scale_share: _Part = 0.75
     aligned: Annotated[int, Field(ge=1)] = 8
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
@@ -77,6 +82,7 @@ class StackRates(Spec):
         attention_kernel: The newest generation that it calls; an architecture that has no such one runs an older one.
         traffic: Bytes of memory-bound kernels, as a part of what the same operations of eager torch read and write;
             fusion makes it less.
+        compiled_traffic: The same where blocks are compiled.
         matmul_share: What products reach of what the architecture sustains: of the version of its libraries, on the
             machines that it usually runs on.
         launch_s: Least time of a kernel: the host launches them one after the other.
@@ -85,6 +91,7 @@ class StackRates(Spec):
 
     attention_kernel: AttentionKernel = "flash2"
     traffic: Positive = 1.0
+    compiled_traffic: Positive = 0.7
     matmul_share: Positive = 1.0
     launch_s: NonNegative = 5e-6
     fitted_on: str | None = None

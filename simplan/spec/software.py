@@ -134,6 +134,7 @@ class SoftwareSpec(Spec):
         low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
         layers: How it computes layers.
         rates: What it makes of kernels.
+        compiled: Blocks are compiled, which joins memory-bound kernels.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
@@ -186,6 +187,7 @@ class SoftwareSpec(Spec):
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     layers: LayerStyle = LayerStyle()
     rates: StackRates = StackRates()
+    compiled: bool = False
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
@@ -214,6 +216,11 @@ class SoftwareSpec(Spec):
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def traffic(self) -> float:
+        """Of memory-bound kernels, as of ``StackRates``."""
+        return self.rates.compiled_traffic if self.compiled else self.rates.traffic
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """The layers of a model as one rank has and computes them."""
