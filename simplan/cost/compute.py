@@ -22,6 +22,7 @@ from simplan.units import format_bytes, format_count, format_flop_per_s, format_
 __all__ = ["KernelCost", "kernel_cost"]
 
 _SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
+_FP4_BITS = 4
 _BACKWARD_POINTWISE = 2
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
@@ -260,7 +261,8 @@ def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: Sta
     assert state.linear is not None
     rates = device.kernels
     scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
-    return _product_rates(device, ceiling * rates.low_share * stack.matmul_share * scaled, stack)
+    share = rates.fp4_share if state.linear.element_bits == _FP4_BITS else rates.low_share
+    return _product_rates(device, ceiling * share * stack.matmul_share * scaled, stack)
 
 
 def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:

@@ -39,7 +39,8 @@ class KernelRates(Spec):
         ceiling_share: Part of the peak that products were ever measured at, for devices on which nobody measured.
         matmul_share: Part of the best published rate of matrix products that those of a training step sustain: its
             clocks fall with the power that it draws, and shapes are not the best ones.
-        low_share: The same of products in 8 or 4 bits.
+        low_share: The same of products in 8 bits.
+        fp4_share: The same in 4 bits.
         bandwidth_share: Part of the datasheet's memory bandwidth that streaming kernels reach.
         half_depth: Length of the inner dimension at which a product reaches half of its rate: every tile has to be
             begun and written out.
@@ -61,6 +62,7 @@ class KernelRates(Spec):
     ceiling_share: _Part = 0.77
     matmul_share: _Part = 0.93
     low_share: _Part = 0.8
+    fp4_share: _Part = 0.6
     bandwidth_share: _Part = 0.85
     half_depth: NonNegative = 80.0
     last_wave: _Part = 0.5
