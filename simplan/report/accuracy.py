@@ -72,7 +72,10 @@ def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
         )
         yield title, _step_time_table(result)
     if overall.peak_memory["all"].num or overall.oom.right is not None:
-        yield "Peak memory: errors in percent, and verdicts on what fits", _memory_table(result)
+        yield (
+            "Peak memory: errors in percent, and verdicts on what fits (right: percent of them)",
+            _memory_table(result),
+        )
     if overall.choosing.num_groups:
         title = (
             "Choosing among plans for the same training: percent by which the plan predicted to be best is slower\n"
@@ -127,7 +130,7 @@ def _step_time_table(result: Accuracy) -> Table:
 
 def _memory_table(result: Accuracy) -> Table:
     headers = ["file", "peaks", "mean", "median", "p90", "max", "bias"]
-    headers += ["verdicts right", "fit", "out of memory", "missed", "false alarms"]
+    headers += ["right", "fit", "oom", "missed", "false alarms"]
     rows = []
     for name, figures in _figures(result):
         errors, oom = figures.peak_memory["all"], figures.oom
