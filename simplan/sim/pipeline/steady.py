@@ -146,7 +146,7 @@ def _write(touched: Touched, live: Longs, offset: int, depth: int, state: State,
 
 @jit
 def _copy(values: Floats, rows: Floats, n: int) -> int:
-    """Writes a row; gives the number of the next one. (Arrays that are assigned take numba seconds to compile.)"""
+    """Writes a row and gives the number of the next; arrays that are assigned would take numba seconds to compile."""
     for k in range(len(values)):
         rows[n, k] = values[k]
     return n + 1
