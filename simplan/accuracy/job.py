@@ -15,9 +15,11 @@ from simplan.accuracy.schema import PublishedRun, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import Problem, SpecError
+from simplan.problems import parse_model
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
@@ -31,6 +33,9 @@ _USUAL_GBIT = 100.0
 _PACKED_DOCUMENT_TOKENS = 256  # fine-tuning rows: "the packed samples are much shorter than seq_len"
 _LORA_RANK = 32  # the default of NeMo and Megatron-Bridge (nemo/collections/llm/peft/lora.py: dim)
 _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
+_SIZES = frozenset({
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "seq_len",
+})  # fmt: skip
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
 _STAND_IN = "torch"
 
@@ -98,42 +103,40 @@ def _stand_in() -> SoftwareSpec:
 
 def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> ModelSpec:
     given = run.model
-    family = _family(given, notes)
-    if family not in ("deepseek",) and given.head_dim is None and given.hidden_size % given.num_attention_heads:
-        rule = f"must divide model.hidden_size = {given.hidden_size}"
-        heads = str(given.num_attention_heads)
-        raise SpecError(Problem(field="model.num_attention_heads", value=heads, rule=rule, fix="give model.head_dim"))
-    fields: dict[str, Any] = {
-        "name": given.name,
-        "family": family,
-        "num_hidden_layers": given.num_hidden_layers,
-        "hidden_size": given.hidden_size,
-        "num_attention_heads": given.num_attention_heads,
-        "intermediate_size": given.intermediate_size,
-        "vocab_size": _vocabulary(run, notes),
-        "seq_len": given.seq_len,
-    }
+    name = _family(given, notes)
+    takes = FAMILIES[name].fields
+    fields: dict[str, Any] = given.model_dump(include=set(_SIZES & takes))
+    fields |= {"name": given.name, "family": name, "vocab_size": _vocabulary(run, notes)}
+    if "head_dim" in takes:
+        fields["head_dim"] = given.head_dim or _head_dim(given)
+    if "gated_mlp" in takes:
+        fields["gated_mlp"] = given.gated_mlp
+    if "num_decoder_layers" in takes:
+        notes.append("layers and tokens of the decoder are not known: as many as of the encoder")
     if given.tied_embeddings is not None:
         fields["tied_embeddings"] = given.tied_embeddings
     else:
         notes.append("model.tied_embeddings is not known: as is usual for the family")
-    if family == "deepseek":
-        assert given.mla is not None
-        fields |= given.mla.model_dump()
-    else:
-        fields |= {"num_key_value_heads": given.num_key_value_heads}
-        fields |= {"head_dim": given.head_dim or given.hidden_size // given.num_attention_heads}
-    if given.moe is not None:
-        fields |= {key: value for key, value in given.moe.model_dump().items() if value is not None}
+    for part in (given.moe, given.mla):
+        if part is not None:
+            fields |= {key: value for key, value in part.model_dump().items() if value is not None}
     if run.task == "lora":
         fields["lora_rank"] = run.plan.lora_rank or _LORA_RANK
         if run.plan.lora_rank is None:
             notes.append(f"plan.lora_rank is not known: {_LORA_RANK}")
-    if run.task != "pretrain" and software.packed_attention is not None:
+    if run.task != "pretrain" and software.packed_attention is not None and "document_lengths" in takes:
         documents = max(1, given.seq_len // _PACKED_DOCUMENT_TOKENS)
         fields["document_lengths"] = (given.seq_len // documents,) * documents
         notes.append(f"fine-tuning on packed documents: of {given.seq_len // documents} tokens each")
-    return ModelSpec(**fields)
+    return parse_model(ModelSpec, fields, prefix=("model",))
+
+
+def _head_dim(model: RunModel) -> int:
+    if model.hidden_size % model.num_attention_heads:
+        rule = f"must divide model.hidden_size = {model.hidden_size}"
+        heads = str(model.num_attention_heads)
+        raise SpecError(Problem(field="model.num_attention_heads", value=heads, rule=rule, fix="give model.head_dim"))
+    return model.hidden_size // model.num_attention_heads
 
 
 def _family(model: RunModel, notes: list[str]) -> str:
@@ -210,7 +213,7 @@ def _training(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Tr
         fields["fp8_recipe"] = recipe
     elif plan.fp8_recipe is not None and plan.precision != "fp8":
         notes.append(f"plan.fp8_recipe = {plan.fp8_recipe!r} is not in the prediction")
-    return TrainingSpec(**fields)
+    return parse_model(TrainingSpec, fields, prefix=("training",))
 
 
 def _recipe(printed: str) -> str:
@@ -244,8 +247,8 @@ def _plan(run: PublishedRun) -> ParallelPlan:
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm
-    if given.pp > 1:
+    if given.pp > 1 and run.model.family != "t5":  # how encoder and decoder are shared out is not known
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
         fields["stage_layers"] = layers_of_stages(by_rank, virtual_stages, placement)
-    return ParallelPlan(**fields)
+    return parse_model(ParallelPlan, fields, prefix=("plan",))

@@ -59,6 +59,15 @@ class RunOutcome:
         return self.predicted.step_time_s / measured_s - 1
 
     @property
+    def in_interval(self) -> bool | None:
+        """Whether the measured step time lies within the interval; None where one of them is missing."""
+        measured_s = self.run.measured.step_time_s
+        if self.predicted is None or self.predicted.step_time_interval_s is None or measured_s is None:
+            return None
+        low_s, high_s = self.predicted.step_time_interval_s
+        return low_s <= measured_s <= high_s
+
+    @property
     def memory_kind(self) -> MemoryKind:
         """What the measured peak is a figure of; without one, what the framework prints."""
         return next(iter(measured_memory_gib(self.run)), STACKS[self.run.software.framework].prints)
@@ -82,6 +91,7 @@ class RunOutcome:
             "predicted_step_time_s": None if predicted is None else predicted.step_time_s,
             "step_time_interval_s": None if interval_s is None else list(interval_s),
             "measured_step_time_s": run.measured.step_time_s,
+            "in_step_time_interval": self.in_interval,
             "step_time_error": self.error,
             "predicted_peak_memory_gib": None if predicted is None else predicted.memory_gib.get(kind),
             "measured_peak_memory_gib": measured_memory_gib(run).get(kind),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from simplan.accuracy.choosing import Choices, choices
@@ -96,6 +97,13 @@ class Accuracy:
     def overall(self) -> Figures:
         """Figures of all runs."""
         return Figures.of(self.outcomes)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What each file is called in tables: its name without folder and suffix, where no other has the same."""
+        files = list(dict.fromkeys(outcome.file for outcome in self.outcomes))
+        stems = [PurePath(file).stem for file in files]
+        return {file: stem if stems.count(stem) == 1 else file for file, stem in zip(files, stems, strict=True)}
 
     def to_json(self) -> dict[str, Any]:
         """The whole JSON document."""

@@ -78,14 +78,13 @@ def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
     """Over the runs that have a step time and were predicted."""
     errors, covered, half_widths = [], [], []
     for outcome in outcomes:
-        predicted, measured_s = outcome.predicted, outcome.run.measured.step_time_s
-        if predicted is None or measured_s is None:
+        if outcome.error is None:
             continue
-        errors.append(predicted.step_time_s / measured_s - 1)
-        if predicted.step_time_interval_s is not None:
-            low_s, high_s = predicted.step_time_interval_s
-            covered.append(low_s <= measured_s <= high_s)
-            half_widths.append((high_s - low_s) / 2 / predicted.step_time_s)
+        errors.append(outcome.error)
+        if outcome.predicted is not None and outcome.predicted.step_time_interval_s is not None:
+            low_s, high_s = outcome.predicted.step_time_interval_s
+            covered.append(bool(outcome.in_interval))
+            half_widths.append((high_s - low_s) / 2 / outcome.predicted.step_time_s)
     return StepTimeFigures(
         ErrorFigures.of(errors),
         float(np.mean(covered)) if covered else None,

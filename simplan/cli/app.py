@@ -203,6 +203,9 @@ def accuracy(
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every run as a row of a CSV file too.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw predicted over measured step times, by file.")
+    ] = None,
     stage_times: Annotated[
         Path | None,
         typer.Option(
@@ -225,6 +228,7 @@ def accuracy(
         every_run=runs,
         markdown=markdown,
         csv_file=csv,
+        plot_file=plot,
         stage_times=stage_times,
         jobs=jobs or 1,
     )

@@ -39,15 +39,19 @@ def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
     print_result(drawing_text(drawing, width, paint))
 
 
-def refuse_other_suffix(file: Path) -> None:
+def refuse_other_suffix(file: Path, option: str = "--output") -> None:
     """Pictures are SVG.
+
+    Args:
+        file: Where to write one.
+        option: Which option names it.
 
     Raises:
         SpecError: The file's name does not end in ``.svg``.
     """
     if file.suffix.lower() != ".svg":
         fix = f"write {file.with_suffix('.svg')}" if file.name else "name a file"
-        raise SpecError(Problem(field="--output", value=str(file), rule="must end in .svg", fix=fix))
+        raise SpecError(Problem(field=option, value=str(file), rule="must end in .svg", fix=fix))
 
 
 def write_drawing(file: Path, drawing: PipelineDrawing) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import PurePath
 
 from simplan.accuracy.outcome import RunOutcome, measured_memory_gib
 from simplan.accuracy.result import Accuracy, Figures
 from simplan.report.table import format_table_text
 from simplan.units import counted, format_percent, format_time
 
-__all__ = ["accuracy_markdown", "accuracy_text", "run_rows"]
+__all__ = ["accuracy_head", "accuracy_markdown", "accuracy_text", "run_rows"]
 
 _NUM_WORST = 10
 _MOST_IDS = 8
@@ -28,7 +27,7 @@ def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
         every_run: List every run.
     """
     shown = [outcome for outcome in result.outcomes if outcome.predicted is not None]
-    parts = [_head(result)]
+    parts = [accuracy_head(result)]
     for title, table in _tables(result):
         parts.append(f"{title}\n{format_table_text(*table)}")
     worst = sorted((o for o in shown if o.error is not None), key=lambda o: -abs(o.error or 0))[:_NUM_WORST]
@@ -49,16 +48,23 @@ def accuracy_markdown(result: Accuracy) -> str:
     return "\n\n".join(f"{title}:\n\n{_markdown(table)}" for title, table in _tables(result))
 
 
-def _head(result: Accuracy) -> str:
+def accuracy_head(result: Accuracy) -> str:
+    """How many runs were predicted, how far off, and what the intervals hold, in a line or two."""
     overall = result.overall
-    errors = overall.step_time.errors
+    found = overall.step_time
     skipped = f", {overall.num_skipped} skipped" if overall.num_skipped else ""
     head = f"{counted(overall.num_runs - overall.num_skipped, 'published run')} predicted{skipped}"
-    if errors.mape is None or errors.median_ape is None:
+    if found.errors.mape is None or found.errors.median_ape is None:
+        return head
+    head += (
+        f": step times are {format_percent(found.errors.mape)} off on average, "
+        f"{format_percent(found.errors.median_ape)} in the median"
+    )
+    if found.interval_coverage is None or found.median_interval_half_width is None:
         return head
     return (
-        f"{head}: step times are {format_percent(errors.mape)} off on average, "
-        f"{format_percent(errors.median_ape)} in the median"
+        f"{head};\n90 % intervals hold {format_percent(found.interval_coverage)} of the measured times "
+        f"(+/- {format_percent(found.median_interval_half_width)} in the median)"
     )
 
 
@@ -68,11 +74,15 @@ def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
     if overall.step_time.errors.num:
         title = (
             "Step time: errors in percent, beside those of a constant utilization of the devices, fitted to each file\n"
-            "(bias: mean with signs; within: measured times inside of their interval; +/-: half its width)"
+            "(bias: mean with signs; within: measured times in their 90 % intervals; +/-: half the width of these,\n"
+            "beside the prediction, in the median)"
         )
         yield title, _step_time_table(result)
     if overall.peak_memory["all"].num or overall.oom.right is not None:
-        yield "Peak memory: errors in percent, and verdicts on what fits", _memory_table(result)
+        yield (
+            "Peak memory: errors in percent, and verdicts on what fits (right: percent of them)",
+            _memory_table(result),
+        )
     if overall.choosing.num_groups:
         title = (
             "Choosing among plans for the same training: percent by which the plan predicted to be best is slower\n"
@@ -127,7 +137,7 @@ def _step_time_table(result: Accuracy) -> Table:
 
 def _memory_table(result: Accuracy) -> Table:
     headers = ["file", "peaks", "mean", "median", "p90", "max", "bias"]
-    headers += ["verdicts right", "fit", "out of memory", "missed", "false alarms"]
+    headers += ["right", "fit", "oom", "missed", "false alarms"]
     rows = []
     for name, figures in _figures(result):
         errors, oom = figures.peak_memory["all"], figures.oom
@@ -239,12 +249,10 @@ def _stand_ins(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
 
 def _figures(result: Accuracy) -> Iterator[tuple[str, Figures]]:
     """By file, then of all if they are several."""
-    by_file = result.by_file
-    stems = [PurePath(file).stem for file in by_file]
-    for file, figures in by_file.items():
-        stem = PurePath(file).stem
-        yield stem if stems.count(stem) == 1 else file, figures
-    if len(by_file) > 1:
+    names = result.names
+    for file, figures in result.by_file.items():
+        yield names[file], figures
+    if len(names) > 1:
         yield _ALL, result.overall
 
 

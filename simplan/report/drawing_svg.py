@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 from simplan.program.action import ActionKind
 from simplan.report.drawing import Box, DrawnRank, PipelineDrawing
 from simplan.report.drawing_labels import IDLE_WORDS, WORDS, heading, labels, row_figures, subheading, ticks
+from simplan.report.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
 from simplan.units import format_time
 
 __all__ = ["COLOURS", "drawing_svg", "fill_of", "ink_on"]
@@ -22,7 +23,7 @@ COLOURS = {
 }
 """Fill of a rank's first stage; they differ in lightness too."""
 
-_PAPER, _LANE, _GRID, _DARK, _SOFT = "#ffffff", "#eef0f3", "#c9ced6", "#000000", "#4a515c"
+_LANE, _GRID = "#eef0f3", "#c9ced6"
 _LIGHTEST = 0.5  # of the way to white for a rank's last stage
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 76, 128, 84
 _ROW_HEIGHT, _ROW_DISTANCE = 28, 34
@@ -30,32 +31,27 @@ _TICK_DISTANCE = 100
 _DIGIT_PX, _LETTER_PX, _W_PX, _LEGEND_PX = 6.0, 6.9, 9.6, 6.4  # in labels of 10 px; in the legend of 12 px, a mean
 _OUTLINED_PX = 4.0  # narrower boxes have no outline, which would hide them
 
-Element = ElementTree.Element
-
 
 def drawing_svg(drawing: PipelineDrawing) -> str:
     """The picture as an SVG document, 1200 px wide, with its own background."""
     bottom = _TOP + _ROW_DISTANCE * len(drawing.rows)
     legend = _legend(drawing, bottom + 34)
     height = max(float(part.get("y", 0)) for part in legend) + 24
-    size = {"width": str(_WIDTH), "height": f"{height:g}", "viewBox": f"0 0 {_WIDTH} {height:g}"}
-    root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", **size, "font-family": "sans-serif"})
-    ElementTree.SubElement(root, "title").text = heading(drawing)
+    root = picture(heading(drawing), _WIDTH, height)
     root.append(_recompute_pattern())
-    root.append(_rect(0, 0, _WIDTH, height, _PAPER))
-    root.append(_text(_LEFT, 26, heading(drawing), size=16, bold=True))
-    root.append(_text(_LEFT, 46, subheading(drawing), size=12, colour=_SOFT))
-    root.append(_text(_WIDTH - _RIGHT + 64, _TOP - 10, "idle", size=12, colour=_SOFT, anchor="end"))
+    root.append(rect(0, 0, _WIDTH, height, PAPER))
+    root.append(text(_LEFT, 26, heading(drawing), size=16, bold=True))
+    root.append(text(_LEFT, 46, subheading(drawing), size=12, colour=SOFT))
+    root.append(text(_WIDTH - _RIGHT + 64, _TOP - 10, "idle", size=12, colour=SOFT, anchor="end"))
     if any(row.activations_in_flight for row in drawing.rows):
-        root.append(_text(_WIDTH - 10, _TOP - 10, "in flight", size=12, colour=_SOFT, anchor="end"))
+        root.append(text(_WIDTH - 10, _TOP - 10, "in flight", size=12, colour=SOFT, anchor="end"))
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _TOP + number * _ROW_DISTANCE))
     root.extend(_axis(drawing, bottom))
     for number, row in enumerate(drawing.rows):
         root.extend(_box(box, row, drawing, _TOP + number * _ROW_DISTANCE) for box in row.boxes)
     root.extend(legend)
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode") + "\n"
+    return written(root)
 
 
 def fill_of(kind: ActionKind, place: int, num_stages: int) -> str:
@@ -78,17 +74,17 @@ def ink_on(fill: str) -> str:
         channel = int(fill[start : start + 2], 16) / 255
         linear.append(channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4)
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return _DARK if luminance > 0.179 else _PAPER  # (1 + 0.05) / (x + 0.05) = (x + 0.05) / 0.05
+    return DARK if luminance > 0.179 else PAPER  # (1 + 0.05) / (x + 0.05) = (x + 0.05) / 0.05
 
 
 def _lane(row: DrawnRank, top: float) -> list[Element]:
     idle, in_flight = row_figures(row)
     middle = top + _ROW_HEIGHT / 2 + 4
     return [
-        _rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, _LANE),
-        _text(_LEFT - 8, middle, f"rank {row.rank}", size=12, anchor="end"),
-        _text(_WIDTH - _RIGHT + 64, middle, idle, size=12, anchor="end"),
-        _text(_WIDTH - 10, middle, in_flight, size=12, anchor="end"),
+        rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, _LANE),
+        text(_LEFT - 8, middle, f"rank {row.rank}", size=12, anchor="end"),
+        text(_WIDTH - _RIGHT + 64, middle, idle, size=12, anchor="end"),
+        text(_WIDTH - 10, middle, in_flight, size=12, anchor="end"),
     ]
 
 
@@ -96,9 +92,8 @@ def _axis(drawing: PipelineDrawing, bottom: float) -> list[Element]:
     parts = []
     for tick in ticks(drawing.step_time_s, (_WIDTH - _LEFT - _RIGHT) // _TICK_DISTANCE):
         x = _x(tick.time_s, drawing)
-        ends = {"x1": f"{x:.2f}", "x2": f"{x:.2f}", "y1": str(_TOP - 4), "y2": f"{bottom:g}"}
-        parts.append(Element("line", {**ends, "stroke": _GRID}))
-        parts.append(_text(x, bottom + 14, tick.label, size=12, colour=_SOFT, anchor="middle"))
+        parts.append(line(x, _TOP - 4, x, bottom, _GRID))
+        parts.append(text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle"))
     return parts
 
 
@@ -108,14 +103,15 @@ def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Elem
     ElementTree.SubElement(group, "title").text = _tooltip(box)
     left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
     fill = fill_of(box.action.kind, row.stages.index(box.action.stage), len(row.stages))
-    group.append(_rect(left, top, right - left, _ROW_HEIGHT, fill, outlined=right - left >= _OUTLINED_PX))
+    outline = PAPER if right - left >= _OUTLINED_PX else None
+    group.append(rect(left, top, right - left, _ROW_HEIGHT, fill, stroke=outline))
     if box.recompute_s > 0:
         height = _ROW_HEIGHT * box.recomputed_share
-        group.append(_rect(left, top + _ROW_HEIGHT - height, right - left, height, "url(#recompute)"))
+        group.append(rect(left, top + _ROW_HEIGHT - height, right - left, height, "url(#recompute)"))
     label = _label(box, drawing, right - left)
     if label:
         middle = (left + right) / 2
-        group.append(_text(middle, top + _ROW_HEIGHT / 2 + 4, label, size=10, colour=ink_on(fill), anchor="middle"))
+        group.append(text(middle, top + _ROW_HEIGHT / 2 + 4, label, size=10, colour=ink_on(fill), anchor="middle"))
     return group
 
 
@@ -152,10 +148,10 @@ def _legend(drawing: PipelineDrawing, top: float) -> list[Element]:
         width = 18 + _LEGEND_PX * len(words) + 18
         if left + width > _WIDTH and left > _LEFT:
             left, top = float(_LEFT), top + 20
-        parts.append(_rect(left, top, 12, 12, fill, outlined=fill == _LANE))
+        parts.append(rect(left, top, 12, 12, fill, stroke=_GRID if fill == _LANE else None))
         if hatched:
-            parts.append(_rect(left, top, 12, 12, "url(#recompute)"))
-        parts.append(_text(left + 18, top + 10, words, size=12))
+            parts.append(rect(left, top, 12, 12, "url(#recompute)"))
+        parts.append(text(left + 18, top + 10, words, size=12))
         left += width
     notes = [IDLE_WORDS]
     if drawing.several_stages:
@@ -164,7 +160,7 @@ def _legend(drawing: PipelineDrawing, top: float) -> list[Element]:
         holder = "each stage of a rank" if drawing.several_stages else "a rank"
         notes.append(f"in flight: most microbatches whose activations {holder} holds at once")
     for number, note in enumerate(notes, start=1):
-        parts.append(_text(_LEFT, top + 14 + 18 * number, note, size=12, colour=_SOFT))
+        parts.append(text(_LEFT, top + 14 + 18 * number, note, size=12, colour=SOFT))
     return parts
 
 
@@ -175,24 +171,7 @@ def _x(time_s: float, drawing: PipelineDrawing) -> float:
 def _recompute_pattern() -> Element:
     size = {"width": "5", "height": "5", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
     pattern = Element("pattern", {"id": "recompute", **size})
-    ElementTree.SubElement(pattern, "rect", {"width": "2", "height": "5", "fill": _PAPER, "fill-opacity": "0.6"})
+    ElementTree.SubElement(pattern, "rect", {"width": "2", "height": "5", "fill": PAPER, "fill-opacity": "0.6"})
     definitions = Element("defs")
     definitions.append(pattern)
     return definitions
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, *, outlined: bool = False) -> Element:
-    place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{width:.2f}", "height": f"{height:.2f}", "fill": fill}
-    return Element("rect", place | ({"stroke": _PAPER if fill != _LANE else _GRID} if outlined else {}))
-
-
-def _text(
-    x: float, y: float, words: str, *, size: int, colour: str = _DARK, anchor: str = "start", bold: bool = False
-) -> Element:
-    element = Element("text", {"x": f"{x:.2f}", "y": f"{y:.2f}", "font-size": str(size), "fill": colour})
-    if anchor != "start":
-        element.set("text-anchor", anchor)
-    if bold:
-        element.set("font-weight", "bold")
-    element.text = words
-    return element

@@ -12,7 +12,7 @@ from simplan.accuracy.job import job_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
-from simplan.errors import NotModelledError
+from simplan.errors import NotModelledError, SpecError
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from tests.accuracy.runs import run
@@ -93,6 +93,36 @@ def test_every_run_of_this_project_is_a_valid_plan_but_for_adapters_in_low_preci
                 if "more than" not in str(error):  # large steps are not written out in full here
                     refused.append((published.id, str(error)))
     assert [published for published, _ in refused] == ["mbridge-dense-15", "nemo24-47"], refused
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "facts"),
+    [
+        ({"family": "bert"}, "bert", {"num_blocks": 8}),
+        # as many blocks in the decoder; two of gating and one of the result in each MLP
+        ({"family": "t5", "gated_mlp": True}, "t5", {"num_blocks": 16, "gated_mlp": True, "decoder_seq_len": 256}),
+        (
+            {
+                "family": "moe",
+                "moe": {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
+                "mla": {"q_lora_rank": None, "kv_lora_rank": 64}
+                | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+            },
+            "deepseek",
+            {"num_experts": 8, "kv_lora_rank": 64, "q_lora_rank": None, "shared_expert_intermediate_size": 0},
+        ),
+    ],
+)
+def test_models_of_all_families(model: dict[str, Any], family: str, facts: dict[str, Any]) -> None:
+    job = job_of_run(run(**{f"model__{key}": value for key, value in model.items()}))
+    assert job.model.family == family
+    assert {key: getattr(job.model, key) for key in facts} == facts
+    check_plan(job.model, job.cluster, job.training, job.plan, job.software)
+
+
+def test_what_a_family_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(SpecError, match="num_experts"):
+        job_of_run(run(model__moe={"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64}))
 
 
 def test_models_have_as_many_parameters_as_their_source_prints() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from xml.etree import ElementTree
 
 import pytest
 
@@ -48,19 +49,25 @@ def test_the_json_has_what_others_rely_on(simplan: Simplan, runs: Path) -> None:
     assert [run["status"] for run in document["runs"]] == ["ok", "ok", "skipped", "skipped"]
     assert by_id["absurd"]["predicted_step_time_s"] < 1.0
     assert by_id["absurd"]["memory_kind"] == "allocated"
+    assert by_id["absurd"]["in_step_time_interval"] is False
+    assert by_id["ran-out"]["in_step_time_interval"] is None
     assert by_id["ran-out"]["measured_oom"] is True
     assert by_id["ran-out"]["predicted_step_time_s"] > 0, "a step time is predicted even where nothing fits"
     assert "model.lora_rank" in by_id["adapters"]["reason"]
     assert by_id["unheard-of"]["reason"].startswith("device = h1000: is not in the catalogue")
     assert document["overall"]["step_time"].keys() >= OF_STEP_TIME
     assert document["overall"]["peak_memory"]["num"] == 1
-    assert document["by_file"][str(runs / "some.yaml")]["num_skipped"] == 2
+    of_file = document["by_file"][str(runs / "some.yaml")]
+    assert of_file["num_skipped"] == 2
+    assert of_file["step_time"]["interval_coverage"] == 0
+    assert of_file["step_time"]["median_interval_half_width"] > 0
 
 
 def test_the_text_names_files_errors_and_what_was_skipped(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs / "some.yaml", "--jobs", "1")
     assert result.returncode == 0, "whatever the errors are"
     assert result.stdout.startswith("2 published runs predicted, 2 skipped: step times are ")
+    assert "\n90 % intervals hold 0.0 % of the measured times (+/- " in result.stdout
     for words in ("Step time: errors in percent", "Peak memory", "Furthest off", "\nSkipped\n", "unheard-of: device"):
         assert words in result.stdout
     assert all(len(line) <= 120 for line in result.stdout.splitlines() if "h1000" not in line and "lora" not in line)
@@ -81,7 +88,35 @@ def test_tables_come_as_markdown(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs, "--markdown", "--jobs", "1")
     headers, rule, row, *_ = [line for line in result.stdout.splitlines() if line.startswith("|")]
     assert row.startswith("| some | 1 | 2 |")
+    assert "| within | +/- |" in headers
     assert headers.count("|") == rule.count("|") == row.count("|")
+
+
+def test_a_picture_holds_the_runs_of_the_table(simplan: Simplan, runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "all.svg"
+    result = simplan("accuracy", runs, "--json", "--plot", file, "--jobs", "1")
+    assert result.returncode == 0, result.stderr
+    error = json.loads(result.stdout)["runs"][0]["step_time_error"]
+    titles = [
+        element.text or "" for element in ElementTree.parse(file).getroot().iter() if element.tag.endswith("title")
+    ]
+    [absurd] = [words for words in titles if words.startswith("absurd: ")]
+    assert absurd.endswith(f"({100 * error:+.1f} %)")
+    assert not any("ran-out" in words or "unheard-of" in words for words in titles)
+
+
+def test_a_picture_of_nothing_is_not_written(simplan: Simplan, tmp_path: Path) -> None:
+    write_runs(tmp_path / "some.yaml", run_data("unheard-of", cluster__device="h1000"))
+    result = simplan("accuracy", tmp_path / "some.yaml", "--plot", tmp_path / "none.svg")
+    assert (result.returncode, (tmp_path / "none.svg").exists()) == (0, False)
+    assert "no step time was both measured and predicted" in result.stderr
+
+
+def test_a_picture_is_svg(simplan: Simplan, runs: Path) -> None:
+    result = simplan("accuracy", runs, "--plot", "all.png")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--plot = all.png: must end in .svg; write all.svg" in result.stderr
+    assert "predicting" not in result.stderr
 
 
 def test_a_bad_file_is_told_with_its_line(simplan: Simplan, tmp_path: Path) -> None:

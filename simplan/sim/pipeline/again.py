@@ -106,14 +106,15 @@ def times_more(rows: Rows, length: int, old_position: Ints, moved: int, higher: 
 def skip(state: RunState, made: Ints, times: int, taken: int, moved: int, higher: int, old_num_made: Ints) -> None:
     """Changes the state to what it is after the last ``moved`` actions of every rank have come ``times`` times more."""
     position, free, waits_for, ready, num_made, _ = state
-    position += times * moved
-    free += times * taken
     for r in range(len(waits_for)):
+        position[r] += times * moved
+        free[r] += times * taken
         if waits_for[r] >= 0:
             waits_for[r] += times * higher
     turned = ready.copy()
     for later in range(3):
-        ready[(later + times * taken) % 3] = turned[later]
+        for word in range(ready.shape[1]):
+            ready[(later + times * taken) % 3, word] = turned[later, word]
     num_stages = num_made.shape[1]
     for way in range(2):
         for s in range(num_stages):
@@ -139,7 +140,9 @@ def with_live(live: Longs, segment: int, num_made: Ints) -> Longs:
             if 0 <= target < num_stages:
                 number += num_made[way, s] - num_made[way, target]
     found = np.empty((number, 4), np.int64)
-    found[: len(live)] = live
+    for i in range(len(live)):  # here and elsewhere number by number: arrays that are assigned take seconds to compile
+        for column in range(4):
+            found[i, column] = live[i, column]
     n = len(live)
     for way in range(2):
         for s in range(num_stages):

@@ -156,8 +156,16 @@ def _complete(
                 skip(state, made, skipped, now - old_now, moved, higher, old_num_made)
                 now += skipped * (now - old_now)
                 left -= skipped * moved * p
-            old_position[:], old_free[:], old_waits_for[:] = position, free, waits_for
-            old_ready[:], old_num_made[:], old_grown[:] = ready, num_made, grown
+            for r in range(p):
+                old_position[r], old_free[r], old_waits_for[r] = position[r], free[r], waits_for[r]
+            for word in range(ready.shape[1]):
+                for later in range(3):
+                    old_ready[later, word] = ready[later, word]
+            for s in range(num_stages):
+                for way in range(2):
+                    old_num_made[way, s] = num_made[way, s]
+                for fact in range(4):
+                    old_grown[fact, s] = grown[fact, s]
             old_now, old_n = now, n
         bucket = ready[now % 3]
         for word in range(len(bucket)):

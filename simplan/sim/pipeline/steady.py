@@ -62,8 +62,9 @@ def repeat(
         later = after[0] - before[0]
         if _is_steady(before, after, later):
             more = repeats - number
-            for k in range(len(later)):
-                after[:, k] += more * later[k]
+            for i in range(len(after)):
+                for k in range(len(later)):
+                    after[i, k] += more * later[k]
             _write(touched, live, repeats * shift, depth, state, after)
             return
 
@@ -95,27 +96,25 @@ def _read(touched: Touched, live: Longs, offset: int, depth: int, state: State) 
     num_units = state.gathered_s.shape[1]
     num = len(state.clock_s) + pairs.sum() + streams.sum() + shards.sum() + gathers.sum() * num_units + len(live)
     rows = np.empty((num, state.clock_s.shape[1]))
-    n = len(state.clock_s)
-    rows[:n] = state.clock_s
+    n = 0
+    for r in range(len(state.clock_s)):
+        n = _copy(state.clock_s[r], rows, n)
     for i in range(len(pairs)):
         if pairs[i]:
-            rows[n] = state.pair_s[i]
-            n += 1
+            n = _copy(state.pair_s[i], rows, n)
     for i in range(len(streams)):
         for r in range(streams.shape[1]):
             if streams[i, r]:
-                rows[n] = state.stream_s[i, r]
-                n += 1
+                n = _copy(state.stream_s[i, r], rows, n)
     for r in range(len(shards)):
         if shards[r]:
-            rows[n] = state.shard_s[r]
-            n += 1
+            n = _copy(state.shard_s[r], rows, n)
     for s in range(len(gathers)):
         if gathers[s]:
-            rows[n : n + num_units] = state.gathered_s[s]
-            n += num_units
+            for u in range(num_units):
+                n = _copy(state.gathered_s[s, u], rows, n)
     for i in range(len(live)):
-        rows[n + i] = state.arrival_s[live[i, 0] * depth + ((live[i, 1] + offset) & (depth - 1))]
+        n = _copy(state.arrival_s[live[i, 0] * depth + ((live[i, 1] + offset) & (depth - 1))], rows, n)
     return rows
 
 
@@ -124,27 +123,41 @@ def _write(touched: Touched, live: Longs, offset: int, depth: int, state: State,
     """The inverse of ``_read``."""
     pairs, streams, shards, gathers = touched
     num_units = state.gathered_s.shape[1]
-    n = len(state.clock_s)
-    state.clock_s[:] = rows[:n]
+    n = 0
+    for r in range(len(state.clock_s)):
+        n = _copy_back(rows, n, state.clock_s[r])
     for i in range(len(pairs)):
         if pairs[i]:
-            state.pair_s[i] = rows[n]
-            n += 1
+            n = _copy_back(rows, n, state.pair_s[i])
     for i in range(len(streams)):
         for r in range(streams.shape[1]):
             if streams[i, r]:
-                state.stream_s[i, r] = rows[n]
-                n += 1
+                n = _copy_back(rows, n, state.stream_s[i, r])
     for r in range(len(shards)):
         if shards[r]:
-            state.shard_s[r] = rows[n]
-            n += 1
+            n = _copy_back(rows, n, state.shard_s[r])
     for s in range(len(gathers)):
         if gathers[s]:
-            state.gathered_s[s] = rows[n : n + num_units]
-            n += num_units
+            for u in range(num_units):
+                n = _copy_back(rows, n, state.gathered_s[s, u])
     for i in range(len(live)):
-        state.arrival_s[live[i, 0] * depth + ((live[i, 1] + offset) & (depth - 1))] = rows[n + i]
+        n = _copy_back(rows, n, state.arrival_s[live[i, 0] * depth + ((live[i, 1] + offset) & (depth - 1))])
+
+
+@jit
+def _copy(values: Floats, rows: Floats, n: int) -> int:
+    """Writes a row and gives the number of the next; arrays that are assigned would take numba seconds to compile."""
+    for k in range(len(values)):
+        rows[n, k] = values[k]
+    return n + 1
+
+
+@jit
+def _copy_back(rows: Floats, n: int, values: Floats) -> int:
+    """The inverse of ``_copy``."""
+    for k in range(len(values)):
+        values[k] = rows[n, k]
+    return n + 1
 
 
 @jit

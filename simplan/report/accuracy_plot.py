@@ -1,0 +1,119 @@
+"""Predicted over measured step times as a picture, a panel for each file: as plain data that the SVG is made from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from simplan.accuracy.result import Accuracy
+from simplan.accuracy.statistics import StepTimeFigures
+from simplan.report.accuracy import accuracy_head
+
+__all__ = ["ERRORS", "AccuracyPlot", "Panel", "Point", "accuracy_plot", "time_ticks"]
+
+ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
+"""Largest ratio that a panel shows, and its inverse is the least; which errors are marked at its side."""
+_SHOWN = 0.95  # of the runs lie between these, if they can
+_LEAST_RANGE = 4.0  # of the times, last over first, so that there is a round one between
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run.
+
+    Attributes:
+        id: Of the run.
+        measured_s, predicted_s: Its step time.
+        in_interval: Whether the measured one lies in the interval; None where there is none.
+    """
+
+    id: str
+    measured_s: float
+    predicted_s: float
+    in_interval: bool | None
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted_s / self.measured_s
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One file.
+
+    Attributes:
+        name: What the file is called.
+        figures: Errors of its runs.
+        points: The runs.
+    """
+
+    name: str
+    figures: StepTimeFigures
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class AccuracyPlot:
+    """The whole picture.
+
+    Attributes:
+        heading: What is said of all runs.
+        panels: At least one.
+    """
+
+    heading: str
+    panels: tuple[Panel, ...]
+
+    @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """Of all panels."""
+        return tuple(point for panel in self.panels for point in panel.points)
+
+    @cached_property
+    def largest_ratio(self) -> float:
+        """The panels go up to it, and down to its inverse; runs beyond are marked at the edge."""
+        far = [max(point.ratio, 1 / point.ratio) for point in self.points]
+        enough = (limit for limit in ERRORS if sum(ratio <= limit for ratio in far) >= _SHOWN * len(far))
+        return next(enough, max(ERRORS))
+
+    @cached_property
+    def times_s(self) -> tuple[float, float]:
+        """Where the axis of measured times begins and ends."""
+        first_s = min(point.measured_s for point in self.points)
+        last_s = max(point.measured_s for point in self.points)
+        more = max(1.25, math.sqrt(_LEAST_RANGE * first_s / last_s))
+        return first_s / more, last_s * more
+
+
+def accuracy_plot(result: Accuracy) -> AccuracyPlot | None:
+    """The picture of some outcomes; None where no step time was both measured and predicted."""
+    panels = []
+    figures = result.by_file
+    for file, name in result.names.items():
+        points = tuple(
+            Point(outcome.run.id, outcome.run.measured.step_time_s, outcome.predicted.step_time_s, outcome.in_interval)
+            for outcome in result.of_file(file)
+            if outcome.predicted is not None and outcome.run.measured.step_time_s is not None
+        )
+        if points:
+            panels.append(Panel(name, figures[file].step_time, points))
+    return AccuracyPlot(accuracy_head(result), tuple(panels)) if panels else None
+
+
+def time_ticks(first_s: float, last_s: float) -> tuple[float, ...]:
+    """Round times on a logarithmic axis: powers of ten, or 1, 2 and 5 times these where there are fewer than three.
+
+    >>> time_ticks(0.2, 150)
+    (1.0, 10.0, 100.0)
+    >>> time_ticks(0.9, 4)
+    (1.0, 2.0)
+    """
+    powers = range(math.floor(math.log10(first_s)), math.ceil(math.log10(last_s)) + 1)
+    for factors in ((1,), (1, 2, 5)):
+        found = tuple(float(f"{factor}e{power}") for power in powers for factor in factors)
+        found = tuple(time_s for time_s in found if first_s <= time_s <= last_s)
+        if len(found) >= 3:
+            break
+    return found

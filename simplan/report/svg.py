@@ -1,0 +1,73 @@
+"""Parts of pictures as SVG elements."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+__all__ = ["DARK", "PAPER", "SOFT", "Element", "line", "picture", "rect", "text", "written"]
+
+PAPER, DARK, SOFT = "#ffffff", "#000000", "#4a515c"
+
+Element = ElementTree.Element
+
+
+def picture(title: str, width: float, height: float) -> Element:
+    """An empty picture, of so many px."""
+    size = {"width": f"{width:g}", "height": f"{height:g}", "viewBox": f"0 0 {width:g} {height:g}"}
+    root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", **size, "font-family": "sans-serif"})
+    ElementTree.SubElement(root, "title").text = title
+    return root
+
+
+def rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    stroke: str | None = None,
+    css: str | None = None,
+) -> Element:
+    """A filled rectangle, outlined where a stroke is given; ``css`` is its class, here and in what follows."""
+    place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{width:.2f}", "height": f"{height:.2f}"}
+    return Element("rect", place | {"fill": fill} | _given(stroke=stroke, css=css))
+
+
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str, *, css: str | None = None) -> Element:
+    """A straight line."""
+    ends = {"x1": f"{x1:.2f}", "x2": f"{x2:.2f}", "y1": f"{y1:.2f}", "y2": f"{y2:.2f}"}
+    return Element("line", ends | {"stroke": stroke} | _given(css=css))
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int,
+    colour: str = DARK,
+    anchor: str = "start",
+    bold: bool = False,
+    css: str | None = None,
+) -> Element:
+    """Words whose base line begins, ends or has its middle at a point."""
+    place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "font-size": str(size), "fill": colour}
+    element = Element("text", place | _given(css=css))
+    if anchor != "start":
+        element.set("text-anchor", anchor)
+    if bold:
+        element.set("font-weight", "bold")
+    element.text = words
+    return element
+
+
+def written(root: Element) -> str:
+    """The picture as a document."""
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _given(**attributes: str | None) -> dict[str, str]:
+    """Attributes that have a value."""
+    return {"class" if name == "css" else name: value for name, value in attributes.items() if value is not None}
