@@ -236,7 +236,7 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    products = _product_rates(device, ceiling * rates.matmul_share * stack.matmul_share, stack)
+    products = _product_rates(device, ceiling * rates.matmul_share * stack.stack_share, stack)
     return KernelCost(
         products=products,
         attention=AttentionRates(
@@ -262,7 +262,7 @@ def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: Sta
     rates = device.kernels
     scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
     share = rates.fp4_share if state.linear.element_bits == _FP4_BITS else rates.low_share
-    return _product_rates(device, ceiling * share * stack.matmul_share * scaled, stack)
+    return _product_rates(device, ceiling * share * stack.stack_share * scaled, stack)
 
 
 def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:

@@ -56,6 +56,7 @@ class KernelRates(Spec):
         misaligned_share: Part of the rate of products with a dimension that is not: they run without tensor cores
             (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
         tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
+        unseen_std: How sure step times are under software that nothing was fitted to, or on another architecture.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
 
@@ -74,6 +75,7 @@ class KernelRates(Spec):
     aligned: Annotated[int, Field(ge=1)] = 8
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
+    unseen_std: NonNegative = 0.3
     fitted_on: str | None = None
 
 
@@ -85,15 +87,17 @@ class StackRates(Spec):
         traffic: Bytes of memory-bound kernels, as a part of what the same operations of eager torch read and write;
             fusion makes it less.
         compiled_traffic: The same where blocks are compiled.
-        matmul_share: What products reach of what the architecture sustains: of the version of its libraries, on the
+        stack_share: What products reach of what the architecture sustains: of the version of its libraries, on the
             machines that it usually runs on.
         launch_s: Least time of a kernel: the host launches them one after the other.
+        relative_std: How sure step times are; None where nothing was fitted to it, and it is as for an unseen one.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
 
     attention_kernel: AttentionKernel = "flash2"
     traffic: Positive = 1.0
     compiled_traffic: Positive = 0.7
-    matmul_share: Positive = 1.0
+    stack_share: Positive = 1.0
     launch_s: NonNegative = 5e-6
+    relative_std: NonNegative | None = None
     fitted_on: str | None = None

@@ -1,0 +1,61 @@
+"""What is fitted of ``simplan.spec.rates``: for each constant the expected spread of its logarithm, and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from simplan.spec.rates import AttentionKernel
+
+__all__ = ["ALL", "ARCHITECTURE", "KERNELS", "SOFTWARE", "SUSTAINED", "Bounds"]
+
+
+class Bounds(NamedTuple):
+    """Of a constant.
+
+    Attributes:
+        log_std: How far from its textbook value the logarithm may be expected.
+        low, high: What is possible.
+    """
+
+    log_std: float
+    low: float
+    high: float
+
+
+ARCHITECTURE: Mapping[str, Bounds] = MappingProxyType(
+    {
+        "matmul_share": Bounds(0.1, 0.4, 1.0),
+        "low_share": Bounds(0.15, 0.3, 1.0),
+        "fp4_share": Bounds(0.2, 0.2, 1.0),
+        "bandwidth_share": Bounds(0.1, 0.5, 1.0),
+    }
+)
+"""Of every architecture, with the kernels of attention that run on it (at most two were seen on any)."""
+
+KERNELS: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3")
+SUSTAINED = Bounds(0.2, 0.3, 2.0)
+"""Of each kernel of attention on an architecture: ``AttentionShare.sustained``."""
+
+SOFTWARE: Mapping[str, Bounds] = MappingProxyType(
+    {
+        "traffic": Bounds(0.5, 0.3, 4.0),
+        "compiled_traffic": Bounds(0.5, 0.2, 4.0),
+        "stack_share": Bounds(0.07, 0.7, 1.3),
+    }
+)
+"""Of every software profile."""
+
+ALL: Mapping[str, Bounds] = MappingProxyType(
+    {
+        "half_depth": Bounds(0.5, 10.0, 1000.0),
+        "half_keys": Bounds(0.5, 30.0, 2000.0),
+        "narrow_heads": Bounds(0.1, 0.4, 1.0),
+        "misaligned_share": Bounds(0.3, 0.02, 1.0),
+        "last_wave": Bounds(0.5, 0.05, 1.0),
+        "score_traffic": Bounds(0.3, 0.7, 3.0),
+        "row_scale_share": Bounds(0.15, 0.4, 1.0),
+    }
+)
+"""Common to all."""

@@ -1,0 +1,189 @@
+"""Published training runs as sums over what their steps wait for, priced at any constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from joblib import Parallel, delayed
+
+from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
+from simplan.accuracy.job import RunJob, job_of_run
+from simplan.accuracy.reading import read_published
+from simplan.accuracy.schema import PublishedRun
+from simplan.cost.compute import KernelCost, kernel_cost
+from simplan.errors import SimplanError
+from simplan.predict.build import cost_model
+from simplan.predict.brief import Term, brief_terms
+from simplan.program.program import Excess, LayerWork
+from simplan.spec.hardware import DeviceSpec
+from simplan.spec.rates import AttentionKernel
+from simplan.spec.software import SoftwareSpec
+
+__all__ = ["Prices", "Row", "Values", "load_rows"]
+
+Values = Mapping[str, float]
+"""Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``half_depth``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A run, and what its step waits for.
+
+    Attributes:
+        source: Name of its file.
+        run: As published.
+        job: The question, at the constants that the terms were found with.
+        terms: Sum up to the step time.
+        message_deviation_s: One standard deviation of what messages add to it.
+    """
+
+    source: str
+    run: PublishedRun
+    job: RunJob
+    terms: tuple[Term, ...]
+    message_deviation_s: float
+
+    @property
+    def shape(self) -> str:
+        """Of the model, and the device: runs that share them are near-duplicates."""
+        model = self.job.model
+        return f"{model.family} {model.hidden_size} {model.num_hidden_layers} {self.job.cluster.device.id}"
+
+    def fold(self, folds: int) -> int:
+        """Of so many; runs of one shape are in the same one."""
+        return int(sha256(self.shape.encode()).hexdigest(), 16) % folds
+
+    @property
+    def architecture(self) -> str:
+        """Of its devices."""
+        return self.job.cluster.device.architecture
+
+    @property
+    def measured_s(self) -> float:
+        """The published step time."""
+        assert self.run.measured.step_time_s is not None
+        return self.run.measured.step_time_s
+
+    @property
+    def attention_kernel(self) -> AttentionKernel | None:
+        """The generation of fused attention that runs."""
+        kernels = self.job.cluster.device.kernels.attention
+        newest = KERNELS.index(self.job.software.rates.attention_kernel)
+        return next((name for name in reversed(KERNELS[: newest + 1]) if name in kernels), None)
+
+    def predicted_s(self, prices: Prices) -> float:
+        """At given constants, along the paths that were found."""
+        return sum(term.times * prices.seconds(self.job, term) for term in self.terms)
+
+
+class Prices:
+    """What terms take at given constants; what several runs ask for is worked out once.
+
+    Args:
+        values: The constants; those that are missing are as in the question.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._kernels: dict[tuple[object, ...], KernelCost] = {}
+        self._seconds: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, job: RunJob, term: Term) -> float:
+        """Of one term."""
+        match term.work:
+            case LayerWork():
+                return self._of_layer(job, term.work)
+            case Excess(beside=beside):
+                whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
+                return max(0.0, whole_s - self._of_layer(job, beside))
+            case _:
+                return term.seconds
+
+    def _of_layer(self, job: RunJob, work: LayerWork) -> float:
+        plan, training, software = job.plan, job.training, job.software
+        state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
+        way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
+        key = (job.cluster.device.id, *state, *way)
+        found = self._seconds.get((*key, work))
+        if found is None:
+            if key not in self._kernels:
+                self._kernels[key] = self._kernel_cost(job)
+            found = self._seconds[(*key, work)] = self._kernels[key].seconds(work)
+        return found
+
+    def _kernel_cost(self, job: RunJob) -> KernelCost:
+        return kernel_cost(
+            changed_device(job.cluster.device, self._values),
+            job.training.precision,
+            job.software.state(job.training, job.plan),
+            job.training.optimizer,
+            changed_software(job.software, self._values),
+            shards_parameters=job.plan.shards_parameters,
+        )
+
+
+_UNCHANGED = Prices({})
+
+
+def changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
+    """With constants of its architecture, and those that all have in common."""
+    rates: dict[str, Any] = _of(device.architecture, ARCHITECTURE, values) | _of("", ALL, values)
+    sustained = _of(device.architecture, KERNELS, values)
+    rates["attention"] = {
+        name: share.model_copy(update={"sustained": sustained.get(name, share.sustained)})
+        for name, share in device.kernels.attention.items()
+    }
+    return device.model_copy(update={"kernels": device.kernels.model_copy(update=rates)})
+
+
+def changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
+    """With its constants."""
+    rates = software.rates.model_copy(update=_of(software.id, SOFTWARE, values))
+    return software.model_copy(update={"rates": rates})
+
+
+def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
+    """Constants of one owner."""
+    prefix = f"{name}." if name else ""
+    return {field: values[prefix + field] for field in fields if prefix + field in values}
+
+
+def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Row]:
+    """All runs with a step time that can be predicted.
+
+    Args:
+        paths: Files and folders of published runs.
+        values: Constants at which longest paths are looked for.
+        jobs: Processes; -1 for one a core.
+    """
+    listed = [(Path(read.file).stem, run) for read in read_published(paths) for run in read.runs or ()]
+    timed = [(source, run) for source, run in listed if run.measured.step_time_s is not None]
+    found = Parallel(n_jobs=jobs)(delayed(_row)(source, run, dict(values)) for source, run in timed)
+    return [row for row in found if row is not None]
+
+
+def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
+    try:
+        job = job_of_run(run)
+    except SimplanError:
+        return None
+    device = changed_device(job.cluster.device, values)
+    cluster = job.cluster.model_copy(update={"device": device})
+    job = replace(job, cluster=cluster, software=changed_software(job.software, values))
+    asked = (job.model, job.cluster, job.training, job.plan, job.software)
+    try:
+        terms = brief_terms(*asked, steps_overlap=job.steps_overlap)
+    except SimplanError:
+        return None
+    cost = cost_model(*asked[1:], None)
+    deviation_s = 0.0
+    for term in terms:
+        if isinstance(term.work, Excess):
+            deviation_s += term.times * term.seconds * max(cost.message(m).relative_std for m in term.work.messages)
+        elif not isinstance(term.work, LayerWork):
+            deviation_s += term.times * term.seconds * cost.message(term.work).relative_std
+    return Row(source, run, job, terms, deviation_s)
