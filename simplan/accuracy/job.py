@@ -243,6 +243,8 @@ def _plan(run: PublishedRun) -> ParallelPlan:
             "grad_dtype",
         )
     }
+    if given.grad_dtype is None:
+        fields["grad_dtype"] = STACKS[run.software.framework].grad_dtype
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm

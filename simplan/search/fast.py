@@ -42,6 +42,8 @@ def covers_job(question: Question) -> bool:
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives
+        and not software.reduces_each_microbatch
+        and all(low.weights == "microbatch" for low in software.low_precision.values())
         and software.rebuilds_buckets
         and software.optimizer_shards == "parameters"
         and software.layers == LayerStyle()
