@@ -19,8 +19,6 @@ class Stack(NamedTuple):
         profiles: Name of the software profile, by the first year that it holds for.
         cp_comm: How its context parallelism exchanges keys and values.
         fp8_recipe: How it scales fp8 unless told otherwise.
-        grad_dtype: In which precision it reduces gradients unless told otherwise, where its published runs do not do as
-            its profile does.
         prints: What a peak is a figure of where the source prints "GB" only.
         printed_gb_bytes: How many bytes such a GB has.
     """
@@ -28,7 +26,6 @@ class Stack(NamedTuple):
     profiles: tuple[tuple[int, str], ...]
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
     fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
-    grad_dtype: Literal["bf16"] | None = None
     prints: MemoryKind = "allocated"
     printed_gb_bytes: int = 2**30
 
@@ -45,10 +42,7 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
         "deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
         # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time
         "nemo": Stack(((0, "nemo"),), fp8_recipe="delayed"),
-        # docs/performance-summary.md: "These results were obtained using performance recipes" in scripts/performance;
-        # these set grad_reduce_in_fp32 = False (v0.1.0rc4 configs/llama3/*.yaml, v0.2.0 to v0.5.0
-        # configs/llama/*_llm_pretrain.py, v0.6.0 src/megatron/bridge/perf_recipes/_common.py)
-        "megatron-bridge": Stack(((0, "megatron-bridge"),), grad_dtype="bf16"),
+        "megatron-bridge": Stack(((0, "megatron-bridge"),)),
         # torchtitan/config/job_config.py: context_parallel_rotate_method = allgather; metrics.py: max_reserved
         "torchtitan": Stack(((0, "torchtitan"), (2025, "torchtitan-2025")), cp_comm="all_gather", prints="reserved"),
         "llm-foundry": Stack(((0, "llm-foundry"),), fp8_recipe="delayed"),

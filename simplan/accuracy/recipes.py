@@ -1,0 +1,150 @@
+"""What published runs were started with beyond what their tables print: settings of the recipes that the tables name.
+
+A table of a framework's own runs says which scripts made it. What these set for just such a run is as good as printed;
+what they leave open is the framework's own, which is in its software profile.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from simplan.accuracy.schema import Framework, PublishedRun
+from simplan.spec.low_precision import QuantizedWeights
+from simplan.spec.software import SoftwareSpec
+
+__all__ = ["RECIPES", "Recipe", "recipes_of", "with_recipes"]
+
+_Container = tuple[int, int]
+"""Year and month of a release."""
+
+_RELEASE = re.compile(r"(?<![0-9.])(2[0-9])\.([01][0-9])\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Settings of some runs; an empty condition holds for all.
+
+    Attributes:
+        framework: Whose.
+        since: The first release.
+        tasks, models, devices, precisions: Of which runs.
+        grad_dtype: In which precision gradients are reduced; None where it is not set.
+        weights: How often weights in 8 bits are quantized; None where it is not set.
+        expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
+        source: Where this is said.
+    """
+
+    framework: Framework
+    since: _Container = (0, 0)
+    tasks: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    grad_dtype: Literal["bf16"] | None = None
+    weights: QuantizedWeights | None = None
+    expandable_segments: bool = False
+    source: str
+
+    @property
+    def settings(self) -> str:
+        """What it sets, for people."""
+        words = {
+            "gradients reduced in bf16": self.grad_dtype is not None,
+            "weights held in 8 bits": self.weights == "stored",
+            "an allocator with expandable segments": self.expandable_segments,
+        }
+        return ", ".join(word for word, holds in words.items() if holds)
+
+    def is_for(self, run: PublishedRun) -> bool:
+        """Whether a run is one of its."""
+        named = (
+            (self.tasks, run.task),
+            (self.models, run.model.name),
+            (self.devices, run.cluster.device),
+            (self.precisions, run.plan.precision),
+        )
+        return (
+            run.software.framework == self.framework
+            and _release(run) >= self.since
+            and all(value in allowed for allowed, value in named if allowed)
+        )
+
+
+_BRIDGE = "NVIDIA-NeMo/Megatron-Bridge"
+_LAUNCHER = "NVIDIA/NeMo-Framework-Launcher at 24.07"
+
+RECIPES: tuple[Recipe, ...] = (
+    Recipe(
+        framework="megatron-bridge",
+        grad_dtype="bf16",
+        source=f'{_BRIDGE}: docs/performance-summary.md: "obtained using performance recipes" in scripts/performance, '
+        "which set grad_reduce_in_fp32 = False (v0.1.0rc4 configs/llama3/*.yaml; v0.2.0 to v0.5.0 "
+        "configs/**/*_llm_pretrain.py and *_llm_finetune.py; v0.6.0 src/megatron/bridge/perf_recipes/_common.py)",
+    ),
+    Recipe(
+        framework="megatron-bridge",
+        models=("llama3.1-405b",),
+        devices=("gb200",),
+        precisions=("fp8", "mxfp8"),
+        tasks=("pretrain",),
+        expandable_segments=True,
+        source=f"{_BRIDGE}: scripts/performance/setup_experiment.py at v0.1.0rc4, perf_plugins.py at v0.2.0 to v0.4.0",
+    ),
+    Recipe(
+        framework="megatron-bridge",
+        since=(26, 4),
+        models=("llama3.1-405b",),
+        devices=("gb300",),
+        precisions=("fp8", "mxfp8"),
+        tasks=("pretrain",),
+        expandable_segments=True,
+        source=f"{_BRIDGE}: scripts/performance/perf_plugins.py at v0.4.0",
+    ),
+    Recipe(
+        framework="megatron-bridge",
+        since=(26, 6),
+        expandable_segments=True,
+        source=f"{_BRIDGE}: scripts/performance/utils/executors.py at v0.5.0, PERF_ENV_VARS",
+    ),
+    Recipe(
+        framework="nemo",
+        since=(24, 7),
+        tasks=("pretrain", "sft"),
+        grad_dtype="bf16",
+        source=f"{_LAUNCHER}: examples/training/*/h100/*.sh set grad_sync_dtype=bf16, as does "
+        "launcher_scripts/conf/peft/llama/sft.yaml",
+    ),
+    Recipe(
+        framework="nemo",
+        since=(24, 7),
+        tasks=("sft", "lora"),
+        precisions=("fp8",),
+        weights="stored",
+        source=f"{_LAUNCHER}: examples/peft/*/h100/*.sh set fp8_params=true, which examples/training do not",
+    ),
+)
+"""In order; what several set is the last one's."""
+
+
+def recipes_of(run: PublishedRun) -> tuple[Recipe, ...]:
+    """Those that a run was started with."""
+    return tuple(recipe for recipe in RECIPES if recipe.is_for(run))
+
+
+def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
+    """A software profile as a run's recipes set it."""
+    for recipe in recipes_of(run):
+        if recipe.expandable_segments:
+            software = software.model_copy(update={"reserve_fraction": 0.0})
+        if recipe.weights is not None and (low := software.low_precision.get("fp8")) is not None:
+            changed = software.low_precision | {"fp8": low.model_copy(update={"weights": recipe.weights})}
+            software = software.model_copy(update={"low_precision": changed})
+    return software
+
+
+def _release(run: PublishedRun) -> _Container:
+    """Of its container; runs without one are older than all recipes that begin with one."""
+    found = _RELEASE.search(run.software.version or "")
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
