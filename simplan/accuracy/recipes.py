@@ -7,7 +7,8 @@ what they leave open is the framework's own, which is in its software profile.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from simplan.accuracy.schema import Framework, PublishedRun
@@ -29,9 +30,10 @@ class Recipe:
     Attributes:
         framework: Whose.
         since: The first release.
-        tasks, models, devices, precisions: Of which runs.
+        tasks, models, devices, precisions, num_devices: Of which runs.
         grad_dtype: In which precision gradients are reduced; None where it is not set.
         weights: How often weights in 8 bits are quantized; None where it is not set.
+        states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
         expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
     """
@@ -42,8 +44,10 @@ class Recipe:
     models: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
+    num_devices: tuple[int, ...] = ()
     grad_dtype: Literal["bf16"] | None = None
     weights: QuantizedWeights | None = None
+    states: Mapping[str, int] = field(default_factory=dict)
     expandable_segments: bool = False
     source: str
 
@@ -53,17 +57,19 @@ class Recipe:
         words = {
             "gradients reduced in bf16": self.grad_dtype is not None,
             "weights held in 8 bits": self.weights == "stored",
+            **{f"{name} of {width} bytes a parameter": True for name, width in self.states.items()},
             "an allocator with expandable segments": self.expandable_segments,
         }
         return ", ".join(word for word, holds in words.items() if holds)
 
     def is_for(self, run: PublishedRun) -> bool:
         """Whether a run is one of its."""
-        named = (
+        named: tuple[tuple[tuple[object, ...], object], ...] = (
             (self.tasks, run.task),
             (self.models, run.model.name),
             (self.devices, run.cluster.device),
             (self.precisions, run.plan.precision),
+            (self.num_devices, run.cluster.num_devices),
         )
         return (
             run.software.framework == self.framework
@@ -73,6 +79,11 @@ class Recipe:
 
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge"
+_WHOLE_MASTER = {"master": 4}
+_STORES = (
+    "NVIDIA/NeMo at 8cfedd7, nemo/collections/nlp/models/language_modeling/megatron_base_model.py: the optimizer of "
+    "such weights stores whole master copies (store_params)"
+)
 _LAUNCHER = "NVIDIA/NeMo-Framework-Launcher at 24.07"
 
 RECIPES: tuple[Recipe, ...] = (
@@ -122,7 +133,28 @@ RECIPES: tuple[Recipe, ...] = (
         tasks=("sft", "lora"),
         precisions=("fp8",),
         weights="stored",
-        source=f"{_LAUNCHER}: examples/peft/*/h100/*.sh set fp8_params=true, which examples/training do not",
+        states=_WHOLE_MASTER,
+        source=f"{_LAUNCHER}: examples/peft/*/h100/*.sh set fp8_params=true, which examples/training do not; {_STORES}",
+    ),
+    Recipe(
+        framework="nemo",
+        since=(24, 7),
+        tasks=("sft",),
+        states={"master": 2, "moment": 2},
+        source=f"{_LAUNCHER}: launcher_scripts/conf/peft/llama/sft.yaml: optim.dtype = bf16",
+    ),
+    Recipe(
+        framework="nemo",
+        since=(24, 7),
+        tasks=("pretrain",),
+        models=("gpt3-175b",),
+        num_devices=(512,),
+        precisions=("fp8",),
+        weights="stored",
+        states=_WHOLE_MASTER,
+        source="this row is the submission to MLPerf: mlcommons/training_results_v4.0 at 62f111b, "
+        "NVIDIA/benchmarks/gpt3/implementations/nemo/config_DGXH100_64x8x128x4x8_mbs2.sh; FP8_PARAMS=True in its "
+        f"config_common.sh, read in the copy henrique/training_results_v4.0 at c7a8e8f; {_STORES}",
     ),
 )
 """In order; what several set is the last one's."""
@@ -141,7 +173,19 @@ def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
         if recipe.weights is not None and (low := software.low_precision.get("fp8")) is not None:
             changed = software.low_precision | {"fp8": low.model_copy(update={"weights": recipe.weights})}
             software = software.model_copy(update={"low_precision": changed})
+        if recipe.states:
+            software = _with_states(software, recipe.states)
     return software
+
+
+def _with_states(software: SoftwareSpec, states: Mapping[str, int]) -> SoftwareSpec:
+    """With other optimizer states in mixed precision."""
+    update = {
+        kinds: given | {"bf16": given["bf16"].model_copy(update=dict(states))}
+        for kinds in ("state_bytes", "lora_state_bytes")
+        if "bf16" in (given := getattr(software, kinds))
+    }
+    return software.model_copy(update=update)
 
 
 def _release(run: PublishedRun) -> _Container:

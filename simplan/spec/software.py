@@ -53,6 +53,7 @@ class StateBytes(Spec):
         frozen: Those of them that are not trained.
         gradient: The accumulated gradient.
         master: A separate fp32 copy of the weights, when there is one.
+        moment: Each of Adam's two moments.
         activation: Bytes of one activation element that the backward pass keeps.
         residual: The same for the residual stream.
         boundary: Bytes of one element sent between stages.
@@ -73,6 +74,7 @@ class StateBytes(Spec):
     frozen: Count
     gradient: Count
     master: NonNegative = 0
+    moment: Count = 4
     activation: Count
     residual: Count
     boundary: Count
@@ -101,8 +103,8 @@ class StateBytes(Spec):
         return self.reduced if self.unaccumulated and self.reduced < self.gradient else 0
 
     def optimizer_bytes(self, optimizer: str) -> int:
-        """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
-        return (8 if optimizer in ("adam", "adamw") else 0) + int(self.master)
+        """Bytes of optimizer states for one parameter: two moments (Adam) or none, and the master copy."""
+        return (2 * self.moment if optimizer in ("adam", "adamw") else 0) + int(self.master)
 
     @model_validator(mode="before")
     @classmethod
