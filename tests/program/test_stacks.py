@@ -232,3 +232,21 @@ def test_whole_gradients_do_not_pile_up_where_every_microbatch_is_reduced() -> N
     ]
     whole = 4 * TINY.layers[1].num_parameters * 3 // 4
     assert peaks[1] - peaks[0] >= whole
+
+
+def test_keys_gathered_from_ranks_need_a_table_where_all_are_attended_to_at_once() -> None:
+    """torch's context parallelism attends to each rank's keys apart; a bias for every position is a table anyway."""
+    plan = ParallelPlan(cp=2, cp_comm="all_gather")
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "seq_len": 32}
+    biased = ModelSpec(family="mpt", num_hidden_layers=1, **shape)
+    sizes = [
+        [
+            table.elements
+            for table in catalogue.software(name).layers_of(model, plan)[1].constants
+            if "mask" in table.name
+        ]
+        for name in ("torch", "torchtitan")
+        for model in (TINY, biased)
+    ]
+    n = TINY.seq_len
+    assert sizes == [[n // 2 * n], [4 * 16 * 32], [], [4 * 16 * 32]]
