@@ -247,6 +247,9 @@ def _plan(run: PublishedRun) -> ParallelPlan:
     }
     for recipe in recipes_of(run) if given.grad_dtype is None else ():
         fields["grad_dtype"] = recipe.grad_dtype or fields["grad_dtype"]
+    for recipe in recipes_of(run):
+        if recipe.offload_layers is not None:
+            fields |= {"offload_activations": True, "offload_layers": recipe.offload_layers}
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm

@@ -30,10 +30,11 @@ class Recipe:
     Attributes:
         framework: Whose.
         since: The first release.
-        tasks, models, devices, precisions, num_devices: Of which runs.
+        tasks, models, devices, precisions, num_devices, zero_stages: Of which runs.
         grad_dtype: In which precision gradients are reduced; None where it is not set.
         weights: How often weights in 8 bits are quantized; None where it is not set.
         states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
+        offload_layers: How many blocks have their activations on the host; None where it is not set.
         expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
     """
@@ -45,9 +46,11 @@ class Recipe:
     devices: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     num_devices: tuple[int, ...] = ()
+    zero_stages: tuple[int, ...] = ()
     grad_dtype: Literal["bf16"] | None = None
     weights: QuantizedWeights | None = None
     states: Mapping[str, int] = field(default_factory=dict)
+    offload_layers: int | None = None
     expandable_segments: bool = False
     source: str
 
@@ -58,6 +61,7 @@ class Recipe:
             "gradients reduced in bf16": self.grad_dtype is not None,
             "weights held in 8 bits": self.weights == "stored",
             **{f"{name} of {width} bytes a parameter": True for name, width in self.states.items()},
+            f"activations of {self.offload_layers} blocks on the host": self.offload_layers is not None,
             "an allocator with expandable segments": self.expandable_segments,
         }
         return ", ".join(word for word, holds in words.items() if holds)
@@ -70,6 +74,7 @@ class Recipe:
             (self.devices, run.cluster.device),
             (self.precisions, run.plan.precision),
             (self.num_devices, run.cluster.num_devices),
+            (self.zero_stages, run.plan.zero_stage),
         )
         return (
             run.software.framework == self.framework
@@ -118,6 +123,21 @@ RECIPES: tuple[Recipe, ...] = (
         since=(26, 6),
         expandable_segments=True,
         source=f"{_BRIDGE}: scripts/performance/utils/executors.py at v0.5.0, PERF_ENV_VARS",
+    ),
+    *(
+        Recipe(
+            framework="megatron-bridge",
+            tasks=("pretrain",),
+            models=("llama3-70b",),
+            devices=(device,),
+            precisions=("fp8",),
+            zero_stages=(3,),
+            offload_layers=layers,
+            source=f"{_BRIDGE}: cpu_offloading_num_layers with use_megatron_fsdp in scripts/performance/configs/llama3/"
+            "llama3_70b_llm_pretrain.yaml at v0.1.0rc4, workload_base_configs.py at v0.2.0 and "
+            "configs/llama/llama3_workload_base_configs.py at v0.3.0 to v0.5.0",
+        )
+        for device, layers in (("gb200", 40), ("gb300", 20))
     ),
     Recipe(
         framework="nemo",
