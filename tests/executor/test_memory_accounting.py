@@ -253,7 +253,7 @@ def test_real_ranks_allocate_what_is_predicted(
 ) -> None:
     """The profiler's trace of two steps on gloo; DDP with microbatches of one sequence is at its peak between them.
 
-    The threads of gloo let a tensor go when they come to it, so the gradients or weights of one more block may be alive.
+    The threads of gloo let a tensor go when they come to it, so gradients or weights of one more block may be alive.
     """
     job = job_of(make_job, name, changes, num_microbatches, precision, num_steps=1, profile_memory=True)
     measurement = run_job(job, tmp_path)
