@@ -65,6 +65,13 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor has no ring attention",
             fix="use all_gather or a2a",
         )
+    if plan.offload_layers is not None:
+        yield Problem(
+            field="plan.offload_layers",
+            value=str(plan.offload_layers),
+            rule="the executor moves activations of all blocks",
+            fix="remove it",
+        )
     if plan.recompute not in ("none", "selective", "full"):
         yield Problem(
             field="plan.recompute",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from simplan.accuracy.recipes import recipes_of, with_recipes
 from simplan.accuracy.schema import PublishedRun, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
@@ -67,7 +68,8 @@ def job_of_run(run: PublishedRun) -> RunJob:
         SpecError: Something of it has no counterpart here.
     """
     notes: list[str] = []
-    software = _software(run, notes)
+    software = with_recipes(_software(run, notes), run)
+    notes += [f"as its recipe says: {recipe.settings}" for recipe in recipes_of(run)]
     return RunJob(
         model=_model(run, software, notes),
         cluster=_cluster(run, notes),
@@ -244,6 +246,11 @@ def _plan(run: PublishedRun) -> ParallelPlan:
             "grad_dtype",
         )
     }
+    for recipe in recipes_of(run) if given.grad_dtype is None else ():
+        fields["grad_dtype"] = recipe.grad_dtype or fields["grad_dtype"]
+    for recipe in recipes_of(run):
+        if recipe.offload_layers is not None:
+            fields |= {"offload_activations": True, "offload_layers": recipe.offload_layers}
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 from simplan.explain.part import Part
 from simplan.prediction import Prediction
+from simplan.program.complete import stage_to_rank
+from simplan.program.low_precision_footprint import resting_weight_bytes
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import peak_position
+from simplan.spec.plan import RankMapping
 from simplan.units import format_bytes
 
 __all__ = ["memory_parts"]
@@ -27,7 +30,9 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
     resting = program.resting_bytes[rank]
     optimizer = state.optimizer_bytes(prediction.training.optimizer)
     trained = resting[MemoryCategory.GRADIENTS] // state.gradient
-    frozen = (resting[MemoryCategory.PARAMETERS] - trained * state.parameter) // state.frozen
+    quantized = _quantized_bytes(prediction, rank)
+    wide = resting[MemoryCategory.PARAMETERS] - quantized
+    frozen = (wide - trained * state.parameter) // state.frozen
     widths = {
         MemoryCategory.PARAMETERS: state.parameter,
         MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
@@ -36,7 +41,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
     for category, num_bytes in worst.by_category.items():
         if not num_bytes:
             continue
-        kept = resting.get(category, 0)
+        kept = wide if category is MemoryCategory.PARAMETERS else resting.get(category, 0)
         if category is MemoryCategory.HOST:
             formula = "offloaded to the host, whose memory is the device's own here"
         elif category is MemoryCategory.OPTIMIZER and prediction.plan.offload_optimizer:
@@ -49,7 +54,10 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
                 formula = f"{kept // widths[category]:,} parameters trained x {widths[category]} B"
             if prediction.plan.shards_parameters:
                 formula += f" (one of {prediction.plan.dp_shard * prediction.plan.cp} shards)"
-            if num_bytes > kept:
+            if category is MemoryCategory.PARAMETERS and quantized:
+                more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
+                formula += f" {more} quantized weights"
+            elif num_bytes > kept:
                 formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
         elif category is MemoryCategory.ACTIVATIONS:
             formula = _activations(prediction, program, rank)
@@ -104,3 +112,16 @@ def _activations(prediction: Prediction, program: Program, rank: int) -> str:
     ]
     how = "" if prediction.plan.recompute == "none" else f" (recompute {prediction.plan.recompute})"
     return (" + ".join(parts) or "of the layer that runs then") + how
+
+
+def _quantized_bytes(prediction: Prediction, rank: int) -> int:
+    """What quantized weights of a rank take between steps beside those in 16 bits, or, negative, less than them."""
+    plan, software = prediction.plan, prediction.software
+    if plan.shards_parameters:
+        return 0
+    state = software.state(prediction.training, plan)
+    layers = software.layers_of(prediction.model, plan)
+    pp_rank = RankMapping.of(plan).place(rank).pp
+    mine = [stage for stage, at in stage_to_rank(prediction.table).items() if at == pp_rank]
+    held = [layers[index] for stage in mine for index in prediction.assignment.layer_range(stage)]
+    return sum(resting_weight_bytes(layer, state) for layer in held)

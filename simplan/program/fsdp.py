@@ -202,7 +202,7 @@ class FsdpHooks(Hooks):
                 self._copy_out(action, index, in_forward=False)
 
     def _synchronizes(self, action: Action) -> bool:
-        each = self.stages.plan.grad_sync == "microbatch"
+        each = self.stages.software.reduces_every(self.stages.plan)
         return each or self.stages.last_backward[action.stage] == action
 
     def _gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:

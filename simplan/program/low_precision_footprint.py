@@ -9,7 +9,13 @@ from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise, Saved
 from simplan.spec.low_precision import LinearFormat, linears
 from simplan.spec.software import StateBytes
 
-__all__ = ["backward_moments", "forward_cast_bytes", "keeping_quantized", "kept_weight_bytes"]
+__all__ = [
+    "backward_moments",
+    "forward_cast_bytes",
+    "keeping_quantized",
+    "kept_weight_bytes",
+    "resting_weight_bytes",
+]
 
 _KEEP_THEIR_RESULT = ("relu",)  # their own backward reads it
 
@@ -53,16 +59,34 @@ def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
 
 
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
-    """What forward keeps of a weight beside the weight itself: nothing, or its quantized copy along columns."""
-    return form.quantized_bytes(gemm.k, gemm.n, weight=True) if form.kept == "quantized" else 0
+    """What forward keeps of a weight for one microbatch: nothing, or its quantized copy along columns."""
+    keeps = form.kept == "quantized" and form.weights == "microbatch"
+    return form.quantized_bytes(gemm.k, gemm.n, weight=True) if keeps else 0
+
+
+def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
+    """What the quantized weights of a layer take between steps, less the weights in 16 bits that they stand for."""
+    form = state.linear
+    if form is None or form.weights == "microbatch":
+        return 0
+    found = 0
+    for gemm in linears(layer):
+        found += form.quantized_bytes(gemm.n, gemm.k, weight=True) + form.quantized_bytes(gemm.k, gemm.n, weight=True)
+        if form.weights == "stored":
+            found -= gemm.weight_elements * (state.parameter if gemm.trained else state.frozen)
+    return found
 
 
 def forward_cast_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> int:
-    """Input and weight of one product along rows, which are there until it is done; 0 in 16 bits."""
+    """Input and weight of one product along rows, which are there until it is done; 0 in 16 bits.
+
+    A weight that is quantized less often than that is there anyway.
+    """
     form = state.linear
     if form is None or gemm not in linears(layer):
         return 0
-    return form.quantized_bytes(b * gemm.m, gemm.k) + form.quantized_bytes(gemm.n, gemm.k, weight=True)
+    weight = form.quantized_bytes(gemm.n, gemm.k, weight=True) if form.weights == "microbatch" else 0
+    return form.quantized_bytes(b * gemm.m, gemm.k) + weight
 
 
 def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, held: int) -> tuple[Moment, ...]:
@@ -84,7 +108,8 @@ def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, he
     rows = b * gemm.m
     gradient, result = form.quantized_bytes(rows, gemm.n), rows * gemm.k * state.activation
     wide = form.kept == "wide"
-    weight = form.quantized_bytes(gemm.k, gemm.n, weight=True) if wide else 0
+    again_weight = wide and form.weights == "microbatch"
+    weight = form.quantized_bytes(gemm.k, gemm.n, weight=True) if again_weight else 0
     again = form.quantized_bytes(gemm.k, rows) if wide else 0
     copies, beside = (1, 0) if form.wide_weight_gradient else (2, gradient + again)
     return (

@@ -181,7 +181,9 @@ class _RankLowering:
         buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
         states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
-            MemoryCategory.PARAMETERS: trained * state.parameter + frozen * state.frozen,
+            MemoryCategory.PARAMETERS: trained * state.parameter
+            + frozen * state.frozen
+            + stages.quantized_weight_bytes(mine),
             MemoryCategory.GRADIENTS: trained * (state.gradient + state.unaccumulated),
             MemoryCategory.OPTIMIZER: 0,
             states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),

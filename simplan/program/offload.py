@@ -65,6 +65,10 @@ class ActivationOffload:
     its activations on the device where the backward of the same microbatch follows at once. Embedding and head, and
     receive buffers, are left alone.
 
+    With ``plan.offload_layers`` = n only the first n of L blocks are moved, and the device holds L - n of them: each is
+    let go of before the forward of the block L - n further on begins, and asked for when the device has let go of that
+    many in backward (Transformer Engine, transformer_engine/pytorch/cpu_offload.py, DefaultOffloadSynchronizer).
+
     Device memory counts what is kept from the beginning of forward to the wait after the copy, and from the issue of
     the copy back to the end of backward; host memory from the issue of the first to the end of the second.
 
@@ -78,6 +82,10 @@ class ActivationOffload:
     def __init__(self, stages: Stages, writer: RankWriter, row: Sequence[Action], *, host_waits: bool) -> None:
         self._stages, self._writer, self._host_waits = stages, writer, host_waits
         self._is_on = stages.plan.offload_activations
+        num_blocks = sum(layer.kind is LayerKind.BLOCK for layers in stages.layers for layer in layers)
+        self._moved = stages.plan.offload_layers or num_blocks
+        stays = max(1, num_blocks - self._moved)
+        self._held_ahead, self._asked_ahead = stays, max(1, stays - 1)
         self._at_once = backward_follows(row)
         self._leaving: deque[_Copy | None] = deque()  # one for each layer, the newest last
         self._on_host: dict[_Key, int] = {}
@@ -89,8 +97,8 @@ class ActivationOffload:
         return self._is_on
 
     def before_forward(self, action: Action) -> None:
-        """Lets go of all but what the layer before has kept."""
-        while len(self._leaving) > 1:
+        """Lets go of all but what the layers before have kept, one or as many as stay on the device."""
+        while len(self._leaving) > self._held_ahead:
             self._let_go(action, self._leaving.popleft())
 
     def after_forward(self, action: Action, part: range) -> None:
@@ -121,8 +129,9 @@ class ActivationOffload:
             self._let_go(action, copy)
         self._fetch(action, part)
         self._writer.block_on(self._coming.pop(key, None))
-        if len(part) == 1 and part.start > 0:
-            self._fetch(action, range(part.start - 1, part.start))
+        if len(part) == 1 and part.start >= self._asked_ahead:
+            first = part.start - self._asked_ahead
+            self._fetch(action, range(first, first + 1))
 
     def _let_go(self, action: Action, copy: _Copy | None) -> None:
         if copy is None:
@@ -153,6 +162,9 @@ class ActivationOffload:
         if action in self._at_once:
             last = max(position for position, layer in enumerate(layers) if layer.kind is LayerKind.BLOCK)
             blocks = [position for position in blocks if position != last]
+        if self._stages.plan.offload_layers is not None:  # without a pipeline, so all blocks are of one stage
+            first = min(position for position, layer in enumerate(layers) if layer.kind is LayerKind.BLOCK)
+            blocks = [position for position in blocks if position - first < self._moved]
         return sum(self._stages.facts(action.stage, position).footprint.activations for position in blocks)
 
 

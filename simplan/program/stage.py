@@ -11,7 +11,7 @@ from typing import NamedTuple
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
-from simplan.program.low_precision_footprint import keeping_quantized
+from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryEffect, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
@@ -148,6 +148,15 @@ class Stages:
         shared = {table for layer in self.layers[stage] for table in layer.constants}
         tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
+
+    def quantized_weight_bytes(self, stages: Iterable[int]) -> int:
+        """What quantized weights take between steps beside those in 16 bits, or, negative, less than them.
+
+        Where FSDP shards weights that are quantized this is not counted: they are 1/shards of what it is elsewhere.
+        """
+        if self.plan.shards_parameters:
+            return 0
+        return sum(resting_weight_bytes(layer, self.state) for stage in stages for layer in self.layers[stage])
 
     def placeholder_bytes(self, stages: Iterable[int]) -> int:
         """Empty tensors in place of gradients, one for each shape that a matrix of blocks on these stages has."""

@@ -175,7 +175,8 @@ def plan_words(plan: ParallelPlan) -> str:
     if plan.offload_optimizer:
         parts.append("optimizer states on the host")
     if plan.offload_activations:
-        parts.append("activations on the host")
+        of = "" if plan.offload_layers is None else f" of {plan.offload_layers} blocks"
+        parts.append(f"activations{of} on the host")
     return ", ".join(parts) or "one device"
 
 

@@ -43,6 +43,8 @@ def covers_job(question: Question) -> bool:
         and software.gradient_as_bucket_view
         and software.preallocated_receives
         and not software.splits_sends
+        and not software.reduces_each_microbatch
+        and all(low.weights == "microbatch" for low in software.low_precision.values())
         and software.rebuilds_buckets
         and software.waits_for_gradients == "backward"
         and software.optimizer_shards == "parameters"

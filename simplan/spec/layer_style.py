@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Spec
-from simplan.spec.layer import Attention, Kernel, LayerKind, LayerSpec, Pointwise, Saved
+from simplan.spec.layer import Attention, Exchange, Kernel, LayerKind, LayerSpec, Pointwise, Saved
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
 
@@ -51,6 +51,9 @@ class LayerStyle(Spec):
         narrow_values: Values that are narrower than keys are not padded.
         split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
             (torch), or of each product with weights its input and the gradient of its output (``products``).
+        gathered_keys: How queries of a part of a sequence attend to keys that are gathered from all context-parallel
+            ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
+            the kernel needs none.
     """
 
     attention: Literal["fused", "unfused"] = "fused"
@@ -60,6 +63,7 @@ class LayerStyle(Spec):
     loss: Loss = "log_probabilities"
     narrow_values: bool = False
     split_backward: SplitBackward = "all"
+    gathered_keys: Literal["masked", "by_rank"] = "masked"
 
 
 def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -> tuple[LayerSpec, ...]:
@@ -103,12 +107,22 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     if style.loss != "log_probabilities":
         name, width = _KEPT_BY_LOSS[style.loss]
         saved = [replace(t, name=name, bytes_per_element=width) if t.logits else t for t in saved]
-    if kernels == layer.kernels and tuple(saved) == layer.saved:
+    constants = layer.constants
+    if style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer):
+        constants = tuple(table for table in constants if table.name != "attention mask")
+    if (kernels, tuple(saved), constants) == (layer.kernels, layer.saved, layer.constants):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
-    words.append("narrow" * style.narrow_values)
+    words += ["narrow" * style.narrow_values, "by rank" * (constants != layer.constants)]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
-    return replace(layer, key=key, kernels=kernels, saved=tuple(saved))
+    return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants)
+
+
+def _is_masked_for_gathering(layer: LayerSpec) -> bool:
+    """Whether attention in it has a table for no other reason than that keys are gathered."""
+    cores = [kernel for kernel in layer.kernels if isinstance(kernel, Attention)]
+    gathers = any(isinstance(k, Exchange) and k.axis == "cp" for k in layer.kernels)
+    return gathers and bool(cores) and not any(core.masked for core in cores)
 
 
 def _with_scores(saved: Iterable[Saved], cores: list[Attention], *, dropout: bool) -> Iterator[Saved]:

@@ -32,6 +32,7 @@ __all__ = [
     "Kept",
     "LinearFormat",
     "LowPrecision",
+    "QuantizedWeights",
     "casts",
     "linear_format",
     "linears",
@@ -41,6 +42,10 @@ LowPrecision = Literal["fp8", "mxfp8", "nvfp4"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"]
 Kept = Literal["wide", "quantized"]
 """What of its operands a linear layer keeps for backward: them as they are, in 16 bits, or what it made of them."""
+
+QuantizedWeights = Literal["microbatch", "step", "stored"]
+"""How often weights are quantized, and how long that lives: for every microbatch, to the end of its backward; once a
+step, beside the weights in 16 bits, to the next one; or when they are updated, in place of weights in 16 bits."""
 
 LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
 DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
@@ -68,6 +73,7 @@ class LinearFormat:
         wide_weight_gradient: The gradient of the weight is a product in 16 bits.
         multiple: Rows, columns and tokens are multiples of it.
         kept: What is kept for backward.
+        weights: How often weights are quantized.
     """
 
     precision: LowPrecision
@@ -84,6 +90,7 @@ class LinearFormat:
     wide_weight_gradient: bool = False
     multiple: int = 16
     kept: Kept = "wide"
+    weights: QuantizedWeights = "microbatch"
 
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
         """Bytes of a quantized matrix with its scales.
@@ -132,16 +139,19 @@ _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
 }
 
 
-def linear_format(precision: LowPrecision, recipe: Fp8Recipe | None, kept: Kept) -> LinearFormat:
+def linear_format(
+    precision: LowPrecision, recipe: Fp8Recipe | None, kept: Kept, weights: QuantizedWeights = "microbatch"
+) -> LinearFormat:
     """The format of a training.
 
     Args:
         precision: ``TrainingSpec.precision``.
         recipe: Of fp8 alone.
         kept: What the software keeps.
+        weights: How often it quantizes weights.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
-    return replace(_FORMATS[precision, name], kept=kept)
+    return replace(_FORMATS[precision, name], kept=kept, weights=weights)
 
 
 def linears(layer: LayerSpec) -> list[Gemm]:

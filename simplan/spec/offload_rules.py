@@ -22,6 +22,10 @@ def offload_rules(cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPl
     if plan.offload_optimizer and training.optimizer == "sgd":
         rule = "moves optimizer states, and sgd has none"
         yield Problem(field="plan.offload_optimizer", value="true", rule=rule, fix="remove it, or use adamw")
+    if plan.offload_layers is not None and not plan.offload_activations:
+        rule = "says of how many blocks activations are moved, and offload_activations is off"
+        fix = "set offload_activations, or remove it"
+        yield Problem(field="plan.offload_layers", value=str(plan.offload_layers), rule=rule, fix=fix)
     offloads = plan.offload_optimizer or plan.offload_activations
     if offloads and cluster.device.kind != "cpu" and cluster.host_link is None:
         yield Problem(
@@ -50,6 +54,10 @@ def unmodelled_offload(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem
         what, fix = f"context parallelism (cp = {plan.cp})", "use cp = 1"
     elif plan.recompute == "qkv_proj_offloaded":
         what, fix = "recompute = qkv_proj_offloaded, which has transfers of its own,", "use selective or full"
+    if plan.offload_layers is not None and plan.pp > 1:
+        fix = "remove it: then all blocks are moved"
+        rule = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet"
+        yield Problem(field="plan.offload_layers", value=str(plan.offload_layers), rule=rule, fix=fix)
     if what:
         yield _not_modelled("offload_activations", what, fix)
 

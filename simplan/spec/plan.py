@@ -30,7 +30,7 @@ class ParallelPlan(Spec):
     software's own value; in ``stage_layers``, a balanced split; its first and last may be 0, for
     stages that have the embedding or the head alone. ``offload_optimizer`` keeps optimizer states in memory
     of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
-    from forward to backward.
+    from forward to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
     """
 
     dp_replicate: Count = 1
@@ -54,6 +54,7 @@ class ParallelPlan(Spec):
     prefetch_depth: Count | None = None
     offload_optimizer: bool = False
     offload_activations: bool = False
+    offload_layers: Count | None = None
 
     @model_validator(mode="before")
     @classmethod

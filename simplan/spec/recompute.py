@@ -40,8 +40,8 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
     (Korthikanti et al. 2022). ``selective_op`` keeps the results of every second matrix product beginning with the
     first, of the attention core and of reduce-scatters (torchtitan's per-op policy), of which some are not needed.
     ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the results of
-    matrix products as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has q, k and v on the host, whose
-    transfers are not counted, and repeats the rest (MaxText).
+    matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has q, k and v
+    on the host, whose transfers are not counted, and repeats the rest (MaxText).
 
     Args:
         layer: The layer.
@@ -65,7 +65,10 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
             kept |= _where(layer, lambda k: isinstance(k, Exchange) and k.forward is CollectiveKind.REDUCE_SCATTER)
             return _keeping(layer, sorted(kept))
         case "minimal":
-            return _keeping(layer, _gemms(layer)[:-1])
+            products = _gemms(layer)[:-1]
+            parts = [index for index in products if _is_summed(layer.kernels[index + 1])]
+            sums = [index + 1 for index in parts]  # a product over ranks is kept as the one array that it is to JAX
+            return _keeping(layer, sorted({*products, *sums} - {*parts}), parts)
         case "qkv_proj_offloaded":
             first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
             on_host = [index for index in _gemms(layer) if index < first_attention]
@@ -119,6 +122,11 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
     )
     # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
     return Recomputation(tuple(dict.fromkeys(saved)), again, max(last, _gemms(layer)[-1]))
+
+
+def _is_summed(kernel: object) -> bool:
+    """Whether a kernel adds up what ranks have of a product."""
+    return isinstance(kernel, Exchange) and kernel.forward in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 
 
 def _results(layer: LayerSpec, index: int) -> list[Saved]:

@@ -9,7 +9,14 @@ from pydantic import Field, model_validator
 from simplan.spec.base import Count, NonNegative, Spec
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
-from simplan.spec.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, linear_format
+from simplan.spec.low_precision import (
+    Fp8Recipe,
+    Kept,
+    LinearFormat,
+    LowPrecision,
+    QuantizedWeights,
+    linear_format,
+)
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rates import StackRates
 from simplan.spec.training import TrainingSpec
@@ -30,9 +37,12 @@ class LowPrecisionLinears(Spec):
     Attributes:
         kept: What they keep of their operands for backward.
         recipes: Of fp8, those that it has.
+        weights: How often weights are quantized where they are whole. What FSDP gathers is quantized every time, but
+            for weights that are ``stored`` so.
     """
 
     kept: Kept
+    weights: QuantizedWeights = "microbatch"
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
 
 
@@ -44,6 +54,7 @@ class StateBytes(Spec):
         frozen: Those of them that are not trained.
         gradient: The accumulated gradient.
         master: A separate fp32 copy of the weights, when there is one.
+        moment: Each of Adam's two moments.
         activation: Bytes of one activation element that the backward pass keeps.
         residual: The same for the residual stream.
         boundary: Bytes of one element sent between stages.
@@ -64,6 +75,7 @@ class StateBytes(Spec):
     frozen: Count
     gradient: Count
     master: NonNegative = 0
+    moment: Count = 4
     activation: Count
     residual: Count
     boundary: Count
@@ -103,8 +115,8 @@ class StateBytes(Spec):
         return widened + 3 * int(self.gradient)
 
     def optimizer_bytes(self, optimizer: str) -> int:
-        """Bytes of optimizer states for one parameter: two fp32 moments (Adam) or none, and the master copy."""
-        return (8 if optimizer in ("adam", "adamw") else 0) + int(self.master)
+        """Bytes of optimizer states for one parameter: two moments (Adam) or none, and the master copy."""
+        return (2 * self.moment if optimizer in ("adam", "adamw") else 0) + int(self.master)
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +161,8 @@ class SoftwareSpec(Spec):
             it is sent.
         splits_sends: Tensor-parallel ranks that hold equal tensors each send a part to the next stage, where the parts
             are gathered.
+        reduces_each_microbatch: Where parameters are sharded gradients are reduced after every microbatch, whatever
+            ``plan.grad_sync`` says, since nothing has room for whole ones. Without a pipeline only.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
             what it receives when it needs it, and goes on when all is there and sent.
         first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
@@ -196,6 +210,7 @@ class SoftwareSpec(Spec):
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
+    reduces_each_microbatch: bool = False
     holds_sends: bool = True
     splits_sends: bool = False
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -226,6 +241,10 @@ class SoftwareSpec(Spec):
         """The layers of a model as one rank has and computes them."""
         return styled_layers(model.layers_of(plan.shard), self.layers, model.family)
 
+    def reduces_every(self, plan: ParallelPlan) -> bool:
+        """Whether gradients are reduced after every microbatch, not only after the last one."""
+        return plan.grad_sync == "microbatch" or (self.reduces_each_microbatch and plan.shards_parameters)
+
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Element widths of one training under one plan."""
         kinds = self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
@@ -234,7 +253,8 @@ class SoftwareSpec(Spec):
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
             return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]
-        form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
+        weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
+        form = linear_format(training.precision, training.fp8_recipe, low.kept, weights)  # type: ignore[arg-type]
         return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
 
     def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:

@@ -65,6 +65,17 @@ def test_the_device_holds_two_blocks_of_forward_and_the_host_the_others() -> Non
     assert host_peak_bytes(off, 0) == 0
 
 
+@pytest.mark.parametrize("num_moved", [1, 2, 4])
+def test_of_some_blocks_on_the_host_the_device_holds_the_others(num_moved: int) -> None:
+    """(num_layers - num_offloaded_layers) x what a layer keeps (Transformer Engine, cpu_offload.py)."""
+    on, off = program(offload_activations=True, offload_layers=num_moved), program()
+    saved = memory_peak(off, 0).by_category[MemoryCategory.ACTIVATIONS]
+    saved -= memory_peak(on, 0).by_category[MemoryCategory.ACTIVATIONS]
+    assert saved == num_moved * KEPT_BYTES
+    assert host_peak_bytes(on, 0) == num_moved * KEPT_BYTES
+    assert [name for name, _ in moved(copies(on))][:num_moved] == [f"offload block {i}" for i in range(num_moved)]
+
+
 def test_what_is_in_one_memory_is_counted_whole() -> None:
     """On a CPU nothing is saved: the host pool is device memory."""
     on = replace(program(offload_activations=True), one_memory=True)

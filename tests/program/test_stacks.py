@@ -14,6 +14,7 @@ from simplan.program.products_footprint import products_footprint
 from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
+from simplan.sim.memory import memory_peak
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -201,3 +202,51 @@ def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
         "down input in fp8": all_tokens * i // 2,
     }
     assert not any(tensor.name in ("norm1 output", "norm2 output", "gated product") for tensor in quantized.saved)
+
+
+@pytest.mark.parametrize(("name", "more"), [("megatron-core", 1 + 1), ("megatron-bridge", 1 + 1 - 2)])
+def test_quantized_weights_are_held_once_however_many_microbatches_are_under_way(name: str, more: int) -> None:
+    """Transformer Engine has two copies in 8 bits beside the weights, or in their place (fp8_param_gather)."""
+    software, plan = catalogue.software(name), ParallelPlan(pp=2)
+    table, assignment = plan_table(plan, 4), StageAssignment((0, 2, len(TINY.layers)))
+    resting = []
+    for precision in ("bf16", "fp8"):
+        training = TrainingSpec(global_batch_size=4, precision=precision)
+        program = lower(TINY, training, plan, software, assignment, table, Lowering(level=1))
+        resting.append(program.resting_bytes[0][MemoryCategory.PARAMETERS])
+    state = software.state(training, plan)
+    block = keeping_quantized(software.layers_of(TINY, plan)[1], state.linear, joined=True)
+    h, i = TINY.hidden_size, TINY.intermediate_size
+    matrices, num_scales = 4 * h * h + 3 * h * i, 2 * 7
+    assert resting[1] - resting[0] == more * matrices + 4 * num_scales
+    activations = sum(tensor.num_bytes(2, 2) for tensor in block.saved)
+    assert layer_footprint(block, 1, state, recomputation(block, "none")).activations == activations
+
+
+def test_whole_gradients_do_not_pile_up_where_every_microbatch_is_reduced() -> None:
+    """Composer leaves FSDP's no_sync alone, and so the memory of a step does not grow with the first accumulation."""
+    software = catalogue.software("llm-foundry")
+    peaks = [
+        memory_peak(lowered(way, 3, dp_shard=4), 0).by_category[MemoryCategory.GRADIENTS]
+        for way in (software, software.model_copy(update={"reduces_each_microbatch": False}))
+    ]
+    whole = 4 * TINY.layers[1].num_parameters * 3 // 4
+    assert peaks[1] - peaks[0] >= whole
+
+
+def test_keys_gathered_from_ranks_need_a_table_where_all_are_attended_to_at_once() -> None:
+    """torch's context parallelism attends to each rank's keys apart; a bias for every position is a table anyway."""
+    plan = ParallelPlan(cp=2, cp_comm="all_gather")
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "seq_len": 32}
+    biased = ModelSpec(family="mpt", num_hidden_layers=1, **shape)
+    sizes = [
+        [
+            table.elements
+            for table in catalogue.software(name).layers_of(model, plan)[1].constants
+            if "mask" in table.name
+        ]
+        for name in ("torch", "torchtitan")
+        for model in (TINY, biased)
+    ]
+    n = TINY.seq_len
+    assert sizes == [[n // 2 * n], [4 * 16 * 32], [], [4 * 16 * 32]]

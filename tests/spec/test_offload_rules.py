@@ -43,6 +43,7 @@ def check(
         {**STATES, "pp": 4, "schedule": "zb-h1"},
         {**ACTIVATIONS, "pp": 2, "virtual_stages": 2, "recompute": "selective"},
         {**ACTIVATIONS, "dp_replicate": 2},
+        {**ACTIVATIONS, "offload_layers": 3},
     ],
 )
 def test_what_is_modelled_passes(plan: dict[str, Any]) -> None:
@@ -64,6 +65,8 @@ def test_what_is_modelled_passes(plan: dict[str, Any]) -> None:
         ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modelled"),
         ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modelled"),
         ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {}, "which has transfers of its own"),
+        ({"offload_layers": 2}, {}, "plan.offload_layers = 2: says of how many blocks activations are moved"),
+        ({**ACTIVATIONS, "offload_layers": 2, "pp": 2}, {}, "blocks of a pipeline (pp = 2) is not modelled yet"),
     ],
 )
 def test_what_is_not_is_refused_by_name(plan: dict[str, Any], kwargs: dict[str, Any], sentence: str) -> None:

@@ -89,6 +89,15 @@ def test_minimal_keeps_products_that_backward_needs() -> None:
     assert again(block_of(), "minimal") == [*NORM1, *ATTENTION, "residual1", "norm2", "silu_multiply"]
 
 
+def test_minimal_keeps_a_product_over_ranks_once_they_have_added_it_up() -> None:
+    """JAX's policy sees one array, of which a rank keeps its part; the sum is not taken again."""
+    split = block_of(Shard(tp=2, sequence_parallel=True))
+    [sum_] = [t for t in recomputation(split, "minimal").saved if t.name == "proj output"]
+    assert sum_.elements == split.output_elements == block_of().output_elements // 2
+    assert "proj" not in again(split, "minimal")
+    assert "proj output" not in again(split, "minimal")
+
+
 def test_offloaded_products_are_neither_on_the_device_nor_repeated() -> None:
     assert kept(block_of(), "qkv_proj_offloaded") == ["input"]
     assert not {"q", "k", "v"} & set(again(block_of(), "qkv_proj_offloaded"))

@@ -1,0 +1,46 @@
+"""Settings of recipes that tables of published runs name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.accuracy.job import job_of_run
+from simplan.accuracy.recipes import RECIPES, recipes_of
+from simplan.accuracy.schema import PublishedRun
+from tests.accuracy.runs import run
+
+
+def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRun:
+    return run(software__framework="megatron-bridge", software__version=version, **changes)
+
+
+def test_a_recipe_holds_for_the_runs_it_names() -> None:
+    gb200 = {"model__name": "llama3.1-405b", "cluster__device": "gb200", "plan__precision": "fp8"}
+    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge()))
+    assert any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200)))
+    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200 | {"plan__precision": "bf16"})))
+    assert job_of_run(bridge(**gb200)).software.reserve_fraction == 0 < job_of_run(bridge()).software.reserve_fraction
+
+
+def test_a_recipe_begins_with_a_release() -> None:
+    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge("NeMo container 26.04.01")))
+    assert any(recipe.expandable_segments for recipe in recipes_of(bridge("NeMo container 26.06")))
+
+
+def test_gradients_are_reduced_as_the_recipe_says_unless_the_run_does() -> None:
+    assert job_of_run(bridge()).plan.grad_dtype == "bf16"
+    assert job_of_run(bridge(plan__grad_dtype="fp32")).plan.grad_dtype == "fp32"
+    assert job_of_run(run()).plan.grad_dtype is None
+
+
+@pytest.mark.parametrize(("task", "width"), [("pretrain", 8 + 2), ("sft", 4 + 2)])
+def test_optimizer_states_of_nemo_are_in_16_bits_where_models_are_tuned(task: str, width: int) -> None:
+    found = job_of_run(run(software__framework="nemo", software__version="NeMo24.07", task=task, plan__precision="fp8"))
+    assert found.software.state(found.training, found.plan).optimizer_bytes("adamw") == width
+
+
+def test_what_recipes_set_is_told() -> None:
+    assert "as its recipe says: gradients reduced in bf16" in job_of_run(bridge()).notes
+    assert all(recipe.settings and recipe.source for recipe in RECIPES)
