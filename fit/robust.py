@@ -96,7 +96,7 @@ def minimize(
             damping *= 10
         if before - best < _LEAST_GAIN * best:
             break
-    return np.exp(x)
+    return np.asarray(np.exp(x))
 
 
 def _slopes(constants: Sequence[Constant], residuals: Residuals, x: Floats, r: Floats) -> Floats:

@@ -16,9 +16,9 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.cost.compute import KernelCost, kernel_cost
 from simplan.errors import SimplanError
-from simplan.predict.build import cost_model
 from simplan.predict.brief import Term, brief_terms
-from simplan.program.program import Excess, LayerWork
+from simplan.predict.build import cost_model
+from simplan.program.program import Excess, LayerWork, Message
 from simplan.spec.hardware import DeviceSpec
 from simplan.spec.rates import AttentionKernel
 from simplan.spec.software import SoftwareSpec
@@ -184,6 +184,6 @@ def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
     for term in terms:
         if isinstance(term.work, Excess):
             deviation_s += term.times * term.seconds * max(cost.message(m).relative_std for m in term.work.messages)
-        elif not isinstance(term.work, LayerWork):
+        elif isinstance(term.work, Message):
             deviation_s += term.times * term.seconds * cost.message(term.work).relative_std
     return Row(source, run, job, terms, deviation_s)

@@ -1,253 +1,196 @@
 """Fits what kernels reach on the step times of published training runs, and says how far off that leaves predictions.
 
-    python -m fit.step_times scenarios/published [--write] [--rounds N]
+    python -m fit.step_times scenarios/published [--rounds N] [--write]
 
 Fitted are a few rates of each architecture, a few habits of each framework, and what all have in common
-(``simplan.spec.rates``); they start from and are drawn to the textbook values of kernels.yaml. A step time is the
-longest path through what is done, so near the present constants it is a sum of prices, each so many times
-(``simplan.predict.brief.brief_terms``): the fit prices the terms of that sum again, with the very code that predicts,
-and then looks for the longest paths anew. ``--write`` replaces kernels_fitted.yaml.
+(``fit.rates``); they start from and are drawn to the textbook values of kernels.yaml. A step time is the longest path through what is
+done, so near the present constants it is a sum of prices, each so many times (``simplan.predict.brief.brief_terms``):
+the fit prices the terms of that sum again, with the very code that predicts, and each round looks for the longest paths
+anew. A source counts as the square root of its runs. ``--write`` replaces kernels_fitted.yaml.
 
 Three errors are printed: of the fit; five-fold, with folds by model and device, so that near-duplicates stay together;
-and with a whole source left out.
+and with a whole source left out. The spread of the second is what predictions of a fitted framework carry, that of the
+last what those of any other carry.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from joblib import Parallel, delayed
 
+from fit.fitted_kernels import fitted_text
+from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE, SUSTAINED
 from fit.robust import Constant, Floats, minimize
-from simplan.accuracy.job import RunJob, job_of_run
-from simplan.accuracy.reading import read_published
-from simplan.accuracy.schema import PublishedRun
-from simplan.cost.compute import KernelCost, kernel_cost
-from simplan.errors import SimplanError
-from simplan.predict.brief import Term, brief_terms
-from simplan.program.program import Excess, LayerWork
+from fit.rows import Prices, Row, Values, load_rows
+from fit.spread import relative_stds, unseen_std, within
 from simplan.spec import catalogue
-from simplan.spec.rates import AttentionKernel
 
-__all__ = ["FITTED_FILE", "Prices", "Row", "constants_of", "fit", "load_rows", "main"]
+__all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
 
 FITTED_FILE = Path(catalogue.__file__).parent / "catalog" / "kernels_fitted.yaml"
 
-Values = Mapping[str, float]
-"""Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``narrow_heads``."""
-
-_ARCHITECTURE: Mapping[str, tuple[float, float, float]] = {  # standard deviation of the logarithm, low, high
-    "matmul_share": (0.1, 0.4, 1.0),
-    "low_share": (0.15, 0.3, 1.0),
-    "bandwidth_share": (0.1, 0.5, 1.0),
-}
-_KERNELS: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3")
-_SUSTAINED = (0.2, 0.3, 2.0)  # of each kernel of an architecture
-_SOFTWARE: Mapping[str, tuple[float, float, float]] = {
-    "traffic": (0.5, 0.3, 4.0),
-    "compiled_traffic": (0.5, 0.2, 4.0),
-    "matmul_share": (0.07, 0.7, 1.3),
-    "launch_s": (0.7, 1e-6, 60e-6),
-}
-_ALL: Mapping[str, tuple[float, float, float]] = {
-    "half_depth": (0.5, 10.0, 1000.0),
-    "half_keys": (0.5, 30.0, 2000.0),
-    "narrow_heads": (0.1, 0.4, 1.0),
-    "misaligned_share": (0.3, 0.02, 1.0),
-    "score_traffic": (0.3, 0.7, 3.0),
-    "row_scale_share": (0.15, 0.4, 1.0),
-    "last_wave": (0.5, 0.05, 1.0),
-}
 _STD = 0.03  # what step times scatter about a perfect model, roughly
 _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
 """What a row counts for: where a source does not print something that sets the work, others had to assume it."""
 _FOLDS = 5
+_ITERATIONS = 10
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """A run, and what its step waits for.
-
-    Attributes:
-        source: Name of its file.
-        run: As published.
-        job: The question.
-        terms: Sum up to the step time at the constants that they were found with.
-    """
-
-    source: str
-    run: PublishedRun
-    job: RunJob
-    terms: tuple[Term, ...]
-
-    @property
-    def fold(self) -> int:
-        """Of five: runs of one model on one device are in the same one."""
-        model = self.job.model
-        shape = (model.family, model.hidden_size, model.num_hidden_layers, self.job.cluster.device.id)
-        return int(sha256(repr(shape).encode()).hexdigest(), 16) % _FOLDS
-
-    @property
-    def measured_s(self) -> float:
-        """The published step time."""
-        assert self.run.measured.step_time_s is not None
-        return self.run.measured.step_time_s
-
-    @property
-    def attention_kernel(self) -> AttentionKernel | None:
-        """The generation of fused attention that runs."""
-        kernels = self.job.cluster.device.kernels.attention
-        newest = _KERNELS.index(self.job.software.rates.attention_kernel)
-        return next((name for name in reversed(_KERNELS[: newest + 1]) if name in kernels), None)
-
-    def predicted_s(self, prices: Prices) -> float:
-        """At given constants, along the paths that were found."""
-        return sum(term.times * prices.seconds(self.job, term) for term in self.terms)
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="fit kernels on published training runs")
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--rounds", type=int, default=2, help="how often longest paths are looked for")
+    parser.add_argument("--write", action="store_true", help=f"replace {FITTED_FILE.name}")
+    arguments = parser.parse_args()
+    values: dict[str, float] = {}
+    for number in range(arguments.rounds):
+        rows = load_rows(arguments.runs, values)
+        if not number:
+            textbook = log_errors(rows, {})
+        values = fit(rows, values)
+    print("\n".join(_constants_text(values, rows)))
+    tables = {
+        "textbook": textbook,
+        "fitted": log_errors(rows, values),
+        "five-fold": left_out(rows, lambda row: row.fold(_FOLDS), values),
+        "source left out": left_out(rows, lambda row: row.source, {}),
+    }
+    stds = relative_stds(rows, values, tables["five-fold"])
+    unseen = unseen_std(rows, values, tables["source left out"])
+    print("\n".join(_errors_text(rows, tables)))
+    inside = within(rows, values, tables["five-fold"], stds)
+    outside = within(rows, values, tables["source left out"], dict.fromkeys(stds, unseen))
+    print(f"inside 90 % intervals: five-fold {100 * inside.mean():.0f} %, source left out {100 * outside.mean():.0f} %")
+    text = fitted_text(values, rows, stds, unseen)
+    if arguments.write:
+        FITTED_FILE.write_text(text, encoding="utf-8")
+        print(f"wrote {FITTED_FILE}")
 
 
-class Prices:
-    """What terms take at given constants; what several runs ask for is worked out once.
+def fit(rows: Sequence[Row], start: Values) -> dict[str, float]:
+    """Constants by name.
 
     Args:
-        values: The constants; those that are missing are as in the catalogue.
+        rows: What to fit on.
+        start: Values to start from; textbook values of those that are missing.
     """
+    constants = constants_of(rows)
+    names = [constant.name for constant in constants]
+    measured = np.log([row.measured_s for row in rows])
 
-    def __init__(self, values: Values) -> None:
-        self._values = values
-        self._kernels: dict[tuple[object, ...], KernelCost] = {}
-        self._seconds: dict[tuple[object, ...], float] = {}
+    def residuals(x: Floats, indices: Sequence[int]) -> Floats:
+        prices = Prices(dict(zip(names, map(float, x), strict=True)))
+        return np.array([(np.log(rows[i].predicted_s(prices)) - measured[i]) / _STD for i in indices])
 
-    def seconds(self, job: RunJob, term: Term) -> float:
-        """Of one term."""
-        match term.work:
-            case LayerWork():
-                return self._of_layer(job, term.work)
-            case Excess(beside=beside):
-                assert isinstance(beside, LayerWork)
-                return max(
-                    0.0, term.seconds + UNCHANGED.seconds(job, Term(beside, 0.0, 0.0)) - self._of_layer(job, beside)
-                )
-            case _:
-                return term.seconds
-
-    def _of_layer(self, job: RunJob, work: LayerWork) -> float:
-        plan, training = job.plan, job.training
-        key = (
-            job.cluster.device.id,
-            job.software.id,
-            job.software.compiled,
-            training.precision,
-            training.fp8_recipe,
-            training.optimizer,
-            plan.shards_parameters,
-            plan.grad_dtype,
-            training.task,
-        )
-        found = self._seconds.get((*key, work))
-        if found is None:
-            if key not in self._kernels:
-                self._kernels[key] = self._kernel_cost(job)
-            found = self._seconds[(*key, work)] = self._kernels[key].seconds(work)
-        return found
-
-    def _kernel_cost(self, job: RunJob) -> KernelCost:
-        device, values = job.cluster.device, self._values
-        state = job.software.state(job.training, job.plan)
-        architecture: dict[str, Any] = _of(device.architecture, _ARCHITECTURE, values) | _of("", _ALL, values)
-        sustained = _of(device.architecture, _KERNELS, values)
-        architecture["attention"] = {
-            name: share.model_copy(update={"sustained": sustained.get(name, share.sustained)})
-            for name, share in device.kernels.attention.items()
-        }
-        software = _of(job.software.id, _SOFTWARE, values)
-        return kernel_cost(
-            device.model_copy(update={"kernels": device.kernels.model_copy(update=architecture)}),
-            job.training.precision,
-            state,
-            job.training.optimizer,
-            job.software.model_copy(update={"rates": job.software.rates.model_copy(update=software)}),
-            shards_parameters=job.plan.shards_parameters,
-        )
-
-
-UNCHANGED = Prices({})
-
-
-def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
-    """Constants of one owner."""
-    prefix = f"{name}." if name else ""
-    return {field: values[prefix + field] for field in fields if prefix + field in values}
-
-
-def load_rows(paths: Sequence[Path], jobs: int = -1) -> list[Row]:
-    """All runs with a step time that can be predicted."""
-    listed = [(Path(read.file).stem, run) for read in read_published(paths) for run in read.runs or ()]
-    timed = [(source, run) for source, run in listed if run.measured.step_time_s is not None]
-    found = Parallel(n_jobs=jobs)(delayed(_row)(source, run) for source, run in timed)
-    return [row for row in found if row is not None]
-
-
-def _row(source: str, run: PublishedRun) -> Row | None:
-    try:
-        job = job_of_run(run)
-        asked = (job.model, job.cluster, job.training, job.plan, job.software)
-        return Row(source, run, job, brief_terms(*asked, steps_overlap=job.steps_overlap))
-    except SimplanError:
-        return None
+    sizes = Counter(row.source for row in rows)
+    weights = np.array([_TRUST[row.run.quality] * sizes[row.source] ** -0.5 for row in rows])
+    found = minimize(constants, residuals, weights, start=start, most_iterations=_ITERATIONS)
+    return dict(zip(names, map(float, found), strict=True))
 
 
 def constants_of(rows: Sequence[Row]) -> list[Constant]:
     """What can be fitted on some runs."""
-    by_name: dict[str, list[int]] = defaultdict(list)
+    by_name: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        for field in _ARCHITECTURE:
-            by_name[f"{row.job.cluster.device.architecture}.{field}"].append(index)
-        kernel = row.attention_kernel
-        if kernel is not None:
-            by_name[f"{row.job.cluster.device.architecture}.{kernel}"].append(index)
-        for field in _SOFTWARE:
-            by_name[f"{row.job.software.id}.{field}"].append(index)
-        for field in _ALL:
-            by_name[field].append(index)
-    return [_constant(name, indices) for name, indices in sorted(by_name.items())]
+        for field in _architecture_fields(row):
+            by_name[row.architecture, field].append(index)
+        for field in SOFTWARE:
+            unused = "traffic" if row.job.software.compiled else "compiled_traffic"
+            if field != unused:
+                by_name[row.job.software.id, field].append(index)
+        for field in ALL:
+            by_name["", field].append(index)
+    return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
 
 
-def _constant(name: str, rows: Sequence[int]) -> Constant:
-    owner, _, field = name.rpartition(".")
-    if field in _KERNELS:
-        return Constant(name, 1.0, *_SUSTAINED, rows)
-    if field in _SOFTWARE and owner not in _architectures():
-        textbook = getattr(catalogue.software(owner, textbook=True).rates, field)
-        return Constant(name, textbook, *_SOFTWARE[field], rows)
-    textbook = getattr(catalogue.kernel_rates(owner or "other", textbook=True), field)
-    return Constant(name, textbook, *(_ARCHITECTURE if owner else _ALL)[field], rows)
+def _architecture_fields(row: Row) -> list[str]:
+    """Of its architecture, what a run depends on."""
+    linear = row.job.software.state(row.job.training, row.job.plan).linear
+    low = None if linear is None else "fp4_share" if row.job.training.precision == "nvfp4" else "low_share"
+    fields: list[str] = [field for field in ARCHITECTURE if field not in ("low_share", "fp4_share") or field == low]
+    return fields if row.attention_kernel is None else [*fields, row.attention_kernel]
 
 
-def _architectures() -> set[str]:
-    return {catalogue.device(name).architecture for name in catalogue.names("devices")}
+def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
+    if not owner:
+        rates = catalogue.kernel_rates("other", textbook=True)
+        return Constant(field, getattr(rates, field), *ALL[field], rows)
+    name = f"{owner}.{field}"
+    if field in KERNELS:
+        return Constant(name, 1.0, *SUSTAINED, rows)
+    if field in SOFTWARE:
+        return Constant(name, getattr(catalogue.software(owner, textbook=True).rates, field), *SOFTWARE[field], rows)
+    return Constant(name, getattr(catalogue.kernel_rates(owner, textbook=True), field), *ARCHITECTURE[field], rows)
 
 
-def fit(rows: Sequence[Row], start: Values | None = None) -> dict[str, float]:
-    """Constants by name."""
-    constants = constants_of(rows)
-    measured = np.log([row.measured_s for row in rows])
-
-    def residuals(x: Floats, indices: Sequence[int]) -> Floats:
-        values = dict(zip((constant.name for constant in constants), map(float, x), strict=True))
-        prices = Prices(values)
-        return np.array([(np.log(rows[i].predicted_s(prices)) - measured[i]) / _STD for i in indices])
-
-    found = minimize(constants, residuals, _weights(rows), start=start, most_iterations=8)
-    return dict(zip((constant.name for constant in constants), map(float, found), strict=True))
+def log_errors(rows: Sequence[Row], values: Values) -> Floats:
+    """Logarithm of predicted over measured step time, by row."""
+    prices = Prices(values)
+    return np.array([np.log(row.predicted_s(prices) / row.measured_s) for row in rows])
 
 
-def _weights(rows: Sequence[Row]) -> Floats:
-    """A source counts as the square root of its runs."""
-    sizes = Counter(row.source for row in rows)
-    return np.array([_TRUST[row.run.quality] * sizes[row.source] ** -0.5 for row in rows])
+def left_out(rows: Sequence[Row], part_of: Callable[[Row], object], start: Values) -> Floats:
+    """Errors of rows by fits that have not seen the part they belong to.
+
+    Args:
+        rows: All rows.
+        part_of: Tells parts.
+        start: Where these fits start.
+    """
+    parts = [part_of(row) for row in rows]
+    names = list(dict.fromkeys(parts))
+    found = Parallel(n_jobs=-1)(delayed(_without)(rows, [p == part for p in parts], dict(start)) for part in names)
+    errors = np.zeros(len(rows))
+    for part, own in zip(names, found, strict=True):
+        errors[[p == part for p in parts]] = own
+    return errors
+
+
+def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> Floats:
+    seen = [row for row, out in zip(rows, held, strict=True) if not out]
+    values = _textbook(rows) | fit(seen, start)
+    return log_errors([row for row, out in zip(rows, held, strict=True) if out], values)
+
+
+def _textbook(rows: Sequence[Row]) -> dict[str, float]:
+    return {constant.name: constant.textbook for constant in constants_of(rows)}
+
+
+def _constants_text(values: Values, rows: Sequence[Row]) -> list[str]:
+    lines = [f"{'constant':36}{'fitted':>10}{'textbook':>10}{'bounds':>18}{'runs':>6}"]
+    for constant in constants_of(rows):
+        value = values[constant.name]
+        note = "  at bound" if constant.at_bound(value) else ""
+        bounds = f"{constant.low:g} to {constant.high:g}"
+        numbers = f"{value:10.4g}{constant.textbook:10.4g}{bounds:>18}{len(constant.rows):6}"
+        lines.append(f"{constant.name:36}{numbers}{note}")
+    return lines
+
+
+def _errors_text(rows: Sequence[Row], tables: dict[str, Floats]) -> list[str]:
+    """Mean, median and 90th percentile of absolute percentage errors by source."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[row.source].append(index)
+    groups["all"] = list(range(len(rows)))
+    head = f"{'mean / median / 90th percentile, %':36}{'runs':>5}" + "".join(f"{name:>24}" for name in tables)
+    lines = ["", head]
+    for name, indices in groups.items():
+        cells = []
+        for errors in tables.values():
+            sizes = 100 * np.abs(np.expm1(errors[indices]))
+            cells.append(f"{sizes.mean():10.1f} /{np.median(sizes):5.1f} /{np.quantile(sizes, 0.9):5.1f}")
+        lines.append(f"{name:36}{len(indices):5}" + "".join(cells))
+    means = [100 * np.abs(np.expm1(tables["source left out"][i])).mean() for n, i in groups.items() if n != "all"]
+    lines.append(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

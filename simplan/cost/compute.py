@@ -30,7 +30,6 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
-_RELATIVE_STD = {Provenance.PUBLISHED: 0.2, Provenance.DATASHEET: 0.3}
 _OLDER: dict[AttentionKernel, tuple[AttentionKernel, ...]] = {
     "flash1": ("flash1",),
     "flash2": ("flash2", "flash1"),
@@ -49,6 +48,7 @@ class KernelCost:
         state: Element widths.
         optimizer: Which optimizer.
         provenance: Of the rate of products.
+        relative_std: How sure prices are.
         traffic: As of ``StackRates``.
         accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
         low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
@@ -59,6 +59,7 @@ class KernelCost:
     state: StateBytes
     optimizer: str
     provenance: Provenance
+    relative_std: float
     traffic: float = 1.0
     accumulation_bytes: int = 0
     low: ProductRates | None = None
@@ -75,12 +76,10 @@ class KernelCost:
             return Price(
                 self.seconds(work),
                 Provenance.DATASHEET,
-                _RELATIVE_STD[Provenance.DATASHEET],
+                self.relative_std,
                 f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(bytes_per_s)}",
             )
-        return Price(
-            self.seconds(work), self.provenance, _RELATIVE_STD[self.provenance], self._formula(*self._split(work), work)
-        )
+        return Price(self.seconds(work), self.provenance, self.relative_std, self._formula(*self._split(work), work))
 
     def seconds(self, work: LayerWork) -> float:
         """Of ``price``, without what it says."""
@@ -250,10 +249,17 @@ def kernel_cost(
         state=state,
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
+        relative_std=_relative_std(rates, stack),
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
     )
+
+
+def _relative_std(rates: KernelRates, stack: StackRates) -> float:
+    """As sure as predictions of the framework's other runs, if there are any, on an architecture that was seen."""
+    seen = rates.fitted_on is not None and stack.relative_std is not None
+    return stack.relative_std if seen and stack.relative_std is not None else rates.unseen_std
 
 
 def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:

@@ -163,7 +163,7 @@ class DdpHooks(Hooks):
     def reduce(self, action: Action) -> None:
         """The wait, where it is not in backward; reductions that do not run beside one begin only now."""
         if self._waits_late:
-            self._wait(action, self._reducing.pop(action.stage, None) or self._reductions(action))
+            self._wait(action, self._reducing.pop(action.stage, []) or self._reductions(action))
 
     def _reductions(self, action: Action) -> list[int]:
         """Reduces all gradients of the stage in buckets; gives what has to be waited for."""

@@ -1,0 +1,72 @@
+"""The text of kernels_fitted.yaml."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
+from fit.rows import Row, Values
+
+__all__ = ["fitted_text"]
+
+_DIGITS = 4
+
+
+def fitted_text(values: Values, rows: Sequence[Row], stds: Mapping[str, float], unseen: float) -> str:
+    """The file.
+
+    Args:
+        values: Constants by name.
+        rows: What they were fitted on.
+        stds: How sure step times of each software profile are.
+        unseen: The same of one that nothing was fitted to.
+    """
+    return "\n".join([*_lines(values, rows, stds, unseen), ""])
+
+
+def _lines(values: Values, rows: Sequence[Row], stds: Mapping[str, float], unseen: float) -> Iterator[str]:
+    yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
+    yield "all:"
+    for field in ALL:
+        yield f"  {field}: {_number(values[field])}"
+    yield f"  unseen_std: {unseen:.2f}"
+    yield "architectures:"
+    for owner, own in _by(rows, lambda row: row.architecture):
+        yield f"  {owner}:"
+        yield from _fields(owner, ARCHITECTURE, values)
+        kernels = [f"{name}: {_number(values[f'{owner}.{name}'])}" for name in KERNELS if f"{owner}.{name}" in values]
+        if kernels:
+            yield f"    attention: {{{', '.join(kernels)}}}"
+        yield f'    fitted_on: "{_ids(own)}"'
+    yield "software:"
+    for owner, own in _by(rows, lambda row: row.job.software.id):
+        yield f"  {owner}:"
+        yield from _fields(owner, SOFTWARE, values)
+        yield f"    relative_std: {stds[owner]:.3f}"
+        yield f'    fitted_on: "{_ids(own)}"'
+
+
+def _fields(owner: str, fields: Iterable[str], values: Values) -> Iterator[str]:
+    for field in fields:
+        if f"{owner}.{field}" in values:
+            yield f"    {field}: {_number(values[f'{owner}.{field}'])}"
+
+
+def _by(rows: Sequence[Row], owner_of: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[owner_of(row)].append(row)
+    return sorted(found.items())
+
+
+def _number(value: float) -> str:
+    """As YAML reads numbers: with a point."""
+    text = f"{value:.{_DIGITS}g}"
+    return text if "e" not in text or "." in text else text.replace("e", ".0e")
+
+
+def _ids(rows: Sequence[Row]) -> str:
+    """How many runs of which files; which ones is the rule that all with a step time are used."""
+    names = ", ".join(f"{source} ({len(own)})" for source, own in _by(rows, lambda row: row.source))
+    return f"{len(rows)} runs of scenarios/published: {names}"
