@@ -258,8 +258,7 @@ def kernel_cost(
 
 def _relative_std(rates: KernelRates, stack: StackRates) -> float:
     """As sure as predictions of the framework's other runs, if there are any, on an architecture that was seen."""
-    seen = rates.fitted_on is not None and stack.relative_std is not None
-    return stack.relative_std if seen and stack.relative_std is not None else rates.unseen_std
+    return rates.unseen_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
 
 
 def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:
