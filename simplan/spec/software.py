@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes", "TensorOverlap"]
 
 
-TensorOverlap = Literal["none", "backward", "all"]
+TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
 
 
@@ -149,7 +149,8 @@ class SoftwareSpec(Spec):
         gathers_ahead: Where elements are dealt out, updated parameters are gathered beside the next forward, bucket by
             bucket, not at the end of the step.
         tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
-            ``none``, those of ``backward`` before and after matrices split by columns, or ``all``, in both directions.
+            ``none``, those of ``backward`` before and after matrices split by columns, ``gathers``, in both directions
+            but no sums, or ``all``, in both directions.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
             as wide as those.

@@ -151,14 +151,28 @@ def test_stages_that_wait_for_their_messages(m: int) -> None:
     assert step_time_s(program, seconds) == pytest.approx((m + 1) * (1 + 2 + c))
 
 
-@pytest.mark.parametrize(("way", "exposed_s"), [("none", 2 * (4 + 6)), ("backward", 2 * (4 + 2)), ("all", 0)])
-def test_exchanges_beside_products_take_no_time(way: str, exposed_s: float) -> None:
-    """Of a block four exchanges are in forward and six in backward, of which four are of matrices split by columns."""
+@pytest.mark.parametrize(
+    ("way", "recompute", "exposed_s"),
+    [
+        ("none", "none", 2 * (4 + 6)),
+        ("backward", "none", 2 * (4 + 2)),
+        ("gathers", "none", 2 * (2 + 2)),
+        ("all", "none", 0),
+        ("backward", "full", 2 * (4 + 3 + 2)),
+        ("gathers", "full", 2 * (2 + 1 + 2)),
+        ("all", "full", 0),
+    ],
+)
+def test_exchanges_beside_products_take_no_time(way: str, recompute: str, exposed_s: float) -> None:
+    """Of a block four exchanges are in forward and six in backward, of which four are of matrices split by columns.
+
+    Half of forward's, and all but two of backward's, gather. Two gathers and a sum run again.
+    """
     software = catalogue.software("megatron-core").model_copy(update={"tp_overlap": way})
-    program = lowered(software, 1, tp=2)
+    program = lowered(software, 1, tp=2, recompute=recompute)
     ops = [program.ops[index] for index in program.by_rank[0]]
     of_blocks = [op for op in ops if op.stream is Stream.TENSOR and "block" in op.name]
-    assert len(of_blocks) == 2 * (4 + 6)
+    assert len(of_blocks) == 2 * (4 + 6 + (3 if recompute == "full" else 0))
     shorter = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 0.0)
     longer = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 1.0 * ("block" in op.name))
     assert longer - shorter == pytest.approx(exposed_s)
