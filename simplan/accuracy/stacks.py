@@ -39,7 +39,7 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
         "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed"),
         # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
         "megatron-deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
-        "deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
+        "deepspeed": Stack(((0, "deepspeed-2021"), (2022, "megatron-deepspeed")), prints="device"),
         # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time
         "nemo": Stack(((0, "nemo"),), fp8_recipe="delayed"),
         "megatron-bridge": Stack(((0, "megatron-bridge"),)),

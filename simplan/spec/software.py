@@ -129,6 +129,10 @@ class SoftwareSpec(Spec):
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
+        lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
+            the host makes, checks and copies these one by one, and the device waits.
+        live_elements: With such lists, something is gathered ahead only while fewer elements than these are gathered,
+            and a matrix is let go of, and gathered again, if as many are used before it is; None for no such limit.
         holds_sends: What a pipeline rank sends lives to the end of the step, where it waits for all sends; else until
             it is sent.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
@@ -176,6 +180,8 @@ class SoftwareSpec(Spec):
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
+    lists_of_shards: bool = False
+    live_elements: Count | None = None
     holds_sends: bool = True
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     first_stage_splits: bool = False
