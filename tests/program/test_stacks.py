@@ -15,6 +15,7 @@ from simplan.program.program import MemoryCategory, Op, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.spec import catalogue
+from simplan.spec.layer import CollectiveKind, Exchange
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
@@ -215,3 +216,15 @@ def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
         "down input in fp8": all_tokens * i // 2,
     }
     assert not any(tensor.name in ("norm1 output", "norm2 output", "gated product") for tensor in quantized.saved)
+
+
+def test_repeated_keys_are_exchanged_as_often_as_there_are_queries_to_a_key() -> None:
+    """Of 4 ranks with n tokens: keys and values 2 n h, of all ranks, and fp32 gradients home in 4 hops."""
+    shared = TINY.model_copy(update={"family": "llama", "num_key_value_heads": TINY.num_attention_heads // 2})
+    plan, own = ParallelPlan(cp=4, cp_comm="all_gather"), 2 * TINY.seq_len // 4 * TINY.hidden_size
+    block = catalogue.software("torchtitan").layers_of(shared, plan)[1]
+    found = [(k.forward, k.backward, k.elements, k.bytes_per_element) for k in block.kernels if isinstance(k, Exchange)]
+    gather, ring = CollectiveKind.ALL_GATHER, CollectiveKind.RING
+    assert found == [(gather, gather, 4 * own, None), (None, ring, 4 * own, 4)]
+    plain = catalogue.software("torch").layers_of(shared, plan)[1]
+    assert [k.elements for k in plain.kernels if isinstance(k, Exchange)] == [4 * own // 2]
