@@ -30,6 +30,7 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
         ("deepspeed", "2021", "deepspeed-2021"),
         ("deepspeed", "0.6, 2022", "megatron-deepspeed"),
         ("nemo", "NeMo24.07, table at commit 164b0097f83a", "nemo"),
+        ("nemo", "NeMo-Megatron 23.08", "nemo-2022"),
         ("gpipe", None, "torch"),
     ],
 )
