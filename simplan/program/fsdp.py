@@ -343,6 +343,8 @@ class FsdpHooks(Hooks):
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
+        if not self.stages.software.copies_units:
+            return ()
         return self.stages.work(action.stage, self.units[action.stage][index].layers, phase, experts=False)
 
     def name(self, action: Action, index: int, what: str) -> str:

@@ -129,6 +129,8 @@ class SoftwareSpec(Spec):
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
+        copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
+            one that it reduces.
         lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
             the host makes, checks and copies these one by one, and the device waits.
         live_elements: With such lists, something is gathered ahead only while fewer elements than these are gathered,
@@ -180,6 +182,7 @@ class SoftwareSpec(Spec):
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
+    copies_units: bool = True
     lists_of_shards: bool = False
     live_elements: Count | None = None
     holds_sends: bool = True

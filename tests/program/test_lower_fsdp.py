@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.program.lower import Lowering, lower
-from simplan.program.program import HostCalls, MemoryCategory, Program, Stream
+from simplan.program.program import HostCalls, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.memory import memory_peak
 from simplan.spec import catalogue
@@ -166,6 +166,16 @@ def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
     assert awaited == {Stream.SHARD}
     (last,) = [op for op in ops if op.name == "wait for gradients"]
     assert Stream.REPLICATE in {found.ops[wait].stream for wait in last.waits}
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
+    plan, training = ParallelPlan(dp_shard=4), TrainingSpec(global_batch_size=4, precision="fp32")
+    software = TORCH.model_copy(update={"copies_units": copies})
+    found = lower(model(), training, plan, software, StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2))
+    phases = {work.phase for op in found.ops for work in op.work if isinstance(work, LayerWork)}
+    assert ({Phase.GATHER_COPY, Phase.REDUCE_COPY} <= phases) == copies
+    assert copies or not {Phase.GATHER_COPY, Phase.REDUCE_COPY} & phases
 
 
 def _with_lists(limit: int | None, **plan: Any) -> Program:
