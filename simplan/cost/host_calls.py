@@ -18,4 +18,4 @@ _RELATIVE_STD = 0.3
 def host_calls_price(calls: HostCalls) -> Price:
     """Price on any host."""
     formula = f"{calls.num_calls} x {format_time(_CALL_S)} of the host"
-    return Price(calls.num_calls * _CALL_S, Provenance.EXTRAPOLATED, _RELATIVE_STD, formula)
+    return Price(calls.num_calls * _CALL_S, Provenance.DATASHEET, _RELATIVE_STD, formula)
