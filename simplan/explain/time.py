@@ -17,7 +17,7 @@ from simplan.units import counted, format_percent, format_time
 
 __all__ = ["time_parts"]
 
-_GROUPS = {kind: str(kind) for kind in SpanKind if kind is not SpanKind.COMMUNICATION}
+_GROUPS: Mapping[SpanKind, str] = {kind: str(kind) for kind in SpanKind if kind is not SpanKind.COMMUNICATION}
 
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[Part]:
