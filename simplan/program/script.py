@@ -133,7 +133,11 @@ class Scripts:
         if phase is Phase.FORWARD:
             return self._pieces(layer, range(end), phase)
         if phase is Phase.BACKWARD_WEIGHT:
-            again = [self._exchange(k, k.backward) for k in layer.kernels if isinstance(k, Exchange) and _of_weights(k)]
+            again = [
+                self._exchange(layer, k, k.backward)
+                for k in layer.kernels
+                if isinstance(k, Exchange) and _of_weights(k)
+            ]
             return [*again, self._computing(layer, range(end), phase)]
         # what does not need the dropped tensors runs before they are made again, but for what runs beside a product
         # that needs them
@@ -182,7 +186,7 @@ class Scripts:
                     continue
                 flush()
                 product = segments[-1].work[0] if beside and segments[-1].work else None
-                segments.append(self._exchange(kernel, kind, beside=beside)._replace(beside=product))
+                segments.append(self._exchange(layer, kernel, kind, beside=beside)._replace(beside=product))
         flush()
         return segments
 
@@ -214,14 +218,17 @@ class Scripts:
         work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
         return Segment((work,), recompute=phase is Phase.RECOMPUTE)
 
-    def _exchange(self, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False) -> Segment:
+    def _exchange(
+        self, layer: LayerSpec, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False
+    ) -> Segment:
         assert kind is not None
-        return Segment(exchange=(kernel.axis, kind, self._bytes(kernel), beside or kernel.beside_previous))
-
-    def _bytes(self, kernel: Exchange) -> int:
         state = self._stages.state
         width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
-        return kernel.elements * self._stages.plan.microbatch_size * width
+        quantized = self._stages.software.gathers_quantized(state) and layer.kind is LayerKind.BLOCK
+        if quantized and kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER:
+            width = 1
+        num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
+        return Segment(exchange=(kernel.axis, kind, num_bytes, beside or kernel.beside_previous))
 
 
 def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:

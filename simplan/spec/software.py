@@ -29,10 +29,13 @@ class LowPrecisionLinears(Spec):
     Attributes:
         kept: What they keep of their operands for backward.
         recipes: Of fp8, those that it has.
+        gathers: Those recipes with which tensor-parallel ranks gather inputs, and gradients of outputs, of the linear
+            layers of blocks in 8 bits.
     """
 
     kept: Kept
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
+    gathers: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()
 
 
 class StateBytes(Spec):
@@ -219,6 +222,12 @@ class SoftwareSpec(Spec):
             return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]
         form = linear_format(training.precision, training.fp8_recipe, low.kept)  # type: ignore[arg-type]
         return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
+
+    def gathers_quantized(self, state: StateBytes) -> bool:
+        """Whether tensor-parallel ranks gather in 8 bits what the linear layers of blocks compute with."""
+        linear = state.linear
+        low = None if linear is None else self.low_precision.get(linear.precision)
+        return low is not None and linear is not None and linear.recipe in low.gathers
 
     def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:
         """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""

@@ -16,6 +16,7 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind, Exchange
+from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
@@ -228,3 +229,19 @@ def test_repeated_keys_are_exchanged_as_often_as_there_are_queries_to_a_key() ->
     assert found == [(gather, gather, 4 * own, None), (None, ring, 4 * own, 4)]
     plain = catalogue.software("torch").layers_of(shared, plan)[1]
     assert [k.elements for k in plain.kernels if isinstance(k, Exchange)] == [4 * own // 2]
+
+
+@pytest.mark.parametrize(("recipe", "width"), [("tensorwise", 1), ("rowwise", 2)])
+def test_inputs_scaled_as_a_whole_are_gathered_in_8_bits(recipe: Fp8Recipe, width: int) -> None:
+    """Of blocks; sums stay in 16 bits."""
+    software, plan = catalogue.software("torchtitan-2025"), ParallelPlan(tp=2, dp_shard=2)
+    training = TrainingSpec(global_batch_size=2, precision="fp8", fp8_recipe=recipe)
+    how = Lowering(level=2)
+    program = lower(TINY, training, plan, software, StageAssignment((0, len(TINY.layers))), plan_table(plan, 1), how)
+    moved = {
+        (op.message.kind, op.message.num_bytes)
+        for op in program.ops
+        if "block" in op.name and op.message and op.stream is Stream.TENSOR
+    }
+    whole = TINY.seq_len * TINY.hidden_size
+    assert moved == {(CollectiveKind.ALL_GATHER, whole * width), (CollectiveKind.REDUCE_SCATTER, whole * 2)}
