@@ -71,9 +71,7 @@ class Row:
     @property
     def attention_kernel(self) -> AttentionKernel | None:
         """The generation of fused attention that runs."""
-        kernels = self.job.cluster.device.kernels.attention
-        newest = KERNELS.index(self.job.software.rates.attention_kernel)
-        return next((name for name in reversed(KERNELS[: newest + 1]) if name in kernels), None)
+        return self.job.cluster.device.kernels.kernel_of(self.job.software.rates.attention_kernel)
 
     def predicted_s(self, prices: Prices) -> float:
         """At given constants, along the paths that were found."""

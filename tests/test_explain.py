@@ -18,13 +18,16 @@ PLANS = {
     "fsdp": ParallelPlan(dp_shard=4, microbatch_size=2, recompute="full"),
     "pipeline-fsdp": ParallelPlan(pp=2, dp_shard=2, microbatch_size=2),
     "tensor": ParallelPlan(tp=4, microbatch_size=2),
+    "lists": ParallelPlan(dp_shard=4, microbatch_size=1),
 }
+LISTS = catalogue.software("torch").model_copy(update={"lists_of_shards": True})
 
 
 def predicted(plan: ParallelPlan) -> Prediction:
     model = catalogue.model("gpt2-124m").model_copy(update={"vocab_size": 50304, "tied_embeddings": False})
     cluster = catalogue.cluster("dgx-h100", num_devices=4)
-    return predict("test", model, cluster, TrainingSpec(global_batch_size=16), plan, catalogue.software("torch"))
+    software = LISTS if plan == PLANS["lists"] else catalogue.software("torch")
+    return predict("test", model, cluster, TrainingSpec(global_batch_size=16), plan, software)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,7 @@ def test_groups_are_the_split_of_the_rank(name: str, explained: dict[str, Explan
         "compute": split.compute_s,
         "recompute": split.recompute_s,
         "exposed communication": split.exposed_communication_s,
+        "host": split.host_s,
         "optimizer": split.optimizer_s,
     }.items():
         total_s = sum(part.value for part in found.time if part.group == group)

@@ -39,9 +39,11 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
         "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed"),
         # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
         "megatron-deepspeed": Stack(((0, "megatron-deepspeed"), (2023, "megatron-deepspeed-2023")), prints="device"),
-        "deepspeed": Stack(((0, "megatron-deepspeed"),), prints="device"),
-        # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time
-        "nemo": Stack(((0, "nemo"),), fp8_recipe="delayed"),
+        "deepspeed": Stack(((0, "deepspeed-2021"), (2022, "megatron-deepspeed")), prints="device"),
+        # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time. What
+        # was printed before 2024 is in the README of NeMo-Framework-Launcher, up to its version 23.08 unchanged since
+        # commits a2b2f83a and 9623fd7a (2022-09-06 and 07)
+        "nemo": Stack(((0, "nemo-2022"), (2024, "nemo")), fp8_recipe="delayed"),
         "megatron-bridge": Stack(((0, "megatron-bridge"),)),
         # torchtitan/config/job_config.py: context_parallel_rotate_method = allgather; metrics.py: max_reserved
         "torchtitan": Stack(((0, "torchtitan"), (2025, "torchtitan-2025")), cp_comm="all_gather", prints="reserved"),
@@ -55,18 +57,21 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
 """By framework."""
 
 _YEAR = re.compile(r"\b(?:19|20)[0-9]{2}\b")
+_YEAR_AND_MONTH = re.compile(r"(?<![0-9.])(2[0-9])\.(?:0[1-9]|1[0-2])(?![0-9])")
 
 
 def profile_name(software: RunSoftware) -> str:
     """The name of the software profile.
 
-    A version without a year is taken for a recent one, unless attention is not fused, which it was before 2022.
+    A version without a year, or year and month (23.08), is taken for a recent one, unless attention is not fused, which
+    it was before 2022.
 
     >>> profile_name(RunSoftware(framework="megatron-lm", version="2021", flash_attention=None, compile=None,
     ...     tp_comm_overlap=None, grad_overlap=None))
     'megatron-lm-2021'
     """
     profiles = STACKS[software.framework].profiles
-    years = _YEAR.findall(software.version or "")
+    version = software.version or ""
+    years = _YEAR.findall(version) or [f"20{year}" for year in _YEAR_AND_MONTH.findall(version)]
     year = int(years[-1]) if years else 2021 if software.flash_attention is False else 9999
     return [name for first, name in profiles if first <= year][-1]

@@ -30,11 +30,6 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
-_OLDER: dict[AttentionKernel, tuple[AttentionKernel, ...]] = {
-    "flash1": ("flash1",),
-    "flash2": ("flash2", "flash1"),
-    "flash3": ("flash3", "flash2", "flash1"),
-}
 _UNKNOWN_SHARE = AttentionShare(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)
 
 
@@ -287,9 +282,8 @@ def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> 
 
 
 def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionShare:
-    """Of the newest kernel that runs there."""
-    found = next((rates.attention[name] for name in _OLDER[newest] if name in rates.attention), None)
-    return found or next(iter(rates.attention.values()), _UNKNOWN_SHARE)
+    found = rates.kernel_of(newest)
+    return _UNKNOWN_SHARE if found is None else rates.attention[found]
 
 
 def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:

@@ -17,7 +17,7 @@ from simplan.units import counted, format_percent, format_time
 
 __all__ = ["time_parts"]
 
-_GROUPS = {SpanKind.COMPUTE: "compute", SpanKind.RECOMPUTE: "recompute", SpanKind.OPTIMIZER: "optimizer"}
+_GROUPS: Mapping[SpanKind, str] = {kind: str(kind) for kind in SpanKind if kind is not SpanKind.COMMUNICATION}
 
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[Part]:
@@ -35,7 +35,12 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
         op = simulated.program.ops[index]
         if op.stream is Stream.COMPUTE:
             counts[_GROUPS[op.kind]].update(op.work)
-    spent_s = {"compute": split.compute_s, "recompute": split.recompute_s, "optimizer": split.optimizer_s}
+    spent_s = {
+        "compute": split.compute_s,
+        "recompute": split.recompute_s,
+        "host": split.host_s,
+        "optimizer": split.optimizer_s,
+    }
     for group, seconds in spent_s.items():
         left_s = seconds
         for name, count, price in _merged(counts[group], simulated.pricing.by_work):

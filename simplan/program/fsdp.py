@@ -39,18 +39,18 @@ class FsdpHooks(Hooks):
         plan, state = stages.plan, stages.state
         self._in_pipeline = plan.pp > 1
         self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
-        self._shard_group = stages.mapping.shard_group(writer.rank)
+        self.shard_group = stages.mapping.shard_group(writer.rank)
         self._replicate_group = stages.mapping.replicate_group(writer.rank)
-        self._num_shards = len(self._shard_group)
+        self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
-        self._units: dict[int, tuple[Unit, ...]] = {
+        self.units: dict[int, tuple[Unit, ...]] = {
             stage: stages.units[stage] if level == 2 else (_one(stages.units[stage]),)
             for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
         }
-        self._unit_of = {stage: unit_of_layer(units) for stage, units in self._units.items()}
-        self._first = {s: {unit.layers[0]: i for i, unit in enumerate(units)} for s, units in self._units.items()}
-        self._last = {s: {unit.layers[-1]: i for i, unit in enumerate(units)} for s, units in self._units.items()}
-        self._gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
+        self._unit_of = {stage: unit_of_layer(units) for stage, units in self.units.items()}
+        self._first = {s: {unit.layers[0]: i for i, unit in enumerate(units)} for s, units in self.units.items()}
+        self._last = {s: {unit.layers[-1]: i for i, unit in enumerate(units)} for s, units in self.units.items()}
+        self.gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
         self._gathered: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
         self._narrow: set[tuple[int, int]] = set()  # units with gradients that have not been added to these yet
@@ -69,7 +69,7 @@ class FsdpHooks(Hooks):
         """
         if not self._in_pipeline or self.stages.state.gathered != self.stages.state.accumulated:
             return not self._in_pipeline or action.kind is not ActionKind.FORWARD
-        units = range(len(self._units[action.stage]))
+        units = range(len(self.units[action.stage]))
         return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
 
     def before_forward(self, action: Action, part: range) -> None:
@@ -82,8 +82,8 @@ class FsdpHooks(Hooks):
             if (stage, index) not in self._gathered:
                 # the first one waits for all before it, the others for the buffer before the last to be copied out
                 waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
-                self._gather(action, index, waits)
-                self._copy_out(action, index, in_forward=True)
+                self.gather(action, index, waits)
+                self.copy_out(action, index, in_forward=True)
         if self._at_head(stage, part):  # the last buffer goes between the model and the loss
             freed = self._forward_buffer_bytes
             self._forward_buffer_bytes = 0
@@ -98,7 +98,7 @@ class FsdpHooks(Hooks):
         layers = self.stages.layers[stage]
         effects: list[MemoryEffect] = []
         for index in (self._last[stage][layer] for layer in part if layer in self._last[stage]):
-            unit = self._units[stage][index]
+            unit = self.units[stage][index]
             if self._reshards and not unit.stays:
                 self._gathered.discard((stage, index))
                 effects.append(_free(_GATHERED, unit.padded * self.stages.state.gathered))
@@ -115,18 +115,23 @@ class FsdpHooks(Hooks):
         if self._in_pipeline:
             self._settle(action)
             return
-        unit = self._units[stage][index]
+        unit = self.units[stage][index]
         if unit.layers[-1] not in part or not unit.has_backward:
             return
         if self._at_head(stage, part):  # nothing is asked for before backward is through the loss
             self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
         if (stage, index) not in self._gathered:
-            if (stage, index) not in self._gathering:
-                self._gather(action, index, [])
-            self._copy_out(action, index, in_forward=False)
-        for ahead in range(index - 1, max(-1, index - 1 - self.stages.software.backward_prefetch), -1):
-            if (stage, ahead) not in self._gathered and (stage, ahead) not in self._gathering:
-                self._gather(action, ahead, self._copied[-1:])
+            if (stage, index) not in self.gathering:
+                self.gather(action, index, [])
+            self.copy_out(action, index, in_forward=False)
+        for ahead in self.units_ahead(unit, index):
+            if (stage, ahead) not in self._gathered and (stage, ahead) not in self.gathering:
+                self.gather(action, ahead, self._copied[-1:])
+
+    def units_ahead(self, unit: Unit, index: int) -> range:
+        """What backward asks for beside a unit."""
+        del unit
+        return range(index - 1, max(-1, index - 1 - self.stages.software.backward_prefetch), -1)
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """Whole gradients are there; where they are wanted, they are reduced."""
@@ -136,10 +141,10 @@ class FsdpHooks(Hooks):
             self._hold_gradients(action, self._beginning(action, part))
             return
         index = self._unit_of[stage][part[0]]
-        if self._units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
+        if self.units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
             return
-        if self._synchronizes(action) and self._units[stage][index].trained:
-            self._reduce_unit(action, index, made_now=True)
+        if self._synchronizes(action) and self.units[stage][index].trained:
+            self.reduce_unit(action, index, made_now=True)
             return
         self._hold_gradients(action, [index])
         self._reshard(action, [index])
@@ -156,7 +161,7 @@ class FsdpHooks(Hooks):
             return
         new = [index for index in self._beginning(action, part) if (stage, index) not in self._narrow]
         self._narrow |= {(stage, index) for index in new}
-        held = sum(self._units[stage][index].trained for index in new) * self.stages.state.gathered
+        held = sum(self.units[stage][index].trained for index in new) * self.stages.state.gathered
         if held:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
 
@@ -164,30 +169,30 @@ class FsdpHooks(Hooks):
         """The end of backward waits for the last reduction, and for what was gathered to no purpose."""
         if self._in_pipeline:
             return
-        for stage, index in [key for key in self._gathering if key[0] == action.stage]:
-            self.writer.block_on(self._gathering.pop((stage, index)))
-            freed = self._units[stage][index].padded * self.stages.state.gathered
+        for stage, index in [key for key in self.gathering if key[0] == action.stage]:
+            self.writer.block_on(self.gathering.pop((stage, index)))
+            freed = self.units[stage][index].padded * self.stages.state.gathered
             self.writer.compute(action, "drop", memory=[_free(_BUFFERS, freed)])
         if self._synchronizes(action):
             self._finish(action)
 
     def unshard(self, action: Action) -> None:
         """Asks for every unit of the stage at once; the stage's next computation waits for all of them."""
-        for index in range(len(self._units[action.stage])):
-            self._gather(action, index, [self.writer.last_compute], in_background=True)
+        for index in range(len(self.units[action.stage])):
+            self.gather(action, index, [self.writer.last_compute], in_background=True)
 
     def reshard(self, action: Action) -> None:
         """Frees what is still gathered of the stage."""
-        self._reshard(action, range(len(self._units[action.stage])), str(action))
+        self._reshard(action, range(len(self.units[action.stage])), str(action))
 
     def reduce(self, action: Action) -> None:
         """In a pipeline: all units of the stage, in the order of its layers."""
         if not self._in_pipeline:
             return
-        for index in range(len(self._units[action.stage])):
+        for index in range(len(self.units[action.stage])):
             self._widen(action, [index] if (action.stage, index) in self._narrow else [])
-            if self._units[action.stage][index].trained:
-                self._reduce_unit(action, index, made_now=False)
+            if self.units[action.stage][index].trained:
+                self.reduce_unit(action, index, made_now=False)
             else:
                 self._reshard(action, [index])
         self._finish(action)
@@ -197,49 +202,49 @@ class FsdpHooks(Hooks):
 
     def _settle(self, action: Action) -> None:
         """The first computation of a stage after UNSHARD copies its units out."""
-        for index in range(len(self._units[action.stage])):
-            if (action.stage, index) in self._gathering:
-                self._copy_out(action, index, in_forward=False)
+        for index in range(len(self.units[action.stage])):
+            if (action.stage, index) in self.gathering:
+                self.copy_out(action, index, in_forward=False)
 
     def _synchronizes(self, action: Action) -> bool:
         each = self.stages.software.reduces_every(self.stages.plan)
         return each or self.stages.last_backward[action.stage] == action
 
-    def _gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
+    def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
         """Issues the all-gather of a unit."""
-        state, unit = self.stages.state, self._units[action.stage][index]
+        state, unit = self.stages.state, self.units[action.stage][index]
         num_bytes = unit.padded * state.gathered
-        cast_bytes = unit.trained_padded * state.gathered // self._num_shards if self._casts else 0
+        cast_bytes = unit.trained_padded * state.gathered // self.num_shards if self._casts else 0
         if self._host_waits and not in_background:
             waits = [self.writer.last_compute]
         gather = self.writer.collective(
             action,
             Stream.SHARD,
-            self._name(action, index, "all_gather"),
-            Message(CollectiveKind.ALL_GATHER, num_bytes, self._shard_group),
+            self.name(action, index, "all_gather"),
+            Message(CollectiveKind.ALL_GATHER, num_bytes, self.shard_group),
             waits,
             [MemoryEffect(_BUFFERS, num_bytes + cast_bytes + self._copied_by_gloo(num_bytes), num_bytes)],
         )
-        self._gathering[action.stage, index] = gather
+        self.gathering[action.stage, index] = gather
         if self._host_waits and not in_background:
             self.writer.block_on(gather)
 
-    def _copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
+    def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
         """Waits for a gathered unit and copies it to where it is used.
 
         In forward the buffer of the unit before is let go of, but a variable of torch's holds it until after the copy.
         """
-        unit = self._units[action.stage][index]
+        unit = self.units[action.stage][index]
         num_bytes = unit.padded * self.stages.state.gathered
         freed = self._forward_buffer_bytes if in_forward else num_bytes
         buffers = MemoryEffect(_BUFFERS, 0, -freed)
         if in_forward:
             self._forward_buffer_bytes = num_bytes
-        self.writer.block_on(self._gathering.pop((action.stage, index)))
+        self.writer.block_on(self.gathering.pop((action.stage, index)))
         memory = [MemoryEffect(_GATHERED, num_bytes, num_bytes), buffers]
         self._copied.append(
             self.writer.compute(
-                action, self._name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
+                action, self.name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
             )
         )
         self._gathered.add((action.stage, index))
@@ -254,7 +259,7 @@ class FsdpHooks(Hooks):
         if not indices:
             return
         self._narrow -= {(action.stage, index) for index in indices}
-        freed = sum(self._units[action.stage][index].trained for index in indices) * self.stages.state.gathered
+        freed = sum(self.units[action.stage][index].trained for index in indices) * self.stages.state.gathered
         self._hold_gradients(action, indices)
         self.writer.compute(action, "widen gradients", memory=[_free(_GRADIENTS, freed)])
 
@@ -263,18 +268,18 @@ class FsdpHooks(Hooks):
         state = self.stages.state
         new = [index for index in indices if (action.stage, index) not in self._accumulated]
         self._accumulated |= {(action.stage, index) for index in new}
-        held = sum(self._units[action.stage][index].trained for index in new) * state.accumulated
+        held = sum(self.units[action.stage][index].trained for index in new) * state.accumulated
         # gradients come in the precision of the weights and are widened, unit by unit
-        narrow = max(self._units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
+        narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
         during = held + (narrow if state.gathered != state.accumulated else 0)
         if during:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
 
-    def _reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
+    def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
         """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard."""
-        state, unit, key = self.stages.state, self._units[action.stage][index], (action.stage, index)
+        state, unit, key = self.stages.state, self.units[action.stage][index], (action.stage, index)
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
-        output_bytes = input_bytes // self._num_shards
+        output_bytes = input_bytes // self.num_shards
         held_bytes = unit.trained * state.accumulated if key in self._accumulated else 0
         self._accumulated.discard(key)
         # new gradients of the same precision are added in place to those that are held
@@ -291,15 +296,15 @@ class FsdpHooks(Hooks):
         self._reduce_buffer_bytes = input_bytes
         self.writer.block_on(self._last_scatter)
         copied = self.writer.compute(
-            action, self._name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
+            action, self.name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
         )
         replicated = len(self._replicate_group) > 1
         copy_bytes = self._copied_by_gloo(input_bytes)
         reduction = self.writer.collective(
             action,
             Stream.SHARD,
-            self._name(action, index, "reduce_scatter"),
-            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, self._shard_group),
+            self.name(action, index, "reduce_scatter"),
+            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, self.shard_group),
             (copied,),
             [MemoryEffect(_BUFFERS, output_bytes + copy_bytes, output_bytes if replicated else 0)],
         )
@@ -309,7 +314,7 @@ class FsdpHooks(Hooks):
             reduction = self.writer.collective(
                 action,
                 Stream.REPLICATE,
-                self._name(action, index, "all_reduce"),
+                self.name(action, index, "all_reduce"),
                 Message(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
                 (reduction,),
             )
@@ -321,7 +326,7 @@ class FsdpHooks(Hooks):
         """Frees what is gathered of some units."""
         gathered = [index for index in indices if (action.stage, index) in self._gathered]
         self._gathered -= {(action.stage, index) for index in gathered}
-        num_bytes = sum(self._units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
+        num_bytes = sum(self.units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
         if num_bytes:
             self.writer.compute(action, name, memory=[_free(_GATHERED, num_bytes)])
 
@@ -338,10 +343,13 @@ class FsdpHooks(Hooks):
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
-        return self.stages.work(action.stage, self._units[action.stage][index].layers, phase, experts=False)
+        if not self.stages.software.copies_units:
+            return ()
+        return self.stages.work(action.stage, self.units[action.stage][index].layers, phase, experts=False)
 
-    def _name(self, action: Action, index: int, what: str) -> str:
-        layers = self._units[action.stage][index].layers
+    def name(self, action: Action, index: int, what: str) -> str:
+        """Of an operation on a unit."""
+        layers = self.units[action.stage][index].layers
         if self.level == 1:
             return what
         return f"{what} {self.stages.layer_name(action.stage, layers[0])}"
@@ -362,4 +370,5 @@ def _one(units: tuple[Unit, ...]) -> Unit:
         stays=all(unit.stays for unit in units),
         trained=sum(unit.trained for unit in units),
         trained_padded=sum(unit.trained_padded for unit in units),
+        matrices=tuple(matrix for unit in units for matrix in unit.matrices),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
+from simplan.program.fsdp_lists import FsdpListHooks
 from simplan.program.hooks import DdpHooks, Hooks
 from simplan.program.offload import ActivationOffload, LayerUpdate, stream_updates
 from simplan.program.program import (
@@ -389,5 +390,6 @@ class _RankLowering:
 def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
     plan = stages.plan
     if plan.shards_parameters:
-        return FsdpHooks(stages, writer, how.level, host_waits=how.host_waits)
+        hooks = FsdpListHooks if stages.software.lists_of_shards else FsdpHooks
+        return hooks(stages, writer, how.level, host_waits=how.host_waits)
     return DdpHooks(stages, writer, how.level) if plan.dp * plan.cp > 1 else Hooks(stages, writer, how.level)

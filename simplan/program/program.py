@@ -21,6 +21,7 @@ from simplan.spec.layer import CollectiveKind, LayerSpec
 
 __all__ = [
     "Excess",
+    "HostCalls",
     "HostCopy",
     "LayerWork",
     "MemoryCategory",
@@ -119,6 +120,16 @@ class HostCopy(NamedTuple):
     to_host: bool
 
 
+class HostCalls(NamedTuple):
+    """Tensors that the host handles one by one, while the device waits.
+
+    Attributes:
+        num_calls: How many.
+    """
+
+    num_calls: int
+
+
 class Excess(NamedTuple):
     """What messages take beyond the work that they run beside, where neither is written out alone.
 
@@ -131,7 +142,7 @@ class Excess(NamedTuple):
     beside: LayerWork
 
 
-Work = LayerWork | Message | HostCopy | Excess
+Work = LayerWork | Message | HostCopy | HostCalls | Excess
 
 
 class MemoryCategory(StrEnum):
@@ -173,8 +184,9 @@ class Op:
         name: For people, e.g. ``0F1``, ``block 3``, ``bucket 0``.
         action: The Level 1 action it is part of.
         kind: What its time counts as.
-        work: What is done, one after the other: layer phases, a message, or a copy to or from the host; nothing takes
-            no time. Messages among others, of operations that are not written out in full, are waited for on the spot.
+        work: What is done, one after the other: layer phases, a message, a copy to or from the host, or calls of the
+            host; nothing takes no time. Messages among others, of operations that are not written out in full, are
+            waited for on the spot.
         waits: Indices into ``Program.ops`` of operations of the same rank that must end first, besides its predecessor
             on the stream.
         meeting: Key shared with the operations of other ranks that start together with this one, or None.

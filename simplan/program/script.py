@@ -133,12 +133,20 @@ class Scripts:
         if phase is Phase.FORWARD:
             return self._pieces(layer, range(end), phase)
         if phase is Phase.BACKWARD_WEIGHT:
-            again = [self._exchange(k, k.backward) for k in layer.kernels if isinstance(k, Exchange) and _of_weights(k)]
+            again = [
+                self._exchange(layer, k, k.backward)
+                for k in layer.kernels
+                if isinstance(k, Exchange) and _of_weights(k)
+            ]
             return [*again, self._computing(layer, range(end), phase)]
-        # what does not need the dropped tensors runs before they are made again
-        segments = self._pieces(layer, range(end - 1, kept.needed_by, -1), phase)
+        # what does not need the dropped tensors runs before they are made again, but for what runs beside a product
+        # that needs them
+        overlaps, needed_by = self._overlaps(layer, phase), kept.needed_by
+        while needed_by + 1 < end and isinstance(then := layer.kernels[needed_by + 1], Exchange) and overlaps(then):
+            needed_by += 1
+        segments = self._pieces(layer, range(end - 1, needed_by, -1), phase)
         segments += self._pieces(layer, kept.kernels, Phase.RECOMPUTE)
-        segments += self._pieces(layer, range(kept.needed_by, -1, -1), phase)
+        segments += self._pieces(layer, range(needed_by, -1, -1), phase)
         return segments
 
     def _pieces(self, layer: LayerSpec, order: Sequence[int], phase: Phase) -> list[Segment]:
@@ -178,22 +186,30 @@ class Scripts:
                     continue
                 flush()
                 product = segments[-1].work[0] if beside and segments[-1].work else None
-                segments.append(self._exchange(kernel, kind, beside=beside)._replace(beside=product))
+                segments.append(self._exchange(layer, kernel, kind, beside=beside)._replace(beside=product))
         flush()
         return segments
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
         """Tells products of a block, and the exchanges that run beside products next to them, from all else."""
-        way = self._stages.software.tp_overlap
-        passes = {"none": (), "backward": (Phase.BACKWARD,), "all": (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)}
-        if layer.kind is not LayerKind.BLOCK or phase not in passes[way]:
+        way, forward = self._stages.software.tp_overlap, phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        if layer.kind is not LayerKind.BLOCK or way == "none" or (way == "backward" and forward):
+            return lambda kernel: False
+        if not forward and phase is not Phase.BACKWARD:
             return lambda kernel: False
 
         def overlaps(kernel: Kernel) -> bool:
             if not isinstance(kernel, Exchange):
                 return isinstance(kernel, Gemm)
-            before_product = kernel.forward is None or kernel.forward is CollectiveKind.ALL_GATHER
-            return kernel.axis == "tp" and kernel.bytes_per_element is None and (way == "all" or before_product)
+            if kernel.axis != "tp" or kernel.bytes_per_element is not None:
+                return False
+            match way:
+                case "gathers":
+                    return (kernel.forward if forward else kernel.backward) is CollectiveKind.ALL_GATHER
+                case "backward":
+                    return kernel.forward is None or kernel.forward is CollectiveKind.ALL_GATHER
+                case _:
+                    return True
 
         return overlaps
 
@@ -202,10 +218,15 @@ class Scripts:
         work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
         return Segment((work,), recompute=phase is Phase.RECOMPUTE)
 
-    def _exchange(self, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False) -> Segment:
+    def _exchange(
+        self, layer: LayerSpec, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False
+    ) -> Segment:
         assert kind is not None
         state = self._stages.state
         width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
+        quantized = self._stages.software.gathers_quantized(state) and layer.kind is LayerKind.BLOCK
+        if quantized and kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER:
+            width = 1
         num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
         return Segment(exchange=(kernel.axis, kind, num_bytes, beside or kernel.beside_previous))
 

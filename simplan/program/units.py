@@ -19,6 +19,7 @@ class Unit(NamedTuple):
         padded: The same once every first dimension is padded to a multiple of the shards, as torch does.
         stays: It is not resharded between forward and backward, whatever the plan says.
         trained, trained_padded: As ``elements`` and ``padded``, without frozen weights: what has gradients.
+        matrices: Elements of its trained parameters that are not vectors, in the order of forward.
         has_backward: Backward comes to it: to all but an embedding that is frozen.
     """
 
@@ -28,6 +29,7 @@ class Unit(NamedTuple):
     stays: bool
     trained: int
     trained_padded: int
+    matrices: tuple[int, ...]
     has_backward: bool = True
 
 
@@ -74,6 +76,7 @@ def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool) -> Unit:
         stays=False,
         trained=sum(parameter.num_elements for parameter in trained),
         trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
+        matrices=tuple(parameter.num_elements for parameter in trained if len(parameter.shape) > 1),
         has_backward=bool(trained) or layers[-1].kind is not LayerKind.EMBEDDING,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from simplan.program.action import Action
 from simplan.program.folding import Folding
-from simplan.program.program import HostCopy, LayerWork, MemoryEffect, Message, Op, Stream, Work
+from simplan.program.program import HostCopy, MemoryEffect, Message, Op, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 
@@ -51,7 +51,7 @@ class RankWriter:
         self,
         action: Action,
         name: str,
-        work: tuple[LayerWork, ...] = (),
+        work: tuple[Work, ...] = (),
         memory: Sequence[MemoryEffect] = (),
         kind: SpanKind = SpanKind.COMPUTE,
     ) -> int:

@@ -21,7 +21,7 @@ from simplan.spec.plan import RankMapping
 __all__ = ["Box", "DrawnRank", "PipelineDrawing", "draw_pipeline", "draw_timeline"]
 
 _SCHEMA_VERSION = 1
-_DRAWN = COMPUTING | {SpanKind.OPTIMIZER}
+_DRAWN = COMPUTING | {SpanKind.OPTIMIZER, SpanKind.HOST}
 
 
 @dataclass(frozen=True, slots=True)

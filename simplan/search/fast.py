@@ -39,6 +39,9 @@ def covers_job(question: Question) -> bool:
         and software.holds_sends
         and not software.synchronous_schedules
         and software.tp_overlap == "none"
+        and software.copies_units
+        and not software.lists_of_shards
+        and software.live_elements is None
         and not question.model.lora_rank
         and software.gradient_as_bucket_view
         and software.preallocated_receives

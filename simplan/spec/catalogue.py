@@ -259,11 +259,13 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
         NotModelledError: A framework that is not modelled yet.
     """
     entry = _entry("software", name)
-    rates = dict(entry.get("rates", {}))
-    if not textbook:
-        rates |= _parsed("kernels_fitted")["software"].get(name, {})
-    sources = _sources("software", entry["sources"])
-    return SoftwareSpec.model_validate({"id": name, **entry, "rates": rates, "sources": sources})
+    fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
+    if fitted:
+        fields["rates"] = entry.get("rates", {}) | fitted
+        fields["sources"] = {"rates": ""} | fields["sources"]
+        fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
+    return SoftwareSpec.model_validate(fields)
 
 
 def _file(kind: Kind) -> dict[str, Any]:

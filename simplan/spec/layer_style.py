@@ -2,7 +2,7 @@
 
 Families of models build their layers as torch would run them (``simplan.spec.models``). A style changes what such a
 layer keeps for backward: unfused attention has its scores as tensors, dropout keeps which elements it let through,
-fused functions keep their inputs only. What it computes stays the same.
+fused functions keep their inputs only; and what context-parallel ranks exchange. What it computes stays the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Spec
-from simplan.spec.layer import Attention, Exchange, Kernel, LayerKind, LayerSpec, Pointwise, Saved
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Kernel, LayerKind, LayerSpec, Pointwise, Saved
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
 
@@ -48,6 +48,9 @@ class LayerStyle(Spec):
             in place of an fp32 copy of the logits, which become their gradients (Megatron-LM); or the gradients in
             place of the logits, in their precision (Transformer Engine's fused cross-entropy); or the logits alone,
             from which one kernel makes their gradients (torch.compile).
+        repeated_keys: Before attention keys and values become as many heads as queries have, and these are what
+            context-parallel ranks gather, in forward and again in backward; their gradients go round a ring in fp32
+            (torch's context parallelism).
         narrow_values: Values that are narrower than keys are not padded.
         split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
             (torch), or of each product with weights its input and the gradient of its output (``products``).
@@ -61,6 +64,7 @@ class LayerStyle(Spec):
     joined_products: bool = False
     fused_gates: bool = False
     loss: Loss = "log_probabilities"
+    repeated_keys: bool = False
     narrow_values: bool = False
     split_backward: SplitBackward = "all"
     gathered_keys: Literal["masked", "by_rank"] = "masked"
@@ -98,6 +102,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
             replace(k, eager=True, fused_softmax=True, dropout=dropout) if k in cores else k for k in kernels
         )
         saved = list(_with_scores(saved, cores, dropout=dropout))
+    if style.repeated_keys:
+        kernels = tuple(_with_repeated_keys(kernels))
     if style.narrow_values:
         kernels, saved = _narrow_values(kernels, saved)
     if style.fused_gates:
@@ -113,7 +119,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     if (kernels, tuple(saved), constants) == (layer.kernels, layer.saved, layer.constants):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
-    words += ["narrow" * style.narrow_values, "by rank" * (constants != layer.constants)]
+    words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values]
+    words.append("by rank" * (constants != layer.constants))
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants)
 
@@ -136,6 +143,19 @@ def _with_scores(saved: Iterable[Saved], cores: list[Attention], *, dropout: boo
         if dropout:
             yield Saved(f"{core.name} weights let through", core.num_scores, _MASK_BYTES, made_by=core.name)
             yield Saved(f"{core.name} weights after dropout", core.num_scores, made_by=core.name)
+
+
+def _with_repeated_keys(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """The gather of keys and values for attention, and how gradients of these come home: as many hops as ranks."""
+    core = next((k for k in kernels if isinstance(k, Attention)), None)
+    for kernel in kernels:
+        gathers = isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.forward is CollectiveKind.ALL_GATHER
+        if core is None or not isinstance(kernel, Exchange) or not gathers:
+            yield kernel
+            continue
+        elements = kernel.elements * core.num_heads // core.num_key_value_heads
+        yield replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements)
+        yield Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, _FP32_BYTES)
 
 
 def _narrow_values(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:

@@ -6,7 +6,7 @@ has the last word on those that published training runs say something about.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -77,6 +77,13 @@ class KernelRates(Spec):
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     unseen_std: NonNegative = 0.3
     fitted_on: str | None = None
+
+    def kernel_of(self, newest: AttentionKernel) -> AttentionKernel | None:
+        """The newest kernel of attention that runs, or else the oldest one; None where none is known."""
+        generations = get_args(AttentionKernel)
+        known = [name for name in generations if name in self.attention]
+        asked = [name for name in known if generations.index(name) <= generations.index(newest)]
+        return asked[-1] if asked else known[0] if known else None
 
 
 class StackRates(Spec):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Lookup, Saved
@@ -41,7 +42,8 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
     first, of the attention core and of reduce-scatters (torchtitan's per-op policy), of which some are not needed.
     ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the results of
     matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has q, k and v
-    on the host, whose transfers are not counted, and repeats the rest (MaxText).
+    on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes exchanges of
+    tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with these.
 
     Args:
         layer: The layer.
@@ -68,11 +70,12 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
             products = _gemms(layer)[:-1]
             parts = [index for index in products if _is_summed(layer.kernels[index + 1])]
             sums = [index + 1 for index in parts]  # a product over ranks is kept as the one array that it is to JAX
-            return _keeping(layer, sorted({*products, *sums} - {*parts}), parts)
+            found = _keeping(layer, sorted({*products, *sums} - {*parts}), parts)
+            return _without_lone_exchanges(layer, found)
         case "qkv_proj_offloaded":
             first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
             on_host = [index for index in _gemms(layer) if index < first_attention]
-            return _keeping(layer, (), on_host)
+            return _without_lone_exchanges(layer, _keeping(layer, (), on_host))
 
 
 def _selective(layer: LayerSpec) -> Recomputation:
@@ -127,6 +130,21 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
 def _is_summed(kernel: object) -> bool:
     """Whether a kernel adds up what ranks have of a product."""
     return isinstance(kernel, Exchange) and kernel.forward in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
+
+
+def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:
+    """Leaves out tensor-parallel exchanges of products that do not run again."""
+
+    def runs(index: int) -> bool:
+        kernel = layer.kernels[index]
+        if not isinstance(kernel, Exchange) or kernel.axis != "tp":
+            return True
+        gathers = kernel.forward is CollectiveKind.ALL_GATHER
+        near = range(index + 1, len(layer.kernels)) if gathers else range(index - 1, -1, -1)
+        products = takewhile(lambda other: isinstance(layer.kernels[other], Gemm), near)
+        return any(product in kept.kernels for product in products)
+
+    return kept._replace(kernels=tuple(index for index in kept.kernels if runs(index)))
 
 
 def _results(layer: LayerSpec, index: int) -> list[Saved]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes", "TensorOverlap"]
 
 
-TensorOverlap = Literal["none", "backward", "all"]
+TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
 
 
@@ -39,11 +39,14 @@ class LowPrecisionLinears(Spec):
         recipes: Of fp8, those that it has.
         weights: How often weights are quantized where they are whole. What FSDP gathers is quantized every time, but
             for weights that are ``stored`` so.
+        gathers: Those recipes with which tensor-parallel ranks gather inputs, and gradients of outputs, of the linear
+            layers of blocks in 8 bits.
     """
 
     kept: Kept
     weights: QuantizedWeights = "microbatch"
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
+    gathers: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()
 
 
 class StateBytes(Spec):
@@ -157,6 +160,12 @@ class SoftwareSpec(Spec):
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
             with it.
         backward_prefetch: Units that FSDP gathers ahead in backward.
+        copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
+            one that it reduces.
+        lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
+            the host makes, checks and copies these one by one, and the device waits.
+        live_elements: With such lists, something is gathered ahead only while fewer elements than these are gathered,
+            and a matrix is let go of, and gathered again, if as many are used before it is; None for no such limit.
         holds_sends: What a pipeline rank sends lives to the end of the step, where it waits for all sends; else until
             it is sent.
         splits_sends: Tensor-parallel ranks that hold equal tensors each send a part to the next stage, where the parts
@@ -181,7 +190,8 @@ class SoftwareSpec(Spec):
         gathers_ahead: Where elements are dealt out, updated parameters are gathered beside the next forward, bucket by
             bucket, not at the end of the step.
         tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
-            ``none``, those of ``backward`` before and after matrices split by columns, or ``all``, in both directions.
+            ``none``, those of ``backward`` before and after matrices split by columns, ``gathers``, in both directions
+            but no sums, or ``all``, in both directions.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
             as wide as those.
@@ -211,6 +221,9 @@ class SoftwareSpec(Spec):
     keep_last_gathered: bool = True
     backward_prefetch: Count = 1
     reduces_each_microbatch: bool = False
+    copies_units: bool = True
+    lists_of_shards: bool = False
+    live_elements: Count | None = None
     holds_sends: bool = True
     splits_sends: bool = False
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -256,6 +269,12 @@ class SoftwareSpec(Spec):
         weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
         form = linear_format(training.precision, training.fp8_recipe, low.kept, weights)  # type: ignore[arg-type]
         return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
+
+    def gathers_quantized(self, state: StateBytes) -> bool:
+        """Whether tensor-parallel ranks gather in 8 bits what the linear layers of blocks compute with."""
+        linear = state.linear
+        low = None if linear is None else self.low_precision.get(linear.precision)
+        return low is not None and linear is not None and linear.recipe in low.gathers
 
     def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:
         """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""

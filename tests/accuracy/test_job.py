@@ -27,8 +27,10 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
         ("megatron-lm", "fork by sail-sg (zero-bubble), 2023", "megatron-lm-2022"),
         ("megatron-lm", "23e00ed0963c + torch 2.10", "megatron-core"),
         ("megatron-lm", None, "megatron-core"),
-        ("deepspeed", "2021", "megatron-deepspeed"),
+        ("deepspeed", "2021", "deepspeed-2021"),
+        ("deepspeed", "0.6, 2022", "megatron-deepspeed"),
         ("nemo", "NeMo24.07, table at commit 164b0097f83a", "nemo"),
+        ("nemo", "NeMo-Megatron 23.08", "nemo-2022"),
         ("gpipe", None, "torch"),
     ],
 )

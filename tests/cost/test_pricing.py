@@ -7,7 +7,7 @@ import pytest
 from simplan.cost.base import Price, Provenance
 from simplan.cost.pricing import price_program
 from simplan.program.action import Action
-from simplan.program.program import HostCopy, LayerWork, Message, Op, Phase, Program, Stream, Work
+from simplan.program.program import HostCalls, HostCopy, LayerWork, Message, Op, Phase, Program, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -78,3 +78,13 @@ def test_every_operation_adds_up_its_parts_and_equal_work_is_asked_once() -> Non
         ("all_gather over 8 ranks", 2),
         ("send", 1),
     ]
+
+
+def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
+    """Between a function call of Python and a small collective; no cost model is asked."""
+    tariff = Tariff()
+    pricing = price_program(program(op(SpanKind.HOST, HostCalls(1)), op(SpanKind.HOST, HostCalls(1536))), tariff)
+    one_s, many_s = pricing.durations_s
+    assert 1e-7 < one_s < 1e-4
+    assert many_s == pytest.approx(1536 * one_s)
+    assert not tariff.asked

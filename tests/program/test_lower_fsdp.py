@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.program.lower import Lowering, lower
-from simplan.program.program import MemoryCategory, Program, Stream
+from simplan.program.program import HostCalls, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.memory import memory_peak
 from simplan.spec import catalogue
@@ -166,6 +166,55 @@ def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
     assert awaited == {Stream.SHARD}
     (last,) = [op for op in ops if op.name == "wait for gradients"]
     assert Stream.REPLICATE in {found.ops[wait].stream for wait in last.waits}
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
+    plan, training = ParallelPlan(dp_shard=4), TrainingSpec(global_batch_size=4, precision="fp32")
+    software = TORCH.model_copy(update={"copies_units": copies})
+    found = lower(model(), training, plan, software, StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2))
+    phases = {work.phase for op in found.ops for work in op.work if isinstance(work, LayerWork)}
+    assert ({Phase.GATHER_COPY, Phase.REDUCE_COPY} <= phases) == copies
+    assert copies or not {Phase.GATHER_COPY, Phase.REDUCE_COPY} & phases
+
+
+def _with_lists(limit: int | None, **plan: Any) -> Program:
+    """Units have 1 to 4 matrices: of a block of width h these are 3 h^2, h^2, 4 h^2 and 4 h^2, of the embedding two."""
+    software = TORCH.model_copy(update={"lists_of_shards": True, "live_elements": limit})
+    found, training = model(), TrainingSpec(global_batch_size=4, precision="fp32")
+    how = ParallelPlan(dp_shard=4, **plan)
+    return lower(found, training, how, software, StageAssignment((0, 4)), plan_table(how, 1), Lowering(2))
+
+
+def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:
+    """Gathers of 4, 4, 4 and 1 (head) matrices in forward, of all but the head again in backward, and reductions."""
+    found = _with_lists(None)
+    calls = [(op.name, w.num_calls) for op in found.ops if op.rank == 0 for w in op.work if isinstance(w, HostCalls)]
+    of_unit = {"embedding": 2 * 4, "block 0": 4 * 4, "block 1": 4 * 4, "head": 1 * 4}
+    assert all(number == of_unit[name.removeprefix("list ")] for name, number in calls)
+    assert sorted(name for name, _ in calls) == sorted(
+        f"list {unit}" for unit in of_unit for _ in range(2 if unit == "head" else 3)
+    )
+    assert issued(found) == issued(program(ParallelPlan(dp_shard=4)))
+
+
+def test_what_is_let_go_of_between_a_second_forward_and_backward_is_gathered_again() -> None:
+    """Until backward of (3, 1, 4, 4) h^2 twice what comes after them is used: (18, 16, 8, 0) h^2."""
+    h2 = 64 * 64
+    for limit, again in ((17 * h2, 3 * h2), (9 * h2, 4 * h2), (5 * h2, 8 * h2)):
+        found = _with_lists(limit, recompute="full")
+        gathered = [op.message.num_bytes for op in found.ops if op.rank == 0 and "again" in op.name and op.message]
+        assert gathered == [again * 4] * 2
+
+
+def test_beside_a_matrix_that_leaves_no_room_nothing_is_gathered() -> None:
+    """Then every gather waits for all that was computed before it."""
+    for limit, alone in ((64 * 64 * 4, True), (64 * 256 * 4, False)):
+        found = _with_lists(limit)
+        gathers = [i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "all_gather block 1"]
+        forward = found.ops[gathers[0]]
+        block_0 = next(i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "block 0")
+        assert any(wait >= block_0 for wait in forward.waits) == alone
 
 
 def test_a_ring_sends_keys_once_they_are_made() -> None:

@@ -16,6 +16,8 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.spec import catalogue
+from simplan.spec.layer import CollectiveKind, Exchange
+from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
@@ -152,14 +154,28 @@ def test_stages_that_wait_for_their_messages(m: int) -> None:
     assert step_time_s(program, seconds) == pytest.approx((m + 1) * (1 + 2 + c))
 
 
-@pytest.mark.parametrize(("way", "exposed_s"), [("none", 2 * (4 + 6)), ("backward", 2 * (4 + 2)), ("all", 0)])
-def test_exchanges_beside_products_take_no_time(way: str, exposed_s: float) -> None:
-    """Of a block four exchanges are in forward and six in backward, of which four are of matrices split by columns."""
+@pytest.mark.parametrize(
+    ("way", "recompute", "exposed_s"),
+    [
+        ("none", "none", 2 * (4 + 6)),
+        ("backward", "none", 2 * (4 + 2)),
+        ("gathers", "none", 2 * (2 + 2)),
+        ("all", "none", 0),
+        ("backward", "full", 2 * (4 + 3 + 2)),
+        ("gathers", "full", 2 * (2 + 1 + 2)),
+        ("all", "full", 0),
+    ],
+)
+def test_exchanges_beside_products_take_no_time(way: str, recompute: str, exposed_s: float) -> None:
+    """Of a block four exchanges are in forward and six in backward, of which four are of matrices split by columns.
+
+    Half of forward's, and all but two of backward's, gather. Two gathers and a sum run again.
+    """
     software = catalogue.software("megatron-core").model_copy(update={"tp_overlap": way})
-    program = lowered(software, 1, tp=2)
+    program = lowered(software, 1, tp=2, recompute=recompute)
     ops = [program.ops[index] for index in program.by_rank[0]]
     of_blocks = [op for op in ops if op.stream is Stream.TENSOR and "block" in op.name]
-    assert len(of_blocks) == 2 * (4 + 6)
+    assert len(of_blocks) == 2 * (4 + 6 + (3 if recompute == "full" else 0))
     shorter = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 0.0)
     longer = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 1.0 * ("block" in op.name))
     assert longer - shorter == pytest.approx(exposed_s)
@@ -250,3 +266,31 @@ def test_keys_gathered_from_ranks_need_a_table_where_all_are_attended_to_at_once
     ]
     n = TINY.seq_len
     assert sizes == [[n // 2 * n], [4 * 16 * 32], [], [4 * 16 * 32]]
+
+
+def test_repeated_keys_are_exchanged_as_often_as_there_are_queries_to_a_key() -> None:
+    """Of 4 ranks with n tokens: keys and values 2 n h, of all ranks, and fp32 gradients home in 4 hops."""
+    shared = TINY.model_copy(update={"family": "llama", "num_key_value_heads": TINY.num_attention_heads // 2})
+    plan, own = ParallelPlan(cp=4, cp_comm="all_gather"), 2 * TINY.seq_len // 4 * TINY.hidden_size
+    block = catalogue.software("torchtitan").layers_of(shared, plan)[1]
+    found = [(k.forward, k.backward, k.elements, k.bytes_per_element) for k in block.kernels if isinstance(k, Exchange)]
+    gather, ring = CollectiveKind.ALL_GATHER, CollectiveKind.RING
+    assert found == [(gather, gather, 4 * own, None), (None, ring, 4 * own, 4)]
+    plain = catalogue.software("torch").layers_of(shared, plan)[1]
+    assert [k.elements for k in plain.kernels if isinstance(k, Exchange)] == [4 * own // 2]
+
+
+@pytest.mark.parametrize(("recipe", "width"), [("tensorwise", 1), ("rowwise", 2)])
+def test_inputs_scaled_as_a_whole_are_gathered_in_8_bits(recipe: Fp8Recipe, width: int) -> None:
+    """Of blocks; sums stay in 16 bits."""
+    software, plan = catalogue.software("torchtitan-2025"), ParallelPlan(tp=2, dp_shard=2)
+    training = TrainingSpec(global_batch_size=2, precision="fp8", fp8_recipe=recipe)
+    how = Lowering(level=2)
+    program = lower(TINY, training, plan, software, StageAssignment((0, len(TINY.layers))), plan_table(plan, 1), how)
+    moved = {
+        (op.message.kind, op.message.num_bytes)
+        for op in program.ops
+        if "block" in op.name and op.message and op.stream is Stream.TENSOR
+    }
+    whole = TINY.seq_len * TINY.hidden_size
+    assert moved == {(CollectiveKind.ALL_GATHER, whole * width), (CollectiveKind.REDUCE_SCATTER, whole * 2)}

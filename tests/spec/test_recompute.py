@@ -51,6 +51,13 @@ def test_full_keeps_the_input_and_ends_before_the_last_product() -> None:
     assert again(block_of(), "full") == [*NORM1, "q", "k", "v", *ATTENTION, "proj", "residual1", "norm2", *MLP]
 
 
+@pytest.mark.parametrize(("mode", "names"), [("minimal", []), ("qkv_proj_offloaded", ["proj output", "norm2 output"])])
+def test_under_xla_exchanges_run_again_with_their_products(mode: Recompute, names: list[str]) -> None:
+    assert [
+        name for name in again(block_of(Shard(tp=2, sequence_parallel=True)), mode) if name.endswith(" output")
+    ] == names
+
+
 def test_full_exchanges_again_what_forward_exchanged() -> None:
     layer = block_of(Shard(tp=2, sequence_parallel=True))
     names = again(layer, "full")

@@ -1,0 +1,72 @@
+"""FSDP whose collectives take lists of tensors, matrix by matrix: ZeRO-3 of DeepSpeed before 2022.
+
+For each matrix that is gathered or reduced the host makes a view for every rank, and torch copies from or to each,
+while the device waits: with a thousand ranks that takes longer than the bytes. The copies are launched while NCCL moves
+bytes, so a gather and its list take as long as the longer one. DeepSpeed keeps no more than so many elements gathered:
+nothing is gathered beside a matrix that is as large as that, and matrices of a layer that ran again are gathered once
+more for its backward if as many elements are used in between.
+
+Source: microsoft/DeepSpeed at c83e49f (2021-04-14), deepspeed/runtime/zero/partition_parameters.py (_allgather_param,
+_reduce_scatter_gradient) and stage3.py (_synchronize_communication, prefetch_next_sub_modules, _keep_for_later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simplan.program.action import Action
+from simplan.program.fsdp import FsdpHooks
+from simplan.program.program import HostCalls, Message, Stream
+from simplan.program.timeline import SpanKind
+from simplan.program.units import Unit
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["FsdpListHooks"]
+
+
+class FsdpListHooks(FsdpHooks):
+    """Hooks of one rank; arguments as for ``FsdpHooks``."""
+
+    def units_ahead(self, unit: Unit, index: int) -> range:
+        """Nothing beside a unit that leaves no room."""
+        return range(0) if self._leaves_no_room(unit) else super().units_ahead(unit, index)
+
+    def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
+        """The host lists the parts first."""
+        unit = self.units[action.stage][index]
+        alone = self._leaves_no_room(unit)
+        before = self.writer.last_compute
+        self._list_parts(action, index, len(unit.matrices))
+        super().gather(action, index, [before] if alone else waits, in_background=in_background)
+        if alone:
+            self.writer.block_on(self.gathering[action.stage, index])
+
+    def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
+        """In backward, what was let go of since it ran again is gathered once more."""
+        super().copy_out(action, index, in_forward=in_forward)
+        limit, unit = self.stages.software.live_elements, self.units[action.stage][index]
+        repeats = any(self.stages.facts(action.stage, layer).kept.kernels for layer in unit.layers)
+        if in_forward or limit is None or self.level == 1 or not repeats:
+            return
+        again = [size for i, size in enumerate(unit.matrices) if 2 * sum(unit.matrices[i + 1 :]) >= limit]
+        if again:
+            before = self.writer.last_compute
+            self._list_parts(action, index, len(again))
+            message = Message(CollectiveKind.ALL_GATHER, sum(again) * self.stages.state.gathered, self.shard_group)
+            name = self.name(action, index, "all_gather again")
+            self.writer.block_on(self.writer.collective(action, Stream.SHARD, name, message, [before]))
+
+    def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
+        """The host lists the parts first."""
+        self._list_parts(action, index, len(self.units[action.stage][index].matrices))
+        super().reduce_unit(action, index, made_now=made_now)
+
+    def _list_parts(self, action: Action, index: int, num_matrices: int) -> None:
+        """The host handles the part of every rank of so many matrices."""
+        if num_matrices:
+            calls = HostCalls(num_matrices * self.num_shards)
+            self.writer.compute(action, self.name(action, index, "list"), (calls,), kind=SpanKind.HOST)
+
+    def _leaves_no_room(self, unit: Unit) -> bool:
+        limit = self.stages.software.live_elements
+        return limit is not None and max(unit.matrices, default=0) >= limit
