@@ -36,6 +36,7 @@ bench: $(READY)
 
 fit: $(READY)
 	$(BIN)/python -m fit.collectives scenarios/published/collectives*.yaml --write
+	$(BIN)/python -m fit.step_times scenarios/published --write
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -23,7 +23,7 @@ from simplan.spec.hardware import DeviceSpec
 from simplan.spec.rates import AttentionKernel
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["Prices", "Row", "Values", "load_rows"]
+__all__ = ["Prices", "Row", "Values", "changed_device", "changed_software", "fold_of", "load_rows"]
 
 Values = Mapping[str, float]
 """Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``half_depth``."""
@@ -46,16 +46,6 @@ class Row:
     job: RunJob
     terms: tuple[Term, ...]
     message_deviation_s: float
-
-    @property
-    def shape(self) -> str:
-        """Of the model, and the device: runs that share them are near-duplicates."""
-        model = self.job.model
-        return f"{model.family} {model.hidden_size} {model.num_hidden_layers} {self.job.cluster.device.id}"
-
-    def fold(self, folds: int) -> int:
-        """Of so many; runs of one shape are in the same one."""
-        return int(sha256(self.shape.encode()).hexdigest(), 16) % folds
 
     @property
     def architecture(self) -> str:
@@ -125,6 +115,13 @@ class Prices:
 
 
 _UNCHANGED = Prices({})
+
+
+def fold_of(job: RunJob, folds: int) -> int:
+    """Of so many; runs of one model on one device, which are near-duplicates, are in the same one."""
+    model = job.model
+    shape = f"{model.family} {model.hidden_size} {model.num_hidden_layers} {job.cluster.device.id}"
+    return int(sha256(shape.encode()).hexdigest(), 16) % folds
 
 
 def changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import numpy as np
 from joblib import Parallel, delayed
 
 from fit.fitted_kernels import fitted_text
+from fit.left_out import FOLDS, LEFT_OUT_FILE, left_out_text
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE, SUSTAINED
 from fit.robust import Constant, Floats, minimize
-from fit.rows import Prices, Row, Values, load_rows
+from fit.rows import Prices, Row, Values, fold_of, load_rows
 from fit.spread import relative_stds, unseen_std, within
 from simplan.spec import catalogue
 
@@ -38,8 +39,7 @@ FITTED_FILE = Path(catalogue.__file__).parent / "catalog" / "kernels_fitted.yaml
 _STD = 0.03  # what step times scatter about a perfect model, roughly
 _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
 """What a row counts for: where a source does not print something that sets the work, others had to assume it."""
-_FOLDS = 5
-_ITERATIONS = 10
+_ITERATIONS = 8
 
 
 def main() -> None:
@@ -59,9 +59,9 @@ def main() -> None:
     tables = {
         "textbook": textbook,
         "fitted": log_errors(rows, values),
-        "five-fold": left_out(rows, lambda row: row.fold(_FOLDS), values),
-        "source left out": left_out(rows, lambda row: row.source, {}),
     }
+    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), values)
+    tables["source left out"], _ = left_out(rows, lambda row: row.source, {})
     stds = relative_stds(rows, values, tables["five-fold"])
     unseen = unseen_std(rows, values, tables["source left out"])
     print("\n".join(_errors_text(rows, tables)))
@@ -71,7 +71,9 @@ def main() -> None:
     text = fitted_text(values, rows, stds, unseen)
     if arguments.write:
         FITTED_FILE.write_text(text, encoding="utf-8")
-        print(f"wrote {FITTED_FILE}")
+        in_order = [folds[fold] for fold in range(FOLDS)]
+        LEFT_OUT_FILE.write_text(left_out_text(rows, in_order), encoding="utf-8")
+        print(f"wrote {FITTED_FILE.name} and {LEFT_OUT_FILE.name}")
 
 
 def fit(rows: Sequence[Row], start: Values) -> dict[str, float]:
@@ -136,8 +138,10 @@ def log_errors(rows: Sequence[Row], values: Values) -> Floats:
     return np.array([np.log(row.predicted_s(prices) / row.measured_s) for row in rows])
 
 
-def left_out(rows: Sequence[Row], part_of: Callable[[Row], object], start: Values) -> Floats:
-    """Errors of rows by fits that have not seen the part they belong to.
+def left_out(
+    rows: Sequence[Row], part_of: Callable[[Row], Hashable], start: Values
+) -> tuple[Floats, dict[Hashable, dict[str, float]]]:
+    """Errors of rows by fits that have not seen the part they belong to, and the constants by part.
 
     Args:
         rows: All rows.
@@ -148,15 +152,15 @@ def left_out(rows: Sequence[Row], part_of: Callable[[Row], object], start: Value
     names = list(dict.fromkeys(parts))
     found = Parallel(n_jobs=-1)(delayed(_without)(rows, [p == part for p in parts], dict(start)) for part in names)
     errors = np.zeros(len(rows))
-    for part, own in zip(names, found, strict=True):
+    for part, (own, _) in zip(names, found, strict=True):
         errors[[p == part for p in parts]] = own
-    return errors
+    return errors, {part: values for part, (_, values) in zip(names, found, strict=True)}
 
 
-def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> Floats:
+def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> tuple[Floats, dict[str, float]]:
     seen = [row for row, out in zip(rows, held, strict=True) if not out]
     values = _textbook(rows) | fit(seen, start)
-    return log_errors([row for row, out in zip(rows, held, strict=True) if out], values)
+    return log_errors([row for row, out in zip(rows, held, strict=True) if out], values), values
 
 
 def _textbook(rows: Sequence[Row]) -> dict[str, float]:

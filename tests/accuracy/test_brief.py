@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from simplan.predict import predict
-from simplan.predict.brief import predict_brief
+from simplan.predict.brief import brief_terms, predict_brief
+from simplan.program.program import Message
 from simplan.spec import catalogue
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
@@ -75,3 +77,32 @@ def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> Non
     ]
     assert overlapping.step_time_s == pytest.approx(max(end_s - start_s for start_s, end_s in spans), rel=1e-9)
     assert overlapping.step_time_s < whole.step_time_s
+
+
+@pytest.mark.parametrize(("waits", "reductions"), [("step", 1), ("backward", 4)])
+def test_stages_reduce_their_gradients_beside_each_other_where_nobody_waits_in_backward(
+    waits: str, reductions: int
+) -> None:
+    """Where a rank waits for them before it sends the last gradient on, four stages reduce one after the other."""
+    plan = ParallelPlan(pp=4, dp_replicate=2)
+    untied = MODEL.model_copy(update={"tied_embeddings": False})
+    software = catalogue.software("megatron-lm-2022").model_copy(update={"waits_for_gradients": waits})
+    training = TrainingSpec(global_batch_size=16, precision="fp16")
+    terms = brief_terms(untied, catalogue.cluster("dgx-a100-80gb", 8), training, plan, software)
+    found = [t.times for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.ALL_REDUCE]
+    assert sum(found) == pytest.approx(reductions, abs=1e-3)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_equal_tensors_are_sent_in_parts_and_gathered(sequence_parallel: bool) -> None:
+    """Narayanan et al. 2021 (arXiv:2104.04473), section 4.1; with sequence parallelism they are halves."""
+    plan = ParallelPlan(pp=2, tp=2, sequence_parallel=sequence_parallel)
+    software, training = catalogue.software("megatron-lm-2022"), TrainingSpec(global_batch_size=8, precision="fp16")
+    terms = brief_terms(MODEL, catalogue.cluster("dgx-a100-80gb", 4), training, plan, software)
+    sent = {t.work.num_bytes for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.SEND}
+    whole = 2 * MODEL.seq_len * MODEL.hidden_size
+    assert sent == {whole // 2}
+    gathered = {
+        t.work.num_bytes for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.ALL_GATHER
+    }
+    assert gathered == {whole}

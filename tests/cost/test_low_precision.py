@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Provenance
-from simplan.cost.compute import Roofline, roofline
+from simplan.cost.compute import KernelCost, kernel_cost
+from simplan.cost.product import ProductRates
 from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
 from simplan.spec.low_precision import linear_format
+from simplan.spec.rates import AttentionShare
 from simplan.spec.software import StateBytes
 
 M, N, K = 4096, 8192, 2048
@@ -30,11 +33,13 @@ def layer(kind: LayerKind = LayerKind.BLOCK, name: str = "up") -> LayerSpec:
     )
 
 
-def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> Roofline:
+def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> KernelCost:
     """16-bit products at 1e14, others at 2e14 FLOP/s; 1e12 bytes a second."""
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     state = state.model_copy(update={"linear": linear_format(precision, recipe, kept)})
-    return Roofline(1e14, 1e12, state, "adamw", Provenance.PUBLISHED, 2e14)
+    wide, low = (ProductRates(rate, 1e12, 0.0, None, 0.0, 1.0, 8, 1.0, (1.0, 1.0)) for rate in (1e14, 2e14))
+    attention = AttentionRates(wide, AttentionShare(forward=1.0, backward=1.0), 0.0, 1.0, 2)
+    return KernelCost(wide, attention, state, "adamw", Provenance.PUBLISHED, 0.1, low=low)
 
 
 POINTWISE_S = 2 * 10**8 * 2 / 1e12
@@ -73,4 +78,11 @@ def test_heads_and_routers_are_priced_as_in_bf16(other: LayerSpec) -> None:
 def test_a_device_without_a_peak_for_it_is_refused_by_name() -> None:
     state = rates("nvfp4").state
     with pytest.raises(SpecError, match=r"nvfp4: h100-sxm-80gb has no published dense peak for it; known: bf16"):
-        roofline(catalogue.device("h100-sxm-80gb"), "nvfp4", state, "adamw")
+        kernel_cost(
+            catalogue.device("h100-sxm-80gb"),
+            "nvfp4",
+            state,
+            "adamw",
+            catalogue.software("torch"),
+            shards_parameters=False,
+        )

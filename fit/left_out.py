@@ -1,0 +1,97 @@
+"""What a fit says of runs that it has not seen, kept so that a test can hold predictions to it.
+
+``left_out.yaml`` has the constants of each of five folds, found without it, and of a few runs of every file the mean
+error of predictions with the constants of their folds. The test predicts these runs again, which takes seconds where
+fitting takes minutes: a change that makes predictions worse shows, and one that makes them better may have its new
+figure written by ``make fit``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from joblib import Parallel, delayed
+
+from fit.rows import Row, Values, changed_device, changed_software, fold_of
+from simplan.accuracy.job import job_of_run
+from simplan.accuracy.reading import read_published
+from simplan.accuracy.schema import PublishedRun
+from simplan.predict.brief import predict_brief
+
+__all__ = ["FOLDS", "LEFT_OUT_FILE", "left_out_text", "sample_errors", "sampled_runs"]
+
+LEFT_OUT_FILE = Path(__file__).parent / "left_out.yaml"
+FOLDS = 5
+_RUNS_OF_FILE = 4
+_DIGITS = 4
+
+
+def left_out_text(rows: Sequence[Row], folds: Sequence[Values]) -> str:
+    """The file.
+
+    Args:
+        rows: All rows.
+        folds: Constants by fold, found without it.
+    """
+    own: dict[str, list[str]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: sha256(row.run.id.encode()).hexdigest()):
+        if len(own[row.source]) < _RUNS_OF_FILE:
+            own[row.source].append(row.run.id)
+    constants = [{name: float(f"{value:.{_DIGITS}g}") for name, value in fold.items()} for fold in folds]
+    runs = {row.run.id: (row.source, row.run) for row in rows}
+    errors = sample_errors([runs[name] for names in own.values() for name in names], constants)
+    data: dict[str, Any] = {
+        "runs": {source: sorted(names) for source, names in sorted(own.items())},
+        "mean_error": {source: round(error, 4) for source, error in sorted(errors.items())},
+        "folds": constants,
+    }
+    head = "# Written by `make fit` (python -m fit.step_times); see fit/left_out.py.\n"
+    return head + yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
+
+
+def sample_errors(runs: Sequence[tuple[str, PublishedRun]], folds: Sequence[Values]) -> dict[str, float]:
+    """Mean absolute relative error of the step time by file.
+
+    Args:
+        runs: Names of files, and runs of them.
+        folds: Constants by fold.
+    """
+    found = Parallel(n_jobs=-1)(delayed(_error)(run, [dict(fold) for fold in folds]) for _, run in runs)
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for (source, _), error in zip(runs, found, strict=True):
+        by_source[source].append(error)
+    return {source: float(np.mean(errors)) for source, errors in by_source.items()}
+
+
+def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple[str, PublishedRun]]:
+    """Runs by their ids.
+
+    Args:
+        folder: Of the files.
+        names: Ids by name of file.
+    """
+    found = []
+    for source, ids in names.items():
+        [read] = read_published([folder / f"{source}.yaml"])
+        runs = {run.id: run for run in read.runs or ()}
+        found += [(source, runs[name]) for name in ids]
+    return found
+
+
+def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
+    job = job_of_run(run)
+    values = folds[fold_of(job, len(folds))]
+    cluster = job.cluster.model_copy(update={"device": changed_device(job.cluster.device, values)})
+    job = replace(job, cluster=cluster, software=changed_software(job.software, values))
+    asked = (job.model, job.cluster, job.training, job.plan, job.software)
+    predicted_s = predict_brief(*asked, steps_overlap=job.steps_overlap).step_time_s
+    measured_s = run.measured.step_time_s
+    assert measured_s is not None
+    return abs(predicted_s / measured_s - 1)
