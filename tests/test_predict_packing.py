@@ -34,12 +34,21 @@ def packed(*lengths: int) -> ModelSpec:
 
 
 def test_equal_documents_cost_their_share_of_attention() -> None:
-    """Two documents of half the length have half of the pairs: 3.5 passes of 32 layers, 4 microbatches, by hand."""
+    """Two documents of half the length have half of the pairs and meet half as many keys; 32 layers, 4 microbatches."""
     whole, halves, quarters = (ask(packed(*[4096 // n] * n)) for n in (1, 2, 4))
-    square_s = 4 * 32 * 3.5 * 2 * 4096 * 4096**2 / (0.6 * 794.5e12)
-    joined_s = 4 * 32 * 3 * 2 * 2 * 4096 * 4096 / (0.85 * 3.35e12)  # read and written, twice as much in backward
-    assert whole.step_time_s - halves.step_time_s == pytest.approx(square_s / 2 - joined_s, rel=0.02)
-    assert halves.step_time_s - quarters.step_time_s == pytest.approx(square_s / 4, rel=1e-6)
+    rates = catalogue.device("h100-sxm-80gb").kernels
+    share = rates.attention["flash2"]
+
+    def attention_s(documents: int) -> float:
+        keys = 4096 / documents / 2
+        rate = 794.5e12 * rates.matmul_share * share.sustained * keys / (keys + rates.half_keys)
+        return 4 * 32 * 2 * 4096 * 4096**2 / documents / rate * (1 / share.forward + 2.5 / share.backward)
+
+    # read and written, twice as much in backward
+    joined_s = 4 * 32 * 3 * 2 * 2 * 4096 * 4096 / (rates.bandwidth_share * 3.35e12)
+    saved_s = attention_s(1) - attention_s(2)
+    assert whole.step_time_s - halves.step_time_s == pytest.approx(saved_s - joined_s, rel=0.02)
+    assert halves.step_time_s - quarters.step_time_s == pytest.approx(attention_s(2) - attention_s(4), rel=1e-6)
 
 
 def test_padding_is_said_and_counts_for_nothing() -> None:

@@ -73,8 +73,10 @@ def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
 
 
 def test_what_is_not_in_the_prediction_is_noted() -> None:
-    job = job_of_run(run(software__compile=True, software__grad_overlap=False))
-    assert "software.compile = true is not in the prediction" in job.notes
+    recent = {"software__framework": "megatron-core", "software__version": "2024"}
+    job = job_of_run(run(software__flash_attention=False, software__grad_overlap=False, **recent))
+    assert "software.flash_attention = false is not in the prediction" in job.notes
+    assert job_of_run(run(software__compile=True)).software.compiled
     assert not job.software.grad_overlap
 
 
