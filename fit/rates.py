@@ -56,6 +56,7 @@ ALL: Mapping[str, Bounds] = MappingProxyType(
         "last_wave": Bounds(0.5, 0.05, 1.0),
         "score_traffic": Bounds(0.3, 0.7, 3.0),
         "row_scale_share": Bounds(0.15, 0.4, 1.0),
+        "jitter": Bounds(0.7, 0.001, 0.05),
     }
 )
 """Common to all."""

@@ -95,7 +95,7 @@ class Prices:
         plan, training, software = job.plan, job.training, job.software
         state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
         way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
-        key = (job.cluster.device.id, *state, *way)
+        key = (job.cluster.device.id, job.cluster.num_devices, *state, *way)
         found = self._seconds.get((*key, work))
         if found is None:
             if key not in self._kernels:
@@ -110,6 +110,7 @@ class Prices:
             job.software.state(job.training, job.plan),
             job.training.optimizer,
             changed_software(job.software, self._values),
+            num_devices=job.cluster.num_devices,
             shards_parameters=job.plan.shards_parameters,
         )
 

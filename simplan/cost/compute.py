@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from simplan.cost.attention import AttentionRates
@@ -44,6 +45,7 @@ class KernelCost:
         optimizer: Which optimizer.
         provenance: Of the rate of products.
         relative_std: How sure prices are.
+        slowest: What the slowest device takes of what they all take on average.
         traffic: As of ``StackRates``.
         accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
         low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
@@ -55,6 +57,7 @@ class KernelCost:
     optimizer: str
     provenance: Provenance
     relative_std: float
+    slowest: float = 1.0
     traffic: float = 1.0
     accumulation_bytes: int = 0
     low: ProductRates | None = None
@@ -80,11 +83,11 @@ class KernelCost:
         """Of ``price``, without what it says."""
         width = self._streamed_bytes(work.phase)
         if width:
-            return width * work.num_parameters / self.products.bytes_per_s
+            return self.slowest * width * work.num_parameters / self.products.bytes_per_s
         low, wide = self._split(work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return wide_s + linear.products_s + linear.casts_s
+        return self.slowest * (wide_s + linear.products_s + linear.casts_s)
 
     def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Kernels that run: linear layers in low precision, and the others."""
@@ -211,6 +214,7 @@ def kernel_cost(
     optimizer: str,
     software: SoftwareSpec,
     *,
+    num_devices: int,
     shards_parameters: bool,
 ) -> KernelCost:
     """What kernels take on a device of the catalogue.
@@ -221,6 +225,7 @@ def kernel_cost(
         state: Element widths.
         optimizer: Which optimizer.
         software: The framework.
+        num_devices: Devices that wait for each other.
         shards_parameters: FSDP reduces gradients, which is priced where it is done.
 
     Raises:
@@ -245,6 +250,7 @@ def kernel_cost(
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
         relative_std=_relative_std(rates, stack),
+        slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,

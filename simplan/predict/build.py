@@ -108,6 +108,7 @@ def cost_model(
                 state,
                 training.optimizer,
                 software,
+                num_devices=cluster.num_devices,
                 shards_parameters=plan.shards_parameters,
             ),
         )

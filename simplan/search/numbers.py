@@ -100,6 +100,7 @@ class Numbers:
                 state,
                 training.optimizer,
                 self.software,
+                num_devices=self.cluster.num_devices,
                 shards_parameters=shards_parameters,
             )
             return AnalyticCost(self.cluster, kernels)
@@ -117,7 +118,10 @@ class Numbers:
 
     def mesh(self, c: Candidate) -> Mesh:
         """Its mesh."""
-        return self._few.get(mesh_key(c), lambda: Mesh(c, self.cluster, self.cost(shards_parameters=False)))
+        return self._few.get(
+            mesh_key(c),
+            lambda: Mesh(c, self.cluster, self.cost(shards_parameters=False)),
+        )
 
     def layout(self, c: Candidate) -> Layout:
         """Its stages, the same object for equal ones; what is recomputed does not matter to the balanced split."""

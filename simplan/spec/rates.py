@@ -56,6 +56,8 @@ class KernelRates(Spec):
         misaligned_share: Part of the rate of products with a dimension that is not: they run without tensor cores
             (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
         tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
+        jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
+            other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
         unseen_std: How sure step times are under software that nothing was fitted to, or on another architecture.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
@@ -75,6 +77,7 @@ class KernelRates(Spec):
     aligned: Annotated[int, Field(ge=1)] = 8
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
+    jitter: NonNegative = 0.01
     unseen_std: NonNegative = 0.3
     fitted_on: str | None = None
 

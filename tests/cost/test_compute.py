@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simplan.cost.attention import AttentionRates
@@ -200,7 +201,9 @@ def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of
     torch = catalogue.software("torch")
 
     def rate(device: str, precision: Any) -> float:
-        cost = kernel_cost(catalogue.device(device), precision, STATE, "adamw", torch, shards_parameters=False)
+        cost = kernel_cost(
+            catalogue.device(device), precision, STATE, "adamw", torch, num_devices=8, shards_parameters=False
+        )
         return cost.products.flop_per_s
 
     assert rate("a100-sxm-80gb", "fp16") == rate("a100-sxm-80gb", "bf16")
@@ -208,10 +211,22 @@ def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of
 
 
 def test_a_framework_that_nothing_was_fitted_to_is_less_sure() -> None:
-    sure = [
-        kernel_cost(
-            catalogue.device(device), "bf16", STATE, "adamw", catalogue.software(name), shards_parameters=False
-        ).relative_std
-        for device, name in (("a100-sxm-80gb", "llm-foundry"), ("a100-sxm-80gb", "torch"), ("mi300x", "llm-foundry"))
-    ]
+    asked = (("a100-sxm-80gb", "llm-foundry"), ("a100-sxm-80gb", "torch"), ("mi300x", "llm-foundry"))
+    sure = []
+    for device, name in asked:
+        profile = (catalogue.device(device), "bf16", STATE, "adamw", catalogue.software(name))
+        sure.append(kernel_cost(*profile, num_devices=8, shards_parameters=False).relative_std)  # type: ignore[arg-type]
     assert sure[0] < sure[1] == sure[2]
+
+
+def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest() -> None:
+    """The largest of N draws of a normal distribution, by drawing: within a fifth of the approximation."""
+    device = catalogue.device("a100-sxm-80gb")
+    jittery = device.model_copy(update={"kernels": device.kernels.model_copy(update={"jitter": 0.02})})
+    torch = catalogue.software("torch")
+    for number in (256, 4096):
+        cost = kernel_cost(jittery, "bf16", STATE, "adamw", torch, num_devices=number, shards_parameters=False)
+        largest = np.random.default_rng(0).normal(1, 0.02, (200, number)).max(axis=1).mean()
+        assert cost.slowest - 1 == pytest.approx(largest - 1, rel=0.2)
+    alone = kernel_cost(jittery, "bf16", STATE, "adamw", torch, num_devices=1, shards_parameters=False)
+    assert alone.slowest == 1

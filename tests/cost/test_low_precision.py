@@ -84,5 +84,6 @@ def test_a_device_without_a_peak_for_it_is_refused_by_name() -> None:
             state,
             "adamw",
             catalogue.software("torch"),
+            num_devices=8,
             shards_parameters=False,
         )

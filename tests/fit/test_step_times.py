@@ -132,7 +132,7 @@ def test_a_fit_may_start_anywhere() -> None:
 
     def residuals(x: np.ndarray, indices: object) -> np.ndarray:
         del indices
-        return np.log(np.full(3, x[0] / 2)) / 0.01
+        return np.asarray(np.log(np.full(3, x[0] / 2)) / 0.01)
 
     for start in ({}, {"x": 5.0}):
         assert minimize([constant], residuals, np.ones(3), start=start)[0] == pytest.approx(2, rel=1e-3)
