@@ -46,14 +46,14 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="fit kernels on published training runs")
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--rounds", type=int, default=2, help="how often longest paths are looked for")
+    parser.add_argument("--rounds", type=int, default=3, help="how often longest paths are looked for")
     parser.add_argument("--write", action="store_true", help=f"replace {FITTED_FILE.name}")
     arguments = parser.parse_args()
-    values: dict[str, float] = {}
+    values = _textbook_values()
     for number in range(arguments.rounds):
         rows = load_rows(arguments.runs, values)
         if not number:
-            textbook = log_errors(rows, {})
+            textbook = log_errors(rows, values)
         values = fit(rows, values)
     print("\n".join(_constants_text(values, rows)))
     tables = {
@@ -161,6 +161,19 @@ def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> tuple[
     seen = [row for row, out in zip(rows, held, strict=True) if not out]
     values = _textbook(rows) | fit(seen, start)
     return log_errors([row for row, out in zip(rows, held, strict=True) if out], values), values
+
+
+def _textbook_values() -> dict[str, float]:
+    """Of all that there is, whether runs say something about it or not: a fit does not depend on the one before."""
+    values = {field: getattr(catalogue.kernel_rates("other", textbook=True), field) for field in ALL}
+    for architecture in {catalogue.device(name).architecture for name in catalogue.names("devices")}:
+        rates = catalogue.kernel_rates(architecture, textbook=True)
+        values |= {f"{architecture}.{field}": getattr(rates, field) for field in ARCHITECTURE}
+        values |= {f"{architecture}.{kernel}": 1.0 for kernel in rates.attention}
+    for name in catalogue.names("software"):
+        software = catalogue.software(name, textbook=True).rates
+        values |= {f"{name}.{field}": getattr(software, field) for field in SOFTWARE}
+    return values
 
 
 def _textbook(rows: Sequence[Row]) -> dict[str, float]:

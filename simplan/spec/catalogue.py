@@ -86,8 +86,9 @@ def device(name: str) -> DeviceSpec:
         SpecError: No such device; names the nearest.
     """
     entry = _entry("devices", name)
-    kernels = kernel_rates(entry.get("architecture", "other"))
-    sources = _sources("devices", entry["sources"])
+    architecture = entry.get("architecture", "other")
+    kernels = kernel_rates(architecture)
+    sources = _sources("devices", entry["sources"]) | _kernel_sources(architecture)
     return DeviceSpec.model_validate({"id": name, **entry, "kernels": kernels, "sources": sources})
 
 
@@ -161,6 +162,19 @@ def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
     fitted = _parsed("links_fitted")
     shared = {"relative_std": fitted["relative_std"]}
     return {**shared, "launch_s": fitted["launch_s"]} if library == "nccl" else shared
+
+
+def _kernel_sources(architecture: str) -> dict[str, str]:
+    """Where rates of kernels come from; those that are not named are assumptions."""
+    textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
+    entry = _parsed("kernels")["architectures"].get(architecture, {})
+    sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
+    for name in KernelRates.model_fields.keys() - {"unseen_std"}:
+        before, now = getattr(textbook, name), getattr(kernels, name)
+        if before != now and isinstance(before, float):
+            key = f"kernels.{name}"
+            sources[key] = f"fitted, from {before:g} ({sources.get(key, 'an assumption')})"
+    return sources
 
 
 @cache
@@ -323,9 +337,10 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
     raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
 
 
-def _sources(kind: Kind, sources: dict[str, str]) -> dict[str, str]:
+def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:
     """Sources with the file's short references written out: ``mamf: shape`` names the reference and a detail."""
-    references: dict[str, str] = _file(kind)["references"]
+    file = _parsed(kind) if kind == "kernels" else _file(kind)
+    references: dict[str, str] = file["references"]
 
     def written_out(source: str) -> str:
         name, colon, detail = source.partition(": ")
