@@ -14,7 +14,8 @@ from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
 from simplan.accuracy.job import RunJob, job_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
-from simplan.cost.compute import KernelCost, kernel_cost
+from simplan.cost.compute import KernelCost
+from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import SimplanError
 from simplan.predict.brief import Term, brief_terms
 from simplan.predict.build import cost_model

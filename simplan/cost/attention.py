@@ -75,4 +75,5 @@ class AttentionRates:
     def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:
         """One that makes scores, and one that sums over them."""
         num_bytes = self.width * (scores + heads * (queries + keys) * dim)
-        return Product(queries, keys, dim, heads, num_bytes), Product(queries, dim, keys, heads, num_bytes)
+        scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)
+        return Product(*scores_of, operands="slices"), Product(*sum_over, operands="slices")

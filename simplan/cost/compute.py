@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Literal
 
 from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Price, Provenance
 from simplan.cost.low_precision import LinearCost, LinearRates
 from simplan.cost.product import Product, ProductRates
-from simplan.errors import Problem, SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
-from simplan.spec.hardware import DeviceSpec, Dtype
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
-from simplan.spec.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import Precision
+from simplan.spec.software import StateBytes
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-__all__ = ["KernelCost", "kernel_cost"]
+__all__ = ["KernelCost"]
 
-_SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
-_FP4_BITS = 4
 _BACKWARD_POINTWISE = 2
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
@@ -31,7 +25,6 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
 _SGD_BYTES = 16
 _SCALE_BYTES = 8
-_UNKNOWN_SHARE = AttentionShare(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +183,15 @@ class KernelCost:
         rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
         elements = b * (kernel.m * n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
+        sizes: list[tuple[float, int, float]] = []
         if phase not in _BACKWARD:
-            return [Product(rows, n, k, groups, num_bytes)]
-        products = []
-        if kernel.propagates and phase is not Phase.BACKWARD_WEIGHT:
-            products.append(Product(rows, k, n, groups, num_bytes))
-        if kernel.trained and phase is not Phase.BACKWARD_INPUT:
-            products.append(Product(n, k, rows, groups, num_bytes))
-        return products
+            sizes.append((rows, n, k))
+        if phase in _ACTIVATION_GRADIENTS and kernel.propagates:
+            sizes.append((rows, k, n))
+        if phase in _WEIGHT_GRADIENTS and kernel.trained:
+            sizes.append((n, k, rows))
+        operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
+        return [Product(*each, groups, num_bytes, operands) for each in sizes]
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
@@ -205,127 +199,3 @@ def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
     if phase is not Phase.BACKWARD:
         return kernel.computed_flops
     return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)
-
-
-def kernel_cost(
-    device: DeviceSpec,
-    precision: Precision,
-    state: StateBytes,
-    optimizer: str,
-    software: SoftwareSpec,
-    *,
-    num_devices: int,
-    shards_parameters: bool,
-) -> KernelCost:
-    """What kernels take on a device of the catalogue.
-
-    Args:
-        device: The device.
-        precision: Of the training.
-        state: Element widths.
-        optimizer: Which optimizer.
-        software: The framework.
-        num_devices: Devices that wait for each other.
-        shards_parameters: FSDP reduces gradients, which is priced where it is done.
-
-    Raises:
-        SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
-    """
-    wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
-    _check(device, precision, wanted)
-    rates, stack = device.kernels, software.rates
-    (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    products = _product_rates(device, ceiling * rates.matmul_share * stack.stack_share, stack)
-    return KernelCost(
-        products=products,
-        attention=AttentionRates(
-            products,
-            _attention_share(rates, stack.attention_kernel),
-            rates.half_keys,
-            rates.narrow_heads,
-            state.activation,
-            rates.score_traffic,
-        ),
-        state=state,
-        optimizer=optimizer,
-        provenance=lower[0][1] if lower else provenance,
-        relative_std=_relative_std(rates, stack),
-        slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
-        traffic=software.traffic,
-        accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
-        low=_low_rates(device, state, lower[0][0], stack) if lower else None,
-    )
-
-
-def _relative_std(rates: KernelRates, stack: StackRates) -> float:
-    """As sure as predictions of the framework's other runs, if there are any, on an architecture that was seen."""
-    return rates.unseen_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
-
-
-def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:
-    """Of products in 8 or 4 bits."""
-    assert state.linear is not None
-    rates = device.kernels
-    scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
-    share = rates.fp4_share if state.linear.element_bits == _FP4_BITS else rates.low_share
-    return _product_rates(device, ceiling * share * stack.stack_share * scaled, stack)
-
-
-def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:
-    assert device.memory_bandwidth_bytes_per_s is not None
-    rates = device.kernels
-    return ProductRates(
-        flop_per_s,
-        device.memory_bandwidth_bytes_per_s * rates.bandwidth_share,
-        stack.launch_s,
-        device.num_sms,
-        rates.half_depth,
-        rates.last_wave,
-        rates.aligned,
-        rates.misaligned_share,
-        rates.tile_share,
-    )
-
-
-def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionShare:
-    found = rates.kernel_of(newest)
-    return _UNKNOWN_SHARE if found is None else rates.attention[found]
-
-
-def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:
-    problems = []
-    for dtype in wanted:
-        if dtype not in device.peak_flop_per_s and dtype not in device.matmul_flop_per_s:
-            known = ", ".join(sorted(device.peak_flop_per_s)) or "none"
-            problems.append(
-                Problem(
-                    field="training.precision",
-                    value=precision,
-                    rule=f"{device.id} has no published dense peak for {'it' if dtype == precision else dtype}",
-                    fix=f"known: {known}; or give cluster.device.peak_flop_per_s yourself",
-                )
-            )
-    if device.memory_bandwidth_bytes_per_s is None:
-        problems.append(
-            Problem(
-                field="cluster.device",
-                value=device.id,
-                rule="has no published memory bandwidth",
-                fix="give cluster.device.memory_bandwidth_bytes_per_s yourself",
-            )
-        )
-    if problems:
-        raise SpecError(problems)
-
-
-def _ceiling(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
-    """The best that products were ever measured at, else a share of the peak; both kinds of 16 bits are alike."""
-    alike: list[Dtype] = [dtype]
-    if dtype in _SIXTEEN_BITS:
-        alike += [
-            other for other in _SIXTEEN_BITS if device.peak_flop_per_s.get(other) == device.peak_flop_per_s.get(dtype)
-        ]
-    for name in alike:
-        if name in device.matmul_flop_per_s:
-            return device.matmul_flop_per_s[name], Provenance.PUBLISHED
-    return device.peak_flop_per_s[dtype] * device.kernels.ceiling_share, Provenance.DATASHEET

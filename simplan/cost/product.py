@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 __all__ = ["Product", "ProductRates"]
 
@@ -21,6 +21,8 @@ class Product(NamedTuple):
         rows, columns, depth: Sizes of one.
         groups: How many.
         num_bytes: Read and written by all.
+        operands: ``whole`` matrices, ``slices`` of larger ones (heads), or images, which are ``padded`` to what kernels
+            like.
     """
 
     rows: float
@@ -28,6 +30,7 @@ class Product(NamedTuple):
     depth: float
     groups: int
     num_bytes: float
+    operands: Literal["whole", "slices", "padded"] = "whole"
 
     @property
     def flops(self) -> float:
@@ -44,7 +47,7 @@ class ProductRates:
         bytes_per_s: Streaming kernels.
         launch_s: The least time of a kernel.
         num_sms: Multiprocessors; None where products are not dealt out to any.
-        half_depth, last_wave, aligned, misaligned_share, tile_share: As of ``KernelRates``.
+        half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: As of ``KernelRates``.
     """
 
     flop_per_s: float
@@ -54,14 +57,15 @@ class ProductRates:
     half_depth: float
     last_wave: float
     aligned: int
+    odd_share: float
     misaligned_share: float
     tile_share: tuple[float, float]
 
     def seconds(self, product: Product) -> float:
         """The longest of computing, moving bytes and being launched."""
         rate = self.flop_per_s
-        if any(size % self.aligned for size in (product.columns, product.depth)):
-            rate *= self.misaligned_share
+        if product.operands != "padded" and any(size % self.aligned for size in (product.columns, product.depth)):
+            rate *= self.misaligned_share if product.operands == "slices" else self.odd_share
         if self.num_sms is None:
             compute_s = product.flops / rate * (1 + self.half_depth / product.depth)
         else:

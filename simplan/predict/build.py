@@ -6,7 +6,7 @@ from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration, way_of_mixing
-from simplan.cost.compute import kernel_cost
+from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import Problem, SpecError
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
-from simplan.cost.compute import kernel_cost
+from simplan.cost.kernel_cost import kernel_cost
 from simplan.program.units import Unit
 from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers, Way

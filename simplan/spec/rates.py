@@ -53,8 +53,9 @@ class KernelRates(Spec):
             write: drawing dropout and masking keep them from streaming.
         row_scale_share: Part of the rate of products in 8 bits that those with a scale for each row reach.
         aligned: Elements that a dimension should be a multiple of, to be read in whole sectors.
-        misaligned_share: Part of the rate of products with a dimension that is not: they run without tensor cores
-            (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
+        odd_share: Part of the rate of products with a dimension that is not.
+        misaligned_share: The same where operands are slices of larger ones (heads), which then begin inside of sectors:
+            they run without tensor cores (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
         tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
         jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
             other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
@@ -75,6 +76,7 @@ class KernelRates(Spec):
     score_traffic: Positive = 1.3
     row_scale_share: _Part = 0.75
     aligned: Annotated[int, Field(ge=1)] = 8
+    odd_share: _Part = 0.55
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01

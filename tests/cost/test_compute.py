@@ -10,7 +10,8 @@ import pytest
 
 from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Provenance
-from simplan.cost.compute import KernelCost, kernel_cost
+from simplan.cost.compute import KernelCost
+from simplan.cost.kernel_cost import kernel_cost
 from simplan.cost.product import Product, ProductRates
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
@@ -29,7 +30,7 @@ from simplan.spec.rates import AttentionShare
 from simplan.spec.software import StateBytes
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
-PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 1.0, 8, 0.1, (1.0, 1.0))
+PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
 ATTENTION = AttentionRates(PRODUCTS, AttentionShare(forward=0.6, backward=0.5), 0.0, 1.0, 2)
 
 
@@ -145,8 +146,10 @@ def test_short_inner_dimensions_reach_half_the_rate_at_the_half_depth() -> None:
     assert tiled(half_depth=64.0).seconds(product) == pytest.approx(2 * tiled().seconds(product))
 
 
-def test_sizes_that_sectors_do_not_divide_take_no_tensor_cores() -> None:
-    assert PRODUCTS.seconds(Product(512, 1004, 512, 1, 0.0)) == pytest.approx(10 * 2 * 512 * 1004 * 512 / 1e14)
+@pytest.mark.parametrize(("operands", "times"), [("whole", 2), ("slices", 10), ("padded", 1)])
+def test_sizes_that_sectors_do_not_divide_are_slow_and_slower_in_slices(operands: Any, times: int) -> None:
+    product = Product(512, 1004, 512, 1, 0.0, operands)
+    assert PRODUCTS.seconds(product) == pytest.approx(times * 2 * 512 * 1004 * 512 / 1e14)
 
 
 def test_a_product_is_bound_by_its_bytes_or_its_launch_where_these_take_longer() -> None:
