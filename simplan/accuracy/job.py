@@ -100,7 +100,8 @@ def _stand_in() -> SoftwareSpec:
     """Torch, without what it refuses and other frameworks have."""
     torch = catalogue.software(_STAND_IN)
     low = torch.low_precision | {"nvfp4": torch.low_precision["nvfp4"].model_copy(update={"kept": "wide"})}
-    return torch.model_copy(update={"ddp_stages": True, "ddp_splits": True, "low_precision": low})
+    has = {"ddp_stages": True, "ddp_splits": True, "low_precision": low, "grad_dtypes": ("fp32", "bf16", "fp16")}
+    return torch.model_copy(update=has)
 
 
 def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> ModelSpec:

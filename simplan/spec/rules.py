@@ -54,7 +54,7 @@ def check_plan(
         *unmodelled_offload(model, plan),
         *unmodelled_documents(model, plan, software),
         *unmodelled_adapters(model, training, plan),
-        *_unmodelled_training(training, software),
+        *_unmodelled_training(training, plan, software),
         *_unmodelled_here(cluster, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
@@ -89,8 +89,11 @@ def _unmodelled_plan(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[Probl
         yield _not_modelled("plan.schedule", plan.schedule, what, "use zb-2p")
 
 
-def _unmodelled_training(training: TrainingSpec, software: SoftwareSpec) -> Iterator[Problem]:
-    has = {*software.state_bytes, *software.low_precision}
+def _unmodelled_training(training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    kinds = software.states(training, plan)
+    if training.task == "lora" and not kinds:
+        yield _not_modelled("training.task", "lora", f"training adapters with {software.id}", "use pretrain or sft")
+    has = {*(kinds or software.state_bytes), *software.low_precision}
     known = [p for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4") if p in has]
     if training.precision not in has:
         what = f"this precision with {software.id}"

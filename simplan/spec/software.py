@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes", "TensorOverlap"]
 
 
+_Wide = Literal["fp32", "tf32", "fp16", "bf16"]
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
 
@@ -204,10 +206,10 @@ class SoftwareSpec(Spec):
     """
 
     id: str
-    state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes]
-    sharded_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
-    lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
-    sharded_lora_state_bytes: dict[Literal["fp32", "tf32", "fp16", "bf16"], StateBytes] = Field(default_factory=dict)
+    state_bytes: dict[_Wide, StateBytes]
+    sharded_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
+    lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
+    sharded_lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     layers: LayerStyle = LayerStyle()
     rates: StackRates = StackRates()
@@ -258,11 +260,15 @@ class SoftwareSpec(Spec):
         """Whether gradients are reduced after every microbatch, not only after the last one."""
         return plan.grad_sync == "microbatch" or (self.reduces_each_microbatch and plan.shards_parameters)
 
+    def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
+        """Element widths by precision, as far as the software has them for such a training under such a plan."""
+        if training.task == "lora":
+            return self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
+        return self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
+
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
         """Element widths of one training under one plan."""
-        kinds = self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
-        if training.task == "lora":
-            kinds = self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
+        kinds = self.states(training, plan)
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
             return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]

@@ -93,3 +93,10 @@ def test_families_without_adapters_say_so() -> None:
         ModelSpec(family="bert", vocab_size=100, lora_rank=4, **SIZES)
     bert = ModelSpec(family="bert", vocab_size=100, **SIZES)
     assert "those of family bert are not modelled yet" in refusals(bert, {"task": "lora"})
+
+
+def test_software_that_has_no_states_for_adapters_says_so() -> None:
+    training = TrainingSpec(global_batch_size=8, precision="fp16", task="lora")
+    cluster, profile = catalogue.cluster("dgx-a100-80gb", num_devices=1), catalogue.software("nemo-2022")
+    with pytest.raises(NotModelledError, match=r"training.task = lora: training adapters with nemo-2022 is not model"):
+        check_plan(GPT, cluster, training, ParallelPlan(), profile)
