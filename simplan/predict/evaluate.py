@@ -211,14 +211,21 @@ def _terms(pricing: Pricing, num_ranks: int) -> tuple[Term, ...]:
     return tuple(merged.values())
 
 
+def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
+    """Where prices on a device that nobody calibrated come from, and how sure they are."""
+    name, device = cluster.device.id, cluster.device
+    if device.kernels.fitted_on is None:
+        return f"{name} is priced from datasheets: no published run on {device.architecture} was seen; a wide interval"
+    seen = software.rates.fitted_on is not None
+    own = f"and of {software.id}" if seen else f"but none of {software.id}, hence the wide interval"
+    return f"{name} is priced from datasheets and rates fitted on published runs of {device.architecture}, {own}"
+
+
 def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing) -> tuple[str, ...]:
     found = []
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     if Provenance.DATASHEET in provenances or Provenance.PUBLISHED in provenances:
-        found.append(
-            f"compute and links of {cluster.device.id} are priced from datasheets and published ceilings, "
-            "not from a calibration; hence the wide interval"
-        )
+        found.append(_priced_from(cluster, software))
     if Provenance.EXTRAPOLATED in provenances:
         names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
         found.append(f"outside of what was calibrated: {', '.join(names)}")
