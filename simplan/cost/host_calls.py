@@ -10,7 +10,7 @@ __all__ = ["host_calls_price"]
 
 _CALL_S = 20e-6
 """One tensor of a list of a collective: Python makes a view of it and asks for its own rank, torch checks it and copies
-from or to one buffer for all. Timed on a busy server (AMD EPYC, torch 2.13, tensors on the CPU) the first takes 13 to
+from or to one buffer for all. Timed on a busy server (AMD EPYC, torch 2.13, tensors on the CPU) the first takes 14 to
 22 us and the second 5 to 12 us; on a GPU each copy is a launch besides. Not fitted."""
 _RELATIVE_STD = 0.3
 
