@@ -1,4 +1,4 @@
-"""Every scenario: folded as unfolded if that is small enough, one step time and one memory; compiled as simulated."""
+"""Every scenario: folded as unfolded, one step time and memory, large ones by whole actions; compiled as simulated."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ MOST_OPERATIONS = 40_000
 def test_folded_is_unfolded(file: Path) -> None:
     scenario = load_scenario(file)
     prediction = predict_scenario(scenario, None)
-    folded = build_program(prediction)
+    folded, level = build_program(prediction), 2
     if len(folded.ops) / len(folded.ranks) * scenario.plan.num_devices > MOST_OPERATIONS:
-        pytest.skip("too large to write every rank out")
-    whole = build_program(prediction, folded=False)
-    asked = (scenario.cluster, scenario.training, scenario.plan, scenario.software)
-    times = simulate_program(whole, cost_model(*asked, None), scenario.cluster).times
-    assert prediction.step_time_s == pytest.approx(times.step_time_s, rel=1e-9)
-    for rank, memory in enumerate(prediction.memory):
-        assert memory_peak(whole, rank).total_bytes == memory.allocated_bytes
+        folded, level = build_program(prediction, level=1), 1
+    whole = build_program(prediction, level=level, folded=False)
+    cost = cost_model(scenario.cluster, scenario.training, scenario.plan, scenario.software, None)
+    once, every = (simulate_program(program, cost, scenario.cluster).times.step_time_s for program in (folded, whole))
+    assert once == pytest.approx(every, rel=1e-9)
+    peaks = [memory_peak(whole, rank).total_bytes for rank in whole.ranks]
+    assert peaks == [memory_peak(folded, rank).total_bytes for rank in folded.stands_for]
+    if level == 2:
+        assert prediction.step_time_s == pytest.approx(every, rel=1e-9)
+        assert [memory.allocated_bytes for memory in prediction.memory] == peaks
 
 
 @pytest.mark.parametrize("level", [1, 2])

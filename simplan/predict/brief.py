@@ -158,6 +158,7 @@ def predict_brief(
     )
 
 
+@uncollected()
 def brief_terms(
     model: ModelSpec,
     cluster: ClusterSpec,
