@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simplan.search.part import Part
 from simplan.spec.schedules import Placement
 
-__all__ = ["Layout", "layout_of", "placement_of"]
+__all__ = ["Layout", "Parts", "layout_of", "placement_of"]
 
 
 class Layout(NamedTuple):
@@ -47,29 +47,42 @@ def placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ..
     return tuple(stage % pp for stage in range(num_stages))
 
 
-def layout_of(number: int, boundaries: Sequence[int], kinds: Sequence[int], placement: Sequence[int]) -> Layout:
+class Parts:
+    """Stages of all layouts of one model; those that are alike are the same, so that they are priced once.
+
+    Args:
+        kinds: By layer, the number of the first one that is like it.
+    """
+
+    def __init__(self, kinds: Sequence[int]) -> None:
+        self._kinds = kinds
+        self._first: dict[tuple[object, ...], Part] = {}
+
+    def get(self, part: Part) -> Part:
+        """The first stage that was like this one."""
+        alike = tuple(self._kinds[part.start : part.stop]), *part[2:]
+        return self._first.setdefault(alike, part)
+
+
+def layout_of(number: int, boundaries: Sequence[int], known: Parts, placement: Sequence[int]) -> Layout:
     """The stages of a split.
 
     Args:
         number: Its own.
         boundaries: Layers with which stages begin, and how many there are.
-        kinds: By layer, the number of the first one that is like it.
+        known: Stages of the model's other layouts.
         placement: By stage, its rank.
     """
     num_stages = len(placement)
-    seen: dict[tuple[object, ...], int] = {}
-    parts: list[Part] = []
+    parts: dict[Part, int] = {}
     index: list[int] = []
     of_rank: list[tuple[Part, ...]] = [()] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
-        start, stop = boundaries[stage], boundaries[stage + 1]
         receives = stage > 0 and placement[stage - 1] != rank
         hands_on = stage < num_stages - 1 and placement[stage + 1] != rank
-        place = seen.setdefault((tuple(kinds[start:stop]), receives, hands_on), len(parts))
-        if place == len(parts):
-            parts.append(Part(start, stop, receives, hands_on))
-        index.append(place)
-        of_rank[rank] += (parts[place],)
+        part = known.get(Part(boundaries[stage], boundaries[stage + 1], receives, hands_on))
+        index.append(parts.setdefault(part, len(parts)))
+        of_rank[rank] += (part,)
     ranks = tuple(dict.fromkeys(of_rank))
     place_of = {parts_of_rank: place for place, parts_of_rank in enumerate(ranks)}
     kind_of = np.array([place_of[parts_of_rank] for parts_of_rank in of_rank])

@@ -14,7 +14,7 @@ from simplan.cost.kernel_cost import kernel_cost
 from simplan.program.units import Unit
 from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers, Way
-from simplan.search.layout import Layout, layout_of, placement_of
+from simplan.search.layout import Layout, Parts, layout_of, placement_of
 from simplan.search.mesh import Mesh
 from simplan.search.part import Part
 from simplan.search.part_states import PartStates, part_states
@@ -83,6 +83,7 @@ class Numbers:
         self.whole = Part(0, len(model.layers), tied=model.tied_embeddings)
         self._few, self._splits, self._stages = Kept(1_000), Kept(2_500), Kept(50_000)
         self._layouts: dict[tuple[object, ...], Layout] = {}  # all, since what is made for one is known by it
+        self._parts: dict[tuple[int, ...], Parts] = {}
 
     def num_microbatches(self, c: Candidate) -> int:
         """Microbatches of a step of one data-parallel rank."""
@@ -133,7 +134,8 @@ class Numbers:
         found = self._layouts.get(same)
         if found is None:
             placement = placement_of(kind, c.pp, c.virtual_stages)
-            found = self._layouts[same] = layout_of(len(self._layouts), boundaries, layers.kinds, placement)
+            parts = self._parts.setdefault(layers.pattern, Parts(layers.pattern))
+            found = self._layouts[same] = layout_of(len(self._layouts), boundaries, parts, placement)
         return found
 
     def sharded(self, c: Candidate, part: Part) -> ShardedStage | None:
