@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from simplan.program.complete import Unshard
+from simplan.program.uncollected import uncollected
 from simplan.search import pipelined, single
 from simplan.search.candidate import Candidate
 from simplan.search.mesh import is_even
@@ -94,6 +95,7 @@ class FastEvaluator:
         """What the worst rank allocates."""
         return self._each(candidates, single.peak_bytes, pipelined.peaks_bytes)
 
+    @uncollected()
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """See ``Evaluator``; without a pipeline it is the step time itself."""
         found = []
@@ -109,6 +111,7 @@ class FastEvaluator:
         """See ``Evaluator``."""
         return self._each(candidates, single.step_time_s, pipelined.step_times_s)
 
+    @uncollected()
     def _each(
         self,
         candidates: Sequence[Candidate],
