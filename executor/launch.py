@@ -11,14 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from executor.heartbeat import Beat, RankState, read_beat
 from executor.processes import PARENT_VARIABLE, kill_sessions
 from executor.rank import RankFiles
 from simplan.errors import RunError
 
-__all__ = ["launch_ranks"]
+__all__ = ["launch_ranks", "rank_environment", "start_agent"]
 
 _POLL_S = 0.1
 _GRACE_S = 5.0  # between asking torchrun to stop and killing everything
@@ -30,6 +30,27 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**
 every large tensor is mapped and faulted in anew, so that a kernel's time depends on what was freed before it."""
 
 Beats = tuple[Beat | None, ...]
+
+
+class Agent(Protocol):
+    """A process that has started the ranks and waits for them, in a session of its own (a subprocess.Popen)."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, once ``poll`` or ``wait`` has seen its end."""
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; subprocess.TimeoutExpired after ``timeout`` seconds."""
+
+    def terminate(self) -> None:
+        """Asks it to end."""
 
 
 def launch_ranks(
@@ -63,15 +84,7 @@ def launch_ranks(
     for file in files:
         file.remove()
     started_s = time.monotonic()
-    with (out_dir / "torchrun.log").open("wb") as log:
-        agent = subprocess.Popen(
-            _command(failures, module, args, num_ranks),
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    agent = start_agent(failures, module, args, num_ranks, out_dir / "torchrun.log")
     beats: Beats = ()
     try:
         while True:
@@ -91,13 +104,30 @@ def launch_ranks(
         raise RunError(_why(failures, files, beats, out_dir))
 
 
-def _command(failures: Path, module: str, args: Sequence[str], num_ranks: int) -> list[str]:
+def start_agent(failures: Path, module: str, args: Sequence[str], num_ranks: int, log: Path) -> Agent:
+    """Starts torchrun, which starts the ranks and waits for them.
+
+    Args:
+        failures: Gets a JSON list of ``{rank, exitcode}`` when ranks fail.
+        module: Module that is one rank's program.
+        args: Its command line.
+        num_ranks: Ranks to start.
+        log: Gets torchrun's output.
+    """
     torchrun = ["--nnodes=1", f"--nproc-per-node={num_ranks}", "--standalone", "--local-addr=127.0.0.1"]
     torchrun += ["--max-restarts=0", "-m", "executor.rank_main", module, *args]
-    return [sys.executable, "-m", "executor.agent", str(failures), *torchrun]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "executor.agent", str(failures), *torchrun],
+            env=rank_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
-def _environment() -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
     """Children import the same packages as we do, and nothing from the folder they happen to start in."""
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun would set and announce one thread per rank; the ranks set their own number.
@@ -149,7 +179,7 @@ def _doing(beat: Beat | None) -> str:
     return f"in {beat.doing}" if _is_action(beat.doing) else beat.doing
 
 
-def _end(agent: subprocess.Popen[bytes], files: list[RankFiles]) -> None:
+def _end(agent: Agent, files: list[RankFiles]) -> None:
     """Ends torchrun and all ranks: asked first, killed after a grace period."""
     try:
         if agent.poll() is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import executor.launch
 from executor.run import run_job
 from simplan.program.action import Action, format_table
 from simplan.program.job import Job
@@ -18,8 +19,10 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests.executor import forked
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
+START_TORCHRUN = executor.launch.start_agent
 NUM_MICROBATCHES = 4
 MICROBATCH_SIZE = 2
 
@@ -68,6 +71,19 @@ def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec |
         "timeout_s": 60.0,
     }
     return Job(**{**values, **fields})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    """Launches from this process fork their ranks, without torchrun."""
+    with forked.forked_ranks():
+        yield
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of the test start torchrun, as users' do."""
+    monkeypatch.setattr(executor.launch, "start_agent", START_TORCHRUN)
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ def wait_until_gone(out_dir: Path, within_s: float = PATIENCE_S) -> None:
     assert processes_of(out_dir) == []
 
 
+@pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "said"),
     [
@@ -147,6 +148,7 @@ def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torchrun")
 def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job: Any, make_model: Any) -> None:
     """A rank that takes no signals but KILL, as one stuck in a driver.
 
