@@ -66,6 +66,7 @@ def _run(file: Path, out_dir: Path) -> None:
 def _calibrate(file: Path, out: Path) -> None:
     from executor.calibrate import calibrate
     from simplan.cost.calibration import CalibrationRequest
+    from simplan.files import write_whole
 
     def tell(done: int, of: int, what: str) -> None:
         _tell({"event": "progress", "done": done, "of": of, "what": what})
@@ -74,7 +75,7 @@ def _calibrate(file: Path, out: Path) -> None:
         request = CalibrationRequest.model_validate_json(_read(file))
     except ValidationError as error:
         raise _bad(file, error) from None
-    out.write_text(calibrate(request, tell).model_dump_json(indent=1))
+    write_whole(out, calibrate(request, tell).model_dump_json(indent=1))
 
 
 def _tell(event: dict[str, str | int]) -> None:

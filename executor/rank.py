@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from executor.heartbeat import Heartbeat, RankState
+from simplan.files import write_whole
 
 __all__ = ["RankFiles", "live_as_rank"]
 
@@ -53,7 +54,7 @@ def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
         body(heartbeat, rank)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends a rank early is told
         told = {"time_s": time.monotonic(), "type": type(error).__name__, "message": str(error)}
-        files.error.write_text(json.dumps(told))
+        write_whole(files.error, json.dumps(told))
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -9,6 +9,7 @@ from executor.checks import check_job
 from executor.launch import Beats, launch_ranks
 from executor.results import gather
 from simplan.errors import RunError
+from simplan.files import write_whole
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 
@@ -40,7 +41,7 @@ def run_job(
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
     job_file = out_dir / "job.json"
-    job_file.write_text(job.model_dump_json(indent=1))
+    write_whole(job_file, job.model_dump_json(indent=1))
     num_steps = job.num_warmup_steps + job.num_steps
     told = 0
 
@@ -68,5 +69,5 @@ def run_job(
         raise
     finally:
         measurement = gather(job, out_dir, failure)
-        (out_dir / "measurement.json").write_text(measurement.model_dump_json(indent=1))
+        write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
     return measurement

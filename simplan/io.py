@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel
 
 from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
+from simplan.files import write_whole
 from simplan.problems import parse_model, render_value
 
 __all__ = [
@@ -189,16 +189,7 @@ def write_text(path: Path, text: str) -> None:
         SpecError: It cannot be written.
     """
     try:
-        target = path.resolve()
-        if target.exists() and not target.is_file():  # a device or a pipe must not be replaced by a file
-            target.write_text(text, encoding="utf-8")
-            return
-        temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, text)
     except OSError as error:
         fix = "check that its folder exists and may be written"
         rule = f"cannot be written: {error.strerror or error}"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors"),
+    ("units", "errors", "files"),
     ("document",),
     ("problems",),
     ("io",),
@@ -31,7 +31,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-EXECUTOR_MAY_IMPORT = ("simplan.spec", "simplan.program", "simplan.errors", "simplan.units", "simplan.cost.calibration")
+EXECUTOR_MAY_IMPORT = (
+    "simplan.spec",
+    "simplan.program",
+    "simplan.errors",
+    "simplan.units",
+    "simplan.files",
+    "simplan.cost.calibration",
+)
 NEVER_IN_SIMPLAN = {"torch", "streamlit", "plotly", "executor", "app", "fit"}
 MAX_LINES = 400
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,21 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(SpecError, match="cannot be written: No space left on device"):
         write_json(path, {"a": 2})
+    assert read_json(path) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the kernel stops the write in the middle."""
+    path = tmp_path / "r.json"
+    write_json(path, {"a": 1})
+    program = (
+        "import resource, signal, sys; from pathlib import Path; from simplan.files import write_whole\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "write_whole(Path(sys.argv[1]), 'x' * 100_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
+    assert "OSError: [Errno 27] File too large" in done.stderr
     assert read_json(path) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from simplan.io import write_text
 from simplan.scenario import METRICS, evaluate, load_scenario
 
 __all__ = ["bless"]
@@ -44,8 +45,7 @@ def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
     for start, end, new in reversed(edits):
         text = text[:start] + new + text[end:]
     if edits:
-        with file.open("w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        write_text(file, text)
     return changes
 
 

@@ -12,7 +12,7 @@ from simplan.cli.execute import predict_scenario
 from simplan.cli.output import print_json, print_result, say
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
-from simplan.io import read_yaml
+from simplan.io import read_yaml, write_text
 from simplan.report.checks import (
     CheckedCase,
     CheckedFile,
@@ -54,7 +54,7 @@ def check_command(
                     say(change)
     checked = [check_file(file, calibration) for file in files]
     if junit is not None:
-        junit.write_text(junit_xml(checked), encoding="utf-8")
+        write_text(junit, junit_xml(checked))
     if as_json:
         print_json(checks_json(checked))
     else:

@@ -10,6 +10,7 @@ from simplan.cli.calibrations import measure, requests_for
 from simplan.cli.execute import Outcome, RunOptions, execute
 from simplan.cli.output import print_json, print_result, say
 from simplan.cli.processes import require_executor
+from simplan.io import write_text
 from simplan.report.comparison import format_error, format_spread
 from simplan.report.table import format_table_text
 from simplan.scenario import load_scenario
@@ -61,7 +62,7 @@ def _copy(name: str, folder: Path) -> Path:
     """The scenario as a file of the user's own, to be edited and run again."""
     text = resources.files("simplan").joinpath("data", "demo", f"{name}.yaml").read_text(encoding="utf-8")
     file = folder / f"{name}.yaml"
-    file.write_text(text, encoding="utf-8")
+    write_text(file, text)
     return file
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from simplan.cli.output import print_result
 from simplan.errors import Problem, SpecError
+from simplan.io import write_text
 from simplan.program.action import ActionKind
 from simplan.report.drawing import Box, PipelineDrawing
 from simplan.report.drawing_svg import drawing_svg
@@ -58,9 +59,9 @@ def write_drawing(file: Path, drawing: PipelineDrawing) -> None:
     """Writes the picture as SVG.
 
     Raises:
-        OSError: The file cannot be written.
+        SpecError: The file cannot be written.
     """
-    file.write_text(drawing_svg(drawing), encoding="utf-8")
+    write_text(file, drawing_svg(drawing))
 
 
 def _coloured(text: str, box: Box) -> str:

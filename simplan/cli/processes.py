@@ -93,7 +93,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     try:
         if child.poll() is None:
             say("stopping the ranks (Ctrl-C again kills them at once)")
-            child.send_signal(signal.SIGINT)
+            child.terminate()  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
             child.wait(_GRACE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         os.killpg(child.pid, signal.SIGKILL)

@@ -14,6 +14,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests.interrupts import heed_interrupts
+
 ROOT = Path(__file__).resolve().parents[2]
 
 Simplan = Callable[..., "CompletedProcess[str]"]
@@ -83,7 +85,9 @@ def test_interrupting_a_run_leaves_nothing_behind(
 ) -> None:
     command = [sys.executable, "-m", "simplan", "run", str(tiny), "--steps", "100000", "-o", str(tmp_path / "out")]
     command += ["--calibration", str(calibration)]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     steps = tmp_path / "out" / "rank0.steps.jsonl"
     deadline_s = time.monotonic() + 60
     while not (steps.exists() and steps.read_text().count("\n") >= 5):

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from simplan.search import RANGES, SearchSpace
+from tests.interrupts import heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 Simplan = Callable[..., "CompletedProcess[str]"]
@@ -179,7 +180,13 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "simplan", "search", "large.yaml"]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=theirs, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         os.close(theirs)
         seen = ""

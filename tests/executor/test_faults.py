@@ -19,6 +19,7 @@ from executor.rank import RankFiles
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.program.measurement import Measurement
+from tests.interrupts import heed_interrupts
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 PATIENCE_S = 60.0  # for things that take a second or two; only a failing test waits that long
@@ -91,6 +92,7 @@ def endless_run(tmp_path: Path, make_job: Any) -> Iterator[subprocess.Popen[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         yield process
         process.kill()
