@@ -106,6 +106,26 @@ def test_the_executor_knows_only_what_it_runs(path: Path) -> None:
     assert executor_violations(path.read_text(), module_name(path), is_package=path.name == "__init__.py") == []
 
 
+def app_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """What a module of the workbench must not import; figures, besides, know no Streamlit."""
+    wrong = {"executor", "torch", "fit", *(("streamlit",) if module.startswith("app.figures") else ())}
+    found = imports_of(source, module, is_package=is_package)
+    return [f"{module} imports {name}" for name in found if name.split(".")[0] in wrong]
+
+
+@pytest.mark.parametrize("path", python_files("app"), ids=module_name)
+def test_the_workbench_knows_simplan_alone(path: Path) -> None:
+    assert app_violations(path.read_text(), module_name(path), is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [("app.pages.plan", "import executor.run"), ("app.state", "import torch"), ("app.figures.x", "import streamlit")],
+)
+def test_a_wrong_arrow_of_the_workbench_is_found(module: str, source: str) -> None:
+    assert app_violations(source, module)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -130,7 +150,7 @@ def test_a_wrong_arrow_of_the_executor_is_found(source: str) -> None:
     assert executor_violations(source, "executor.rank")
 
 
-@pytest.mark.parametrize("path", python_files("simplan", "executor", "fit", "tests"), ids=module_name)
+@pytest.mark.parametrize("path", python_files("simplan", "executor", "app", "fit", "tests"), ids=module_name)
 def test_files_are_small(path: Path) -> None:
     num_lines = len(path.read_text().splitlines())
     assert num_lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {num_lines} lines, at most {MAX_LINES} are allowed"

@@ -300,6 +300,23 @@ def show(
 
 
 @app.command()
+def dashboard(
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to serve on.")] = 8501,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to serve on; others than this machine's let others in.")
+    ] = "localhost",
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
+    allow_run: Annotated[
+        bool, typer.Option("--allow-run", help="Let pages start runs here even if others reach them.")
+    ] = False,
+) -> int:
+    """Serve the workbench: plan, see and compare in a browser. On this machine only, unless --host says otherwise."""
+    from simplan.cli.dashboard import dashboard_command
+
+    return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = Path(
         "demo-out"

@@ -3,6 +3,7 @@
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario
 from simplan.scenario.search import SearchScenario, load_search, plan_document
+from simplan.scenario.text import parse_scenario, parse_search
 
 __all__ = [
     "METRICS",
@@ -14,5 +15,7 @@ __all__ = [
     "evaluate",
     "load_scenario",
     "load_search",
+    "parse_scenario",
+    "parse_search",
     "plan_document",
 ]

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from simplan.document import Place
+from simplan.document import Document, Place
 from simplan.errors import SpecError
 from simplan.io import read_yaml
 from simplan.problems import Path as ProblemPath
@@ -39,7 +39,7 @@ from simplan.spec.schedules import is_table_file
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Parts", "Scenario", "load_scenario", "read_parts"]
+__all__ = ["Parts", "Scenario", "load_scenario", "parts_of", "read_parts", "scenario_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,21 @@ def load_scenario(path: str | Path) -> Scenario:
         SpecError: The file cannot be read or is wrong; all problems at once, each with its line. When all of them
             are options that are not modelled yet, the error is a ``NotModelledError``.
     """
-    parts = read_parts(path)
+    return scenario_of(read_parts(path), Path(path).resolve().parent)
+
+
+def scenario_of(parts: Parts, folder: Path | None) -> Scenario:
+    """The scenario that the parts of a document make.
+
+    Args:
+        parts: What was read of it.
+        folder: Where files that it names are; None for a document that names none.
+
+    Raises:
+        SpecError: As ``load_scenario``.
+    """
     sections, data = parts.sections, parts.data
-    plan = _read_plan(sections, data, Path(path).resolve().parent)
+    plan = _read_plan(sections, data, folder)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
     model, cluster, training, software = parts.complete()
@@ -110,11 +122,11 @@ def load_scenario(path: str | Path) -> Scenario:
             software=software,
             plan=plan,
             expect=expect,
-            file=str(path),
+            file=sections.file,
         )
     except SpecError as error:
         placed = [p.at(*find_place(parts.lines, tuple(p.field.split(".")))) for p in error.problems]
-        raise type(error)(sorted(placed, key=in_file_order), file=str(path)) from None
+        raise type(error)(sorted(placed, key=in_file_order), file=sections.file) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +157,26 @@ def read_parts(path: str | Path) -> Parts:
     Raises:
         SpecError: The file cannot be read or is not a mapping.
     """
-    document = read_yaml(path)
+    return parts_of(read_yaml(path), str(path))
+
+
+def parts_of(document: Document, file: str) -> Parts:
+    """The same of a document that was read.
+
+    Args:
+        document: Its data and places.
+        file: What errors call it, and where files lie that it names.
+
+    Raises:
+        SpecError: It is not a mapping.
+    """
     data = document.data
-    sections = Sections(document, str(path))
+    sections = Sections(document, file)
     sections.read(_File, data, ())  # unknown keys and missing sections
     if not isinstance(data, dict):
         sections.raise_problems()
     return Parts(
-        data.get("name", Path(path).stem),
+        data.get("name", Path(file).stem),
         data,
         document.lines,
         sections,
@@ -163,7 +187,7 @@ def read_parts(path: str | Path) -> Parts:
     )
 
 
-def _read_plan(sections: Sections, data: dict[str, Any], folder: Path) -> ParallelPlan | None:
+def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:
     """The plan; a table of actions lies beside the scenario."""
     if "search" in data:
         rule = "cannot go with plan" if "plan" in data else "asks for the best plan, and there is none to use yet"
@@ -172,6 +196,6 @@ def _read_plan(sections: Sections, data: dict[str, Any], folder: Path) -> Parall
     elif "plan" not in data:
         sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
     plan = sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None
-    if plan is None or not is_table_file(plan.schedule):
+    if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
     return plan.model_copy(update={"schedule": str(folder / plan.schedule)})

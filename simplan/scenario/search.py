@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simplan.errors import NotModelledError, Problem
-from simplan.scenario.file import read_parts
+from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchSpace
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -27,7 +27,7 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["SearchScenario", "load_search", "plan_document"]
+__all__ = ["SearchScenario", "load_search", "plan_document", "search_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,15 @@ def load_search(path: str | Path) -> SearchScenario:
     Raises:
         SpecError: The file cannot be read or is wrong; all problems at once, each with its line.
     """
-    parts = read_parts(path)
+    return search_of(read_parts(path))
+
+
+def search_of(parts: Parts) -> SearchScenario:
+    """The search that the parts of a document ask for.
+
+    Raises:
+        SpecError: As ``load_search``.
+    """
     sections, data = parts.sections, parts.data
     if "search" not in data:
         fix = "write search: {} in its place, which asks for all default ranges"
@@ -78,9 +86,9 @@ def load_search(path: str | Path) -> SearchScenario:
         cluster=cluster,
         training=training,
         software=software,
-        space=_that_it_has(software, space, str(path)),
+        space=_that_it_has(software, space, sections.file),
         document=data,
-        file=str(path),
+        file=sections.file,
     )
 
 

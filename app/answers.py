@@ -1,0 +1,90 @@
+"""Questions and their answers, kept by the text of the scenario for all sessions of the server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import streamlit as st
+
+from app.state import document_text
+from simplan.cost.calibration import Calibration
+from simplan.cost.store import default_path, load
+from simplan.predict import predict
+from simplan.predict.brief import Brief, predict_brief
+from simplan.prediction import Prediction
+from simplan.scenario import Scenario, parse_scenario
+
+__all__ = ["brief", "calibration_for", "prediction", "scenario"]
+
+Document = dict[str, Any]
+
+
+def scenario(document: Document) -> Scenario:
+    """The checked scenario.
+
+    Raises:
+        SpecError: It is wrong; all problems at once.
+    """
+    return _scenario(_key(document))
+
+
+def brief(document: Document) -> Brief:
+    """Step time and memory alone, soon; of devices of their own only.
+
+    Raises:
+        SpecError: As ``scenario``, or a price cannot be had.
+    """
+    return _brief(_key(document))
+
+
+def prediction(document: Document) -> Prediction:
+    """All that ``simplan predict`` says.
+
+    Raises:
+        SpecError: As ``scenario``, or a price cannot be had.
+    """
+    asked = scenario(document)
+    return _prediction(_key(document), _calibrated_at() if _is_machine(asked) else 0)
+
+
+def calibration_for(asked: Scenario) -> Calibration | None:
+    """This machine's calibration, where the scenario is priced from one and there is one.
+
+    Raises:
+        SpecError: The file is not a calibration of this version.
+    """
+    return load(default_path()) if _is_machine(asked) else None
+
+
+def _is_machine(asked: Scenario) -> bool:
+    return asked.cluster.cores_per_node is not None
+
+
+def _calibrated_at() -> int:
+    """When the calibration was written: a new one makes new answers."""
+    path = default_path()
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _key(document: Document) -> str:
+    """Equal for equal documents; the name is no part of the question but stands in the answer."""
+    return json.dumps(document, default=str)
+
+
+@st.cache_resource(max_entries=256, show_spinner=False)
+def _scenario(key: str) -> Scenario:
+    return parse_scenario(document_text(json.loads(key)))
+
+
+@st.cache_resource(max_entries=256, show_spinner=False)
+def _brief(key: str) -> Brief:
+    asked = _scenario(key)
+    return predict_brief(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+
+
+@st.cache_resource(max_entries=12, show_spinner=False)
+def _prediction(key: str, calibrated_at: int) -> Prediction:
+    asked = _scenario(key)
+    parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    return predict(asked.name, *parts, calibration_for(asked))

@@ -1,0 +1,98 @@
+"""Things to take away: scenarios, tables, documents, figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+import streamlit as st
+
+__all__ = ["csv_text", "download", "file_name", "json_text", "show_figure"]
+
+_TYPES = {
+    "csv": "text/csv",
+    "json": "application/json",
+    "yaml": "text/yaml",
+    "svg": "image/svg+xml",
+    "txt": "text/plain",
+}
+
+
+def download(
+    label: str,
+    name: str,
+    kind: str,
+    content: str | bytes | Callable[[], str],
+    *,
+    key: str | None = None,
+    about: str = "",
+) -> None:
+    """A button that saves a file and changes nothing else.
+
+    Args:
+        label: What it says.
+        name: Name of the file without its ending, for people.
+        kind: Its ending: ``csv``, ``json``, ``yaml``, ``svg`` or ``txt``.
+        content: What is in it; a function is called when the button is pressed.
+        key: Of the button, where two would be alike.
+        about: What it is, on hover.
+    """
+    st.download_button(
+        label,
+        content,
+        file_name=f"{file_name(name)}.{kind}",
+        mime=_TYPES[kind],
+        on_click="ignore",
+        key=key,
+        help=about or None,
+        icon=":material/download:",
+    )
+
+
+def show_figure(figure: go.Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
+    """A figure over the whole width, whose camera saves it as SVG.
+
+    Args:
+        figure: Without colours of text and paper, which the theme chooses.
+        name: What it shows; the name of its file.
+        alt: The same in a sentence, for those who do not see it.
+        key: Where two figures would be alike.
+        zoom: Whether wheel and fingers zoom; else they scroll the page.
+    """
+    config = {
+        "displaylogo": False,
+        "scrollZoom": zoom,
+        "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
+        "toImageButtonOptions": {"format": "svg", "filename": file_name(name)},
+    }
+    st.plotly_chart(figure, width="stretch", key=key, config=config, alt=alt)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of one shape as CSV, a header first; empty for no rows."""
+    if not rows:
+        return ""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def json_text(data: Any) -> str:
+    """Plain data as simplan writes it."""
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def file_name(name: str) -> str:
+    """A name made safe for every file system.
+
+    >>> file_name("memory by rank / llama")
+    'memory-by-rank-llama'
+    """
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip(".-")[:80] or "simplan"

@@ -1,0 +1,29 @@
+"""The workbench's entry: what all pages have in common, and the list of them. ``simplan dashboard`` starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+
+from app import state
+from app.theme import STYLE
+
+_PAGES = Path(__file__).resolve().parent / "pages"
+
+
+def main() -> None:
+    """Runs the page that is asked for."""
+    st.set_page_config(page_title="simplan", page_icon=":material/lan:", layout="wide", menu_items={"About": _ABOUT})
+    st.html(STYLE)
+    state.open_link()
+    pages = [
+        st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
+    ]
+    st.navigation(pages, position="top").run()
+
+
+_ABOUT = "simplan predicts time and memory of distributed training, and says how sure it is."
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What a session asks: the scenario and what pages remember besides, mirrored in the address of the page.
+
+Streamlit forgets widgets of pages that are not shown, so nothing is kept in widgets: they are bound to what is here.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import streamlit as st
+import yaml
+
+from app.link import MAX_CHARS, Link, decode, encode, num_chars
+
+__all__ = ["START", "document", "document_text", "open_link", "set_document", "set_view", "view", "write_link"]
+
+START: dict[str, Any] = {
+    "name": "llama3-70b-64xh100",
+    "model": {"preset": "llama3-70b", "seq_len": 8192},
+    "cluster": {"preset": "dgx-h100", "num_devices": 64},
+    "training": {"global_batch_size": 128, "precision": "bf16", "optimizer": "adamw"},
+    "software": "torchtitan",
+    "plan": {"tp": 8, "dp_shard": 8, "recompute": "full"},
+}
+"""What a session without a link starts with."""
+
+_DOCUMENT, _VIEW, _WRITTEN = "simplan document", "simplan view", "simplan link"
+
+
+def document() -> dict[str, Any]:
+    """The scenario as plain data; a copy, to change and to give to ``set_document``."""
+    found: dict[str, Any] = copy.deepcopy(st.session_state.get(_DOCUMENT, START))
+    return found
+
+
+def set_document(data: dict[str, Any]) -> None:
+    """Keeps another scenario from now on."""
+    st.session_state[_DOCUMENT] = copy.deepcopy(data)
+
+
+def document_text(data: dict[str, Any]) -> str:
+    """A scenario as the text of its YAML file."""
+    text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    return text
+
+
+def view(name: str, default: Any = None) -> Any:
+    """What a page remembers under a name."""
+    return st.session_state.get(_VIEW, {}).get(name, default)
+
+
+def set_view(name: str, value: Any) -> None:
+    """Remembers a value, plain data and short; None forgets it."""
+    kept = {key: other for key, other in st.session_state.get(_VIEW, {}).items() if key != name}
+    st.session_state[_VIEW] = kept if value is None else kept | {name: value}
+
+
+def open_link() -> None:
+    """Takes over what the address says, where it is not what this session wrote there itself."""
+    query = dict(st.query_params)
+    if not query or query == st.session_state.get(_WRITTEN):
+        return
+    link = decode(query)
+    if link.document:
+        set_document(link.document)
+    st.session_state[_VIEW] = link.view
+
+
+def write_link() -> bool:
+    """Puts what is asked into the address; False, with none there, when it is too long for one."""
+    query = encode(Link(document(), st.session_state.get(_VIEW, {})))
+    fits = num_chars(query) <= MAX_CHARS
+    query = query if fits else {}
+    if dict(st.query_params) != query:
+        st.query_params.from_dict(query)
+    st.session_state[_WRITTEN] = query
+    return fits

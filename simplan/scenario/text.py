@@ -1,0 +1,68 @@
+"""Scenarios that come as text, from a page or a message: data alone, which names no file of this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simplan.document import Document, parse_yaml
+from simplan.errors import Problem, SpecError
+from simplan.io import MAX_YAML_BYTES
+from simplan.problems import find_place, render_value
+from simplan.scenario.file import Parts, Scenario, parts_of, scenario_of
+from simplan.scenario.search import SearchScenario, search_of
+from simplan.spec.schedules import is_table_file
+
+__all__ = ["parse_scenario", "parse_search"]
+
+_NAMED_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"))
+
+
+def parse_scenario(text: str, name: str = "scenario") -> Scenario:
+    """Reads a scenario from its text.
+
+    Args:
+        text: YAML, as a scenario file has it.
+        name: What errors call it.
+
+    Raises:
+        SpecError: As ``load_scenario``; also where the text names a file, which is not opened.
+    """
+    return scenario_of(_parts(text, name), None)
+
+
+def parse_search(text: str, name: str = "scenario") -> SearchScenario:
+    """The same of a scenario that asks for the best plan.
+
+    Raises:
+        SpecError: As ``load_search``; also where the text names a file.
+    """
+    return search_of(_parts(text, name))
+
+
+def _parts(text: str, name: str) -> Parts:
+    if len(text.encode("utf-8", errors="replace")) > MAX_YAML_BYTES:
+        raise SpecError(Problem(field="", rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"), file=name)
+    document = parse_yaml(text, name)
+    _refuse_files(document, name)
+    return parts_of(document, name)
+
+
+def _refuse_files(document: Document, name: str) -> None:
+    """Refuses what would read a file of the machine that this runs on, which is not the one of who wrote the text."""
+    problems = []
+    for path in _NAMED_FILES:
+        value = _at(document.data, path)
+        if value is None or (path[-1] == "schedule" and not (isinstance(value, str) and is_table_file(value))):
+            continue
+        rule = "names a file, which a scenario given as text cannot bring along"
+        fix = "give what the file says in its place, or use the command line"
+        problem = Problem(field=".".join(path), value=render_value(value), rule=rule, fix=fix)
+        problems.append(problem.at(*find_place(document.lines, path)))
+    if problems:
+        raise SpecError(problems, file=name)
+
+
+def _at(data: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data

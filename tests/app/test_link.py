@@ -1,0 +1,48 @@
+"""The address of a page: whatever is asked survives it, and whatever stands in it becomes something."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.link import MAX_CHARS, Link, decode, encode
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=12)
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+words = st.text("abc_0.xyz", min_size=1, max_size=8)
+sections = st.one_of(values, st.dictionaries(words, values, max_size=4))
+names = st.sampled_from(["name", "model", "cluster", "training", "software", "plan", "search", "expect"])
+
+
+@given(st.dictionaries(names, sections, max_size=6), st.dictionaries(words, values, max_size=4))
+def test_a_link_says_what_was_asked(document: dict[str, object], view: dict[str, object]) -> None:
+    link = Link(document, view)
+    assert decode(encode(link)) == link
+
+
+@given(st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=10))
+def test_any_query_becomes_a_document(query: dict[str, str]) -> None:
+    link = decode(query)
+    assert decode(encode(link)).document == link.document or any("." not in key for key in query)
+
+
+def test_a_scenario_reads_well() -> None:
+    document = {"model": {"preset": "llama3-8b", "seq_len": 8192}, "software": "torch", "plan": {"dp_shard": 8}}
+    assert encode(Link(document, {"price": 2.5})) == {
+        "model.preset": "llama3-8b",
+        "model.seq_len": "8192",
+        "software": "torch",
+        "plan.dp_shard": "8",
+        "v.price": "2.5",
+    }
+
+
+def test_absurd_queries_say_nothing() -> None:
+    assert decode({"model.preset": "x" * (5 * MAX_CHARS)}) == Link()
+    assert decode({f"plan.k{n}": "1" for n in range(1000)}) == Link()
+    assert decode({"plan": "[" * 5000}).document == {"plan": "[" * 5000}
+    assert decode({"plan.tp": "NaN"}).document == {"plan": {"tp": "NaN"}}
