@@ -35,12 +35,14 @@ class Progress:
         done: Candidates rejected, bounded or timed.
         total: Candidates of the space.
         best_step_time_s: Step time of the best so far; None while there is none.
+        so_far: The answer as it would be if the search were stopped now; made when it is asked for, during the call.
         doing: What is done at present.
     """
 
     done: int
     total: int
     best_step_time_s: float | None
+    so_far: Callable[[], SearchResult]
     doing: str = "searching"
 
 
@@ -55,6 +57,7 @@ def search(
     calibration: Calibration | None = None,
     jobs: int = 1,
     explain: bool = True,
+    soon: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The best plans of a space, exactly: no plan of the space is better by the model of ``predict``.
@@ -69,13 +72,15 @@ def search(
         calibration: Timings of this machine, when the cluster is this machine.
         jobs: Processes; -1 for one a core. Under ``joblib.parallel_config`` those of its backend (Dask, Ray).
         explain: Say of the ranked plans what limits them, and what change would make a plan when there is none.
+        soon: Time a few promising plans now and then before all are looked at, for those who watch. The best are the
+            same; how many plans are bounded instead of timed then depends on the speed of the machine.
         on_progress: Called often, from this process.
 
     Raises:
         SpecError: What is asked is wrong whatever the plan, or a price cannot be had.
     """
     question = Question(model, cluster, training, software, calibration)
-    return _Search(name, question, space or SearchSpace(), jobs, on_progress).result(explain=explain)
+    return _Search(name, question, space or SearchSpace(), jobs, soon, on_progress).result(explain=explain)
 
 
 class _Search:
@@ -87,9 +92,11 @@ class _Search:
         question: Question,
         space: SearchSpace,
         jobs: int,
+        soon: bool,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._name, self._space, self._jobs = name, space, jobs
+        self._name, self._space, self._jobs, self._soon = name, space, jobs, soon
+        self._explained: dict[Timed, Explanation] = {}
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, question)))
         self._questions = {size: question.with_devices(size) for size in sizes}
@@ -105,33 +112,33 @@ class _Search:
         self._total = sum(enumeration.total for enumeration in self._enumerations.values())
 
     def result(self, *, explain: bool) -> SearchResult:
-        interrupted = False
-        explanations: dict[Timed, Explanation] = {}
         try:
             for size in self._questions:
                 self._explore(size)
             if explain:
-                explanations = self._explanations()
+                self._explain()
         except KeyboardInterrupt:
-            interrupted = True
-        ranked = tuple(self._plan(timed, explanations.get(timed)) for timed in self._keep.ranked)
-        front = tuple(self._plan(timed, explanations.get(timed)) for timed in self._keep.front)
-        misses = self._misses()
-        asked_for_change = explain and not ranked and not interrupted
+            return self._answer(interrupted=True)
+        found = self._answer(interrupted=False)
+        if explain and not found.ranked:
+            return replace(found, changes=self._changes(found.nearest_misses))
+        return found
+
+    def _answer(self, *, interrupted: bool) -> SearchResult:
+        """What is known now; an interrupted search counts what was looked at."""
         counts, asked = self._tally, self._question
         return SearchResult(
             name=self._name,
             objectives=self._space.goals,
-            ranked=ranked,
-            pareto=front,
+            ranked=tuple(self._plan(timed) for timed in self._keep.ranked),
+            pareto=tuple(self._plan(timed) for timed in self._keep.front),
             space=SpaceCount(
                 self._total if not interrupted else counts.done,
                 {rule: number for rule, number in counts.rejected.most_common() if number},
                 counts.bounded,
                 counts.timed,
             ),
-            nearest_misses=misses,
-            changes=self._changes(misses) if asked_for_change else (),
+            nearest_misses=self._misses(),
             interrupted=interrupted,
             unit="images" if asked.model.sample == "image" else "tokens",
             inputs={
@@ -152,16 +159,15 @@ class _Search:
 
         if self._jobs == 1:
             evaluator = make_evaluator(question)
-            explore(enumeration, enumeration.meshes, evaluator, limits, self._keep, self._tally, told)
+            explore(enumeration, enumeration.meshes, evaluator, limits, self._keep, self._tally, told, soon=self._soon)
         else:
             explore_in_parallel(enumeration, question, self._space, limits, self._keep, self._tally, self._jobs, told)
 
     def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
         best = keep.ranked[0].step_time_s if keep.ranked else None
-        self._on_progress(Progress(tally.done, self._total, best, doing))
+        self._on_progress(Progress(tally.done, self._total, best, lambda: self._answer(interrupted=True), doing))
 
-    def _explanations(self) -> dict[Timed, Explanation]:
-        found = {}
+    def _explain(self) -> None:
         for rank, timed in enumerate(self._keep.ranked):
             self._tell(self._tally, self._keep, f"explaining plan {rank + 1} of {len(self._keep.ranked)}")
             question = self._questions[timed.num_devices]
@@ -169,14 +175,13 @@ class _Search:
             if rank == 0 and len(self._questions) == 1:
                 share = more_memory(question, timed, self._tally.nearly)
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
-            found[timed] = why
-        return found
+            self._explained[timed] = why
 
     def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[Change, ...]:
         self._tell(self._tally, self._keep, "looking for what would make a plan")
         return changes(self._question, self._space, misses)
 
-    def _plan(self, timed: Timed, explanation: Explanation | None) -> RankedPlan:
+    def _plan(self, timed: Timed) -> RankedPlan:
         capacity = capacity_bytes(self._questions[timed.num_devices], self._space)
         return RankedPlan(
             plan=timed.candidate.plan(),
@@ -186,7 +191,7 @@ class _Search:
             headroom_bytes=None if capacity is None else capacity - timed.device_bytes,
             tokens_per_s_per_device=self._goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
             cost_dollars=self._goal.cost_dollars(timed.num_devices, timed.step_time_s),
-            explanation=explanation,
+            explanation=self._explained.get(timed),
         )
 
     def _misses(self) -> tuple[NearestMiss, ...]:

@@ -26,6 +26,8 @@ _WINDOW = 100_000
 """Candidates that fit and wait to be timed, at most."""
 _WINDOW_S = 10.0
 """After so long they are timed, however few: whoever stops a slow search wants to have a plan."""
+_FIRST_LOOK_S = 0.4
+"""Who watches sees plans after so long; the next looks come after twice as long each."""
 _MEMORY_BATCH = 16384
 _TIME_BATCH = 256
 MORE_MEMORY = 1.1
@@ -143,6 +145,8 @@ def explore(
     keep: Keep,
     tally: Tally,
     on_progress: OnProgress | None = None,
+    *,
+    soon: bool = False,
 ) -> None:
     """Goes through all candidates of some meshes.
 
@@ -154,16 +158,24 @@ def explore(
         keep: Takes the best; what it holds already bounds the others.
         tally: Takes the counts. Both are right up to the last batch when this is interrupted.
         on_progress: Called after every batch.
+        soon: Time the most promising now and then, long before the window is full.
     """
     told = on_progress or (lambda *_: None)
     waiting: list[Waiting] = []
     opened_s = time.monotonic()
+    look_s, pause_s = opened_s + _FIRST_LOOK_S, _FIRST_LOOK_S
     for batch in _batches(enumeration.candidates(meshes, tally.rejected), _Pace(_MEMORY_BATCH)):
         waiting += _fitting(batch, evaluator, enumeration.floor, limits, keep, tally)
         told(tally, keep)
         if len(waiting) >= _WINDOW or time.monotonic() - opened_s > _WINDOW_S:
             _time_all(waiting, enumeration, evaluator, limits, keep, tally, told)
             waiting, opened_s = [], time.monotonic()
+        elif soon and waiting and time.monotonic() > look_s:
+            waiting.sort()
+            _time_all(waiting[:_FIRST_SLAB], enumeration, evaluator, limits, keep, tally, told)
+            del waiting[:_FIRST_SLAB]
+            pause_s *= 2
+            look_s = time.monotonic() + pause_s
     _time_all(waiting, enumeration, evaluator, limits, keep, tally, told)
     told(tally, keep)
 

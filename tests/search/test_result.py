@@ -9,7 +9,7 @@ import joblib
 import pytest
 
 import simplan
-from simplan.search import Progress, SearchSpace, search
+from simplan.search import Progress, SearchResult, SearchSpace, search
 from tests.search.questions import question
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
@@ -51,6 +51,33 @@ def test_progress_ends_at_the_total() -> None:
     assert seen[-1].done == seen[-1].total == result.space.total
     assert result.best is not None
     assert seen[-1].best_step_time_s == result.best.step_time_s
+
+
+def first_plans(seen: list[Progress]) -> int:
+    return next(progress.done for progress in seen if progress.best_step_time_s is not None)
+
+
+def test_who_watches_sees_plans_soon_and_the_same_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[Progress] = []
+    soon: list[Progress] = []
+    whole = search(*PARTS, SPACE, explain=False, on_progress=late.append)
+    monkeypatch.setattr("simplan.search.run._FIRST_LOOK_S", 0.0)
+    watched = search(*PARTS, SPACE, explain=False, soon=True, on_progress=soon.append)
+    assert first_plans(soon) < first_plans(late)
+    assert (watched.ranked, watched.pareto) == (whole.ranked, whole.pareto)
+    assert watched.space.rejected == whole.space.rejected
+    assert watched.space.total == whole.space.total
+
+
+def test_the_answer_so_far_becomes_the_answer() -> None:
+    answers: list[SearchResult] = []
+    result = search(*PARTS, SPACE, on_progress=lambda progress: answers.append(progress.so_far()))
+    assert all(answer.interrupted for answer in answers)
+    explained = [sum(plan.explanation is not None for plan in answer.ranked) for answer in answers]
+    assert explained[-3:] == [0, 1, 2], "one after the other, and the last one is not there yet"
+    last = answers[-1]
+    assert [plan.plan for plan in last.ranked] == [plan.plan for plan in result.ranked]
+    assert (last.ranked[:2], last.space) == (result.ranked[:2], result.space)
 
 
 @pytest.mark.parametrize(
