@@ -137,11 +137,14 @@ def compare(
     prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="What predict -o wrote.")],
     measurement: Annotated[Path, typer.Argument(metavar="MEASUREMENT", help="The measurement.json of a run.")],
     json: AsJson = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
+    ] = None,
 ) -> int:
-    """Show the signed error of a prediction beside the spread of the repeats."""
-    from simplan.cli.commands import compare_command
+    """Show where a prediction is off: signed errors beside the spread of repeats, and which terms carry them."""
+    from simplan.cli.compare import compare_command
 
-    return compare_command(prediction, measurement, as_json=json)
+    return compare_command(prediction, measurement, as_json=json, plot=plot)
 
 
 @app.command()

@@ -12,22 +12,17 @@ from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path
-from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.io import read_json, read_model, write_json
-from simplan.prediction import PREDICTION_SCHEMA_VERSION
-from simplan.program.measurement import Measurement
+from simplan.io import write_json
 from simplan.report.comparison import comparison_text
 from simplan.report.drawing import draw_pipeline
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario, load_scenario
 from simplan.spec.machine import THIS_MACHINE
-from simplan.validate.compare import compare
 
 __all__ = [
     "calibrate_command",
-    "compare_command",
     "draw_command",
     "explain_command",
     "predict_command",
@@ -124,24 +119,6 @@ def run_command(
         "Next\n  open both traces at ui.perfetto.dev and see where they part\n"
         f"  simplan compare {folder / 'prediction.json'} {folder / 'measurement.json'}"
     )
-    return 0
-
-
-def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: bool) -> int:
-    """``simplan compare``."""
-    prediction = read_json(prediction_file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
-    measurement = read_model(measurement_file, Measurement)
-    try:
-        comparison = compare(prediction, measurement)
-    except KeyError as error:
-        problem = Problem(
-            field=str(error.args[0]), rule="is missing", fix="write the file with `simplan predict -o FILE`"
-        )
-        raise SpecError(problem, file=str(prediction_file)) from None
-    if as_json:
-        print_json(comparison.to_json())
-    else:
-        print_result(comparison_text(comparison))
     return 0
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from simplan.report.table import format_table_text
 from simplan.units import GIB, format_bytes, format_time
+from simplan.validate.activity import Share
 from simplan.validate.compare import Comparison, ComparisonRow
 
 __all__ = ["comparison_text", "format_error", "format_spread"]
+
+_MOST_RANKS = 8
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -28,11 +33,12 @@ def comparison_text(comparison: Comparison) -> str:
     notes = [
         f"the measured step time {interval} the predicted interval",
         f"actions, collectives and messages, and their order, are {actions}",
-        f"unexplained, between actions: {format_time(comparison.unexplained_s)} of the step",
+        f"unexplained on the measured critical path: {format_time(comparison.unexplained_s)} without a seen cause",
         "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
     ]
-    return format_table_text(headers, rows, indent=0) + "\n\n" + "\n".join(f"- {note}" for note in notes)
+    parts = [format_table_text(headers, rows, indent=0), *_terms(comparison), *_splits(comparison)]
+    return "\n\n".join((*parts, "\n".join(f"- {note}" for note in notes)))
 
 
 def format_error(signed_error: float | None) -> str:
@@ -51,6 +57,43 @@ def format_spread(spread: float | None) -> str:
     '+/- 3.1 %'
     """
     return "" if spread is None else f"+/- {100 * spread:.1f} %"
+
+
+def _terms(comparison: Comparison) -> Iterator[str]:
+    """The critical paths, term by term, and their sum."""
+    terms = comparison.terms
+    if not terms:
+        return
+    step = comparison.rows[0]
+    rows = [
+        [term.part, format_time(term.predicted_s), format_time(term.measured_s), _signed(term.difference_s)]
+        for term in terms
+        if term.predicted_s or term.measured_s
+    ]
+    difference_s = step.predicted - step.measured
+    rows.append(["step time", format_time(step.predicted), format_time(step.measured), _signed(difference_s)])
+    carries = f"most of the difference: {terms[0].part} ({_signed(terms[0].difference_s)} of {_signed(difference_s)})"
+    headers = ["on the critical path", "predicted", "measured", "difference"]
+    yield f"{format_table_text(headers, rows, indent=0)}\n{carries}"
+
+
+def _splits(comparison: Comparison) -> Iterator[str]:
+    """Every rank's step, predicted over measured, without shares that nobody has."""
+    if not comparison.splits:
+        return
+    shares = [s for s in Share if any(split.predicted_s[s] or split.measured_s[s] for split in comparison.splits)]
+    rows = []
+    for split in comparison.splits[:_MOST_RANKS]:
+        rows.append([f"{split.rank}", "predicted", *(format_time(split.predicted_s[share]) for share in shares)])
+        rows.append(["", "measured", *(format_time(split.measured_s[share]) for share in shares)])
+    headers = ["rank", "", *(share.replace("_", " ") for share in shares)]
+    hidden = len(comparison.splits) - _MOST_RANKS
+    more = f"\nand {hidden} more ranks (--json has all)" if hidden > 0 else ""
+    yield format_table_text(headers, rows, indent=0, left=2) + more
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{format_time(abs(seconds))}"
 
 
 def _value(value: float, unit: str) -> str:

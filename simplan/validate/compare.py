@@ -13,6 +13,8 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.measurement import Measurement
 from simplan.program.timeline import Timeline
 from simplan.units import GIB
+from simplan.validate.activity import UNEXPLAINED
+from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_predicted
 
@@ -51,10 +53,10 @@ class Comparison:
         structure_equal: Every rank ran exactly the actions of the predicted table and issued exactly the collectives
             and messages of Level 2 (kind, group, bytes), both in order.
         interval_holds: The measured step time lies in the predicted interval.
-        unexplained_s: Measured step minus the sum, on the rank where it is largest, of measured actions and predicted
-            communication and wait: time between actions that the prediction does not account for (negative when it
-            predicted too much).
+        unexplained_s: Time on the measured step's critical path in which its rank was seen to do nothing, nor to wait.
         notes: What to know when reading.
+        terms: What the two critical paths are made of; their differences sum to that of the step times.
+        splits: Where the step of each rank goes; on every rank the differences sum to that of the steps, too.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -62,6 +64,8 @@ class Comparison:
     interval_holds: bool
     unexplained_s: float
     notes: tuple[str, ...]
+    terms: tuple[TermDifference, ...] = ()
+    splits: tuple[RankSplit, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -96,7 +100,8 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
                 _relative_spread(measured_s[stage_kind]),
             )
         )
-    unexplained_s = max(_unexplained(predicted, measured), key=abs, default=0.0)
+    terms, splits = attribute(predicted, measurement)
+    unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
     notes = ["parts of the step are those of the representative step, the one with the median step time"]
     if not measurement.complete:
@@ -107,6 +112,8 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
         interval_holds=low_s <= measurement.step_time_s <= high_s,
         unexplained_s=unexplained_s,
         notes=tuple(notes),
+        terms=terms,
+        splits=splits,
     )
 
 
@@ -192,19 +199,3 @@ def _relative_spread(values: list[float]) -> float | None:
     ordered = sorted(values)
     tenth = int(0.1 * (len(ordered) - 1))
     return (ordered[-1 - tenth] - ordered[tenth]) / 2 / statistics.median(ordered)
-
-
-def _unexplained(predicted: Timeline, measured: Timeline) -> Iterable[float]:
-    """Per rank: the gaps between its measured actions minus the gaps between its predicted ones."""
-    predicted_gaps = _gaps(predicted)
-    for rank, gap_s in _gaps(measured).items():
-        if rank in predicted_gaps:
-            yield gap_s - predicted_gaps[rank]
-
-
-def _gaps(timeline: Timeline) -> dict[int, float]:
-    """By rank, the part of the step that is in none of its timed actions."""
-    gaps: dict[int, float] = defaultdict(lambda: timeline.step_time_s)
-    for (rank, _), (start_s, end_s) in _hulls(timeline).items():
-        gaps[rank] -= end_s - start_s
-    return dict(gaps)

@@ -11,7 +11,7 @@ from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.spec.plan import RankMapping
 
-__all__ = ["measured_timeline", "predicted_timeline"]
+__all__ = ["measured_timeline", "predicted_timeline", "stream_of"]
 
 
 def measured_timeline(measurement: Measurement) -> Timeline:
@@ -28,7 +28,7 @@ def measured_timeline(measurement: Measurement) -> Timeline:
             for span in rank.actions
         ]
         for message in rank.collectives:
-            stream = _stream(message, rank.rank, mapping)
+            stream = stream_of(message, rank.rank, mapping)
             between_two = message.kind in ("send", "recv")
             name = message.action if between_two else message.kind
             peer = next((r for r in message.ranks if r != rank.rank), None) if between_two else None
@@ -50,7 +50,7 @@ def measured_timeline(measurement: Measurement) -> Timeline:
     return Timeline(tuple(spans), len(measurement.ranks), end_s)
 
 
-def _stream(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
+def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
     """The stream on which Level 2 has such a message."""
     action = Action.parse(message.action)
     if message.kind in ("send", "recv"):

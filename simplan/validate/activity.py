@@ -1,0 +1,230 @@
+"""What a rank did at every instant of a step, predicted or measured, in one shape: pieces without gaps or overlap.
+
+A piece is computing, or bytes that move while nothing is computed, or waiting. Bytes move from when the last member of
+a collective or message is there: what the others spend before that is waiting. What a rank was seen to do nothing of is
+unexplained; a prediction has none of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+from simplan.program.action import Action, ActionKind
+from simplan.program.program import Stream
+from simplan.program.timeline import Span, SpanKind, Timeline
+
+__all__ = [
+    "UNEXPLAINED",
+    "Activity",
+    "Busy",
+    "Piece",
+    "Share",
+    "Transfer",
+    "busy_span",
+    "pieces_of",
+    "predicted_activity",
+    "stream_words",
+]
+
+UNEXPLAINED = "unexplained"
+"""The part of a piece of that share."""
+
+_WAITING = "waiting"
+_NO_TIME_S = 1e-12
+
+
+class Share(StrEnum):
+    """Exclusive shares of a rank's step: those of ``Split``, and what nothing was seen of."""
+
+    COMPUTE = "compute"
+    RECOMPUTE = "recompute"
+    EXPOSED_COMMUNICATION = "exposed_communication"
+    WAIT = "wait"
+    HOST = "host"
+    OPTIMIZER = "optimizer"
+    UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Something on the compute stream."""
+
+    start_s: float
+    end_s: float
+    share: Share
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes that move.
+
+    Attributes:
+        start_s: When the last member was there.
+        end_s: When they had arrived here.
+        part: What they are.
+        last_rank: The member that was there last; None where nobody had to be waited for.
+    """
+
+    start_s: float
+    end_s: float
+    part: str
+    last_rank: int | None = None
+
+
+@dataclass(slots=True)
+class Activity:
+    """All that is known of a rank's step.
+
+    Attributes:
+        busy: In the order of time, without overlap.
+        transfers: In any order.
+        waiting: Intervals in which the rank waits for others, as far as it neither computes nor transfers.
+        idle: What all the rest is.
+    """
+
+    busy: list[Busy] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    waiting: list[tuple[float, float]] = field(default_factory=list)
+    idle: Share = Share.WAIT
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a rank's step.
+
+    Attributes:
+        start_s, end_s: From when to when.
+        share: What it counts as.
+        part: What it is of, e.g. ``backward``; of all stages alike, for a path may go through any of equal ones.
+        transfer: The transfer that it is a part of.
+    """
+
+    start_s: float
+    end_s: float
+    share: Share
+    part: str
+    transfer: Transfer | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """From start to end."""
+        return self.end_s - self.start_s
+
+
+def pieces_of(activity: Activity, step_time_s: float) -> tuple[Piece, ...]:
+    """The whole step of a rank from 0 to its end, piece after piece."""
+    pieces: list[Piece] = []
+    now_s = 0.0
+    transfers = sorted(activity.transfers, key=lambda transfer: transfer.start_s)
+    for busy in activity.busy:
+        start_s = max(busy.start_s, now_s)
+        if busy.end_s <= start_s:
+            continue
+        pieces += _gap(now_s, start_s, transfers, activity)
+        pieces.append(Piece(start_s, busy.end_s, busy.share, busy.part))
+        now_s = busy.end_s
+    pieces += _gap(now_s, step_time_s, transfers, activity)
+    return tuple(pieces)
+
+
+def _gap(start_s: float, end_s: float, transfers: Sequence[Transfer], activity: Activity) -> list[Piece]:
+    """What fills the time between two computations; of transfers that overlap the one that began last."""
+    if end_s <= start_s:
+        return []
+    inside = [t for t in transfers if t.start_s < end_s and t.end_s > start_s]
+    waits = [(low, high) for low, high in activity.waiting if low < end_s and high > start_s]
+    times = {start_s, end_s}
+    times.update(time for t in inside for time in (t.start_s, t.end_s))
+    times.update(time for interval in waits for time in interval)
+    pieces: list[Piece] = []
+    for low, high in pairwise(sorted(time for time in times if start_s <= time <= end_s)):
+        moving = next((t for t in reversed(inside) if t.start_s <= low and t.end_s >= high), None)
+        if moving is not None:
+            piece = Piece(low, high, Share.EXPOSED_COMMUNICATION, moving.part, moving)
+        elif any(first <= low and last >= high for first, last in waits):
+            piece = Piece(low, high, Share.WAIT, _WAITING)
+        else:
+            piece = Piece(low, high, activity.idle, _WAITING if activity.idle is Share.WAIT else UNEXPLAINED)
+        before = pieces[-1] if pieces else None
+        if before is not None and (before.share, before.part, before.transfer) == (
+            piece.share,
+            piece.part,
+            piece.transfer,
+        ):
+            piece = Piece(before.start_s, piece.end_s, piece.share, piece.part, piece.transfer)
+            pieces.pop()
+        pieces.append(piece)
+    return pieces
+
+
+_SHARES = {
+    SpanKind.COMPUTE: Share.COMPUTE,
+    SpanKind.RECOMPUTE: Share.RECOMPUTE,
+    SpanKind.OPTIMIZER: Share.OPTIMIZER,
+    SpanKind.HOST: Share.HOST,
+}
+_WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
+    ActionKind.REDUCE_GRAD: "scaling gradients",
+    ActionKind.OPTIM: "optimizer",
+}
+_STREAMS = {
+    **dict.fromkeys((Stream.SEND_F, Stream.RECV_F, Stream.SEND_B, Stream.RECV_B), "messages between stages"),
+    **dict.fromkeys((Stream.DATA, Stream.SHARD, Stream.REPLICATE), "data-parallel communication"),
+    **dict.fromkeys((Stream.TO_HOST, Stream.FROM_HOST), "copies to and from the host"),
+    Stream.TENSOR: "tensor-parallel communication",
+    Stream.CONTEXT: "context-parallel communication",
+    Stream.EXPERT: "expert-parallel communication",
+    Stream.EXPERT_DATA: "data-parallel communication of experts",
+    Stream.TIED: "all-reduce of the tied embedding",
+}
+
+
+def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy:
+    """A span of the compute stream."""
+    parsed = Action.parse(action).kind
+    return Busy(start_s, end_s, _SHARES[kind], _WORDS.get(parsed, str(parsed)))
+
+
+def stream_words(stream: str) -> str:
+    """What moves on a stream, both ends of a message alike.
+
+    >>> stream_words("send_f"), stream_words("data_parallel")
+    ('messages between stages', 'data-parallel communication')
+    """
+    return _STREAMS[Stream(stream)]
+
+
+def predicted_activity(timeline: Timeline) -> dict[int, Activity]:
+    """By rank. Members of a meeting have spans of equal times; who was last is who computed until then."""
+    activities: dict[int, Activity] = defaultdict(Activity)
+    moving: dict[tuple[float, float, int], list[Span]] = defaultdict(list)
+    ends: dict[int, list[float]] = defaultdict(list)
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
+        if span.kind is SpanKind.COMMUNICATION:
+            moving[span.start_s, span.end_s, span.num_bytes].append(span)
+        else:
+            activities[span.rank].busy.append(busy_span(span.action, span.kind, span.start_s, span.end_s))
+            ends[span.rank].append(span.end_s)
+    for spans in moving.values():
+        last = _last_of(spans, ends)
+        for span in spans:
+            transfer = Transfer(span.start_s, span.end_s, stream_words(span.stream), last)
+            activities[span.rank].transfers.append(transfer)
+    return dict(activities)
+
+
+def _last_of(spans: Sequence[Span], ends: Mapping[int, Iterable[float]]) -> int | None:
+    """The member that computed until the meeting began."""
+    start_s = spans[0].start_s
+    near_s = _NO_TIME_S + 1e-9 * start_s
+    found = (span.rank for span in spans if any(abs(end_s - start_s) <= near_s for end_s in ends.get(span.rank, ())))
+    return next(found, None)

@@ -1,0 +1,139 @@
+"""What ranks did in a measured step, from the spans of actions and the stamps of collectives and messages.
+
+A collective's bytes move once its last member has issued it. Where a rank stands still for one inside of an action is
+known in two cases: calls that return when all is done (gloo's, but for DDP's buckets), and DDP, which has nothing to do
+but to wait after its last bucket. Elsewhere (NCCL's streams) what is inside of an action counts as computing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from simplan.program.action import Action, ActionKind
+from simplan.program.measurement import MeasuredCollective, Measurement, RankMeasurement
+from simplan.spec.plan import RankMapping
+from simplan.validate.activity import Activity, Busy, Share, Transfer, busy_span, stream_words
+from simplan.validate.measured import stream_of
+
+__all__ = ["measured_activity"]
+
+_SENDS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}  # and the stage that receives, counted from the sender's
+_COPIES = ("to_host", "from_host")
+
+
+class _Moved(NamedTuple):
+    """A collective or message of one rank, and what it is among all of them: equal keys are one exchange."""
+
+    key: tuple[object, ...]
+    collective: MeasuredCollective
+    action: Action
+
+
+def measured_activity(measurement: Measurement) -> dict[int, Activity]:
+    """By rank, the representative step of a measurement."""
+    mapping = RankMapping.of(measurement.job.plan)
+    moved = {rank.rank: list(_keyed(rank.collectives)) for rank in measurement.ranks}
+    issued: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
+    for rank, found in moved.items():
+        for each in found:
+            issued[each.key][rank] = each.collective.start_s
+    activities = {rank.rank: _busy_activity(measurement, rank, moved[rank.rank]) for rank in measurement.ranks}
+    arrived: dict[tuple[object, ...], Transfer] = {}
+    for rank, found in moved.items():
+        for each in found:
+            _add_transfer(activities[rank], each, issued[each.key], rank, mapping, arrived)
+    for rank, found in moved.items():
+        _add_sends(activities[rank], found, arrived)
+    return activities
+
+
+def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_Moved]:
+    counts: dict[tuple[object, ...], int] = defaultdict(int)
+    for collective in collectives:
+        action = Action.parse(collective.action)
+        key: tuple[object, ...] = (collective.kind, collective.ranks)
+        if collective.kind in ("send", "recv"):
+            stage = action.stage + _SENDS.get(action.kind, 0)
+            forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
+            key = ("message", collective.ranks, forward, stage, action.microbatch)
+        counts[key] += 1
+        yield _Moved((*key, counts[key]), collective, action)
+
+
+def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[_Moved]) -> Activity:
+    """Actions without the time in which they stand still."""
+    activity = Activity(idle=Share.UNEXPLAINED)
+    synchronous = measurement.environment.get("backend") != "nccl"
+    plan = measurement.job.plan
+    buckets = plan.dp > 1 and not plan.shards_parameters
+    for span in rank.actions:
+        inside = [
+            each.collective
+            for each in moved
+            if each.collective.kind not in ("send", "recv")
+            and each.collective.end_s is not None
+            and span.start_s <= each.collective.start_s <= span.end_s
+        ]
+        of_ddp = [c for c in inside if buckets and c.kind == "all_reduce" and "B" in span.action]
+        still = [(c.start_s, c.end_s or c.start_s) for c in inside if c not in of_ddp] if synchronous else []
+        if of_ddp:
+            last_s = max(c.end_s or c.start_s for c in of_ddp)
+            still.append((max(c.start_s for c in of_ddp), last_s))
+        activity.waiting += [(low, min(high, span.end_s)) for low, high in still]
+        busy = busy_span(span.action, span.kind, span.start_s, span.end_s)
+        activity.busy += _without(busy, still)
+    ends = [each.collective.end_s for each in moved if each.collective.kind == "send" and each.collective.end_s]
+    if ends:  # the pipeline waits for all that was sent before it goes on
+        seen_s = max(ends)
+        before = [busy.end_s for busy in activity.busy if busy.end_s <= seen_s]
+        activity.waiting.append((max(before, default=seen_s), seen_s))
+    if activity.busy:  # whoever is done waits for the others
+        activity.waiting.append((activity.busy[-1].end_s, float("inf")))
+    return activity
+
+
+def _without(busy: Busy, still: list[tuple[float, float]]) -> Iterator[Busy]:
+    now_s = busy.start_s
+    for low, high in sorted(still):
+        if low > now_s:
+            yield Busy(now_s, min(low, busy.end_s), busy.share, busy.part)
+        now_s = max(now_s, high)
+    if now_s < busy.end_s:
+        yield Busy(now_s, busy.end_s, busy.share, busy.part)
+
+
+def _add_transfer(
+    activity: Activity,
+    each: _Moved,
+    issued: dict[int, float],
+    rank: int,
+    mapping: RankMapping,
+    arrived: dict[tuple[object, ...], Transfer],
+) -> None:
+    """What a rank waits for: all but sends, which it hands over and goes on."""
+    collective = each.collective
+    if collective.end_s is None or collective.kind == "send":
+        return
+    last = max(issued, key=lambda member: issued[member])
+    ready_s = issued[last]
+    if collective.kind == "recv":
+        # seen when the rank asked for it; what it computed until then says nothing about when the bytes came
+        free_s = max((busy.end_s for busy in activity.busy if busy.end_s <= collective.end_s), default=0.0)
+        if free_s > ready_s:
+            last, ready_s = rank, free_s
+    stream = collective.kind if collective.kind in _COPIES else stream_of(collective, rank, mapping)
+    transfer = Transfer(
+        min(ready_s, collective.end_s), collective.end_s, stream_words(stream), last if len(issued) > 1 else None
+    )
+    activity.transfers.append(transfer)
+    activity.waiting.append((collective.start_s, transfer.start_s))
+    if collective.kind == "recv":
+        arrived[each.key] = transfer
+
+
+def _add_sends(activity: Activity, moved: list[_Moved], arrived: dict[tuple[object, ...], Transfer]) -> None:
+    """A message moves at its sender while its receiver sees it move."""
+    found = (arrived.get(each.key) for each in moved if each.collective.kind == "send")
+    activity.transfers += [transfer for transfer in found if transfer is not None]

@@ -1,0 +1,225 @@
+"""Terms that make a step differ: against steps that were timed by hand, and their sums."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.program.action import format_table
+from simplan.program.job import Job
+from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.program.timeline import SpanKind, Timeline
+from simplan.report.comparison_drawing import draw_comparison
+from simplan.report.comparison_svg import comparison_html, comparison_svg
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.validate.activity import Activity, Busy, Share, Transfer, pieces_of
+from simplan.validate.attribution import attribute
+from simplan.validate.path import critical_pieces
+
+SPLIT = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
+
+
+def predicted(plan: ParallelPlan) -> Prediction:
+    sizes = {"num_hidden_layers": 4, "vocab_size": 50304, "tied_embeddings": False}
+    model = catalogue.model("gpt2-124m").model_copy(update=sizes)
+    cluster = catalogue.cluster("dgx-h100", num_devices=2)
+    return predict("<two & two>", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
+
+
+def measured(
+    found: Prediction, actions: dict[int, list[MeasuredSpan]], moved: dict[int, list[MeasuredCollective]], step_s: float
+) -> Measurement:
+    job = Job(
+        name=found.name,
+        model=found.model,
+        training=found.training,
+        plan=found.plan,
+        software=found.software,
+        boundaries=found.assignment.boundaries,
+        table=tuple(tuple(row) for row in format_table(found.table)),
+    )
+    ranks = tuple(
+        RankMeasurement(
+            rank=rank, peak_memory=PeakMemory(), actions=tuple(actions[rank]), collectives=tuple(moved[rank])
+        )
+        for rank in actions
+    )
+    return Measurement(job=job, step_times_s=(step_s,), ranks=ranks, environment={"backend": "gloo"})
+
+
+def action(text: str, start_s: float, end_s: float) -> MeasuredSpan:
+    kind = SpanKind.OPTIMIZER if "OPTIM" in text else SpanKind.COMPUTE
+    return MeasuredSpan(action=text, kind=kind, start_s=start_s, end_s=end_s)
+
+
+def message(text: str, ranks: tuple[int, int], start_s: float, end_s: float) -> MeasuredCollective:
+    kind = "send" if "SEND" in text else "recv"
+    return MeasuredCollective(kind=kind, action=text, ranks=ranks, num_bytes=8, start_s=start_s, end_s=end_s)  # type: ignore[arg-type]
+
+
+def test_pieces_by_hand() -> None:
+    """Computing hides the first half of a transfer; the rank then waits for nobody knows what."""
+    activity = Activity(
+        busy=[Busy(1.0, 3.0, Share.COMPUTE, "forward"), Busy(6.0, 7.0, Share.COMPUTE, "backward")],
+        transfers=[Transfer(2.0, 4.0, "bytes")],
+        waiting=[(0.5, 1.0), (4.0, 5.0)],
+        idle=Share.UNEXPLAINED,
+    )
+    found = [(p.start_s, p.end_s, p.share) for p in pieces_of(activity, 8.0)]
+    assert found == [
+        (0.0, 0.5, Share.UNEXPLAINED),
+        (0.5, 1.0, Share.WAIT),
+        (1.0, 3.0, Share.COMPUTE),
+        (3.0, 4.0, Share.EXPOSED_COMMUNICATION),
+        (4.0, 5.0, Share.WAIT),
+        (5.0, 6.0, Share.UNEXPLAINED),
+        (6.0, 7.0, Share.COMPUTE),
+        (7.0, 8.0, Share.UNEXPLAINED),
+    ]
+
+
+def test_the_path_goes_where_the_late_one_is() -> None:
+    """Rank 0 computes for 2 s and sends for 1 s; rank 1, done after 1 s, waits, receives and computes for 3 s."""
+    sent = Transfer(2.0, 3.0, "message", last_rank=0)
+    rows = {
+        0: pieces_of(Activity([Busy(0.0, 2.0, Share.COMPUTE, "first")], [sent]), 6.0),
+        1: pieces_of(
+            Activity([Busy(0.0, 1.0, Share.COMPUTE, "second"), Busy(3.0, 6.0, Share.COMPUTE, "third")], [sent]), 6.0
+        ),
+    }
+    path = [(p.part, p.duration_s) for p in critical_pieces(rows, 6.0)]
+    assert path == [("third", 3.0), ("message", 1.0), ("first", 2.0)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(pp=2),
+        ParallelPlan(pp=2, virtual_stages=2),
+        ParallelPlan(dp_replicate=2),
+        ParallelPlan(dp_shard=2, recompute="full"),
+        ParallelPlan(tp=2),
+    ],
+)
+def test_shares_of_a_prediction_are_those_it_was_split_into(plan: ParallelPlan) -> None:
+    """``split_of_rank`` is another way to the same; and every critical path is as long as the step."""
+    found = predicted(plan)
+    run = {rank: [action("0OPTIM", 0.0, 1.0)] for rank in range(2)}
+    terms, splits = attribute(found.timeline, measured(found, run, {0: [], 1: []}, 1.0))
+    written = {rank["rank"]: rank["split"] for rank in found.to_json()["ranks"]}
+    assert len(splits) > 0
+    for split in splits:
+        for share in SPLIT:
+            assert split.predicted_s[Share(share)] == pytest.approx(written[split.rank][share], abs=1e-9)
+    assert sum(term.predicted_s for term in terms) == pytest.approx(found.step_time_s, rel=1e-9)
+
+
+def test_a_measured_pipeline_by_hand() -> None:
+    """Rank 1 waits for rank 0, 0.5 s of bytes, computes 2 s; 0.25 s nobody knows about; rank 0 goes on."""
+    found = predicted(ParallelPlan(pp=2))
+    actions = {
+        0: [action("0F0", 0.0, 1.0), action("0B0", 5.0, 6.0), action("0OPTIM", 6.0, 6.5)],
+        1: [action("1F0", 1.5, 2.5), action("1B0", 2.75, 4.0), action("1OPTIM", 4.0, 4.5)],
+    }
+    moved = {
+        0: [message("0SEND_F0", (0, 1), 1.0, 6.0), message("0RECV_B0", (1, 0), 1.0, 5.0)],
+        1: [message("1RECV_F0", (0, 1), 0.0, 1.5), message("1SEND_B0", (1, 0), 4.5, 4.5)],
+    }
+    run = measured(found, actions, moved, 7.0)
+    terms, splits = attribute(found.timeline, run)
+    on_path = {term.part: term.measured_s for term in terms if term.measured_s}
+    assert on_path == pytest.approx(
+        {
+            "forward": 2.0,
+            "backward": 2.25,
+            "optimizer": 1.0,
+            "messages between stages": 1.0,
+            "unexplained": 0.25,
+            "the median step beside the one that was recorded": 0.5,
+        }
+    )
+    of_rank_1 = {share: seconds for share, seconds in splits[1].measured_s.items() if seconds}
+    # it hands its message over at 4.5 and has nothing to do but to see it go until 5
+    assert of_rank_1 == pytest.approx(
+        {"wait": 1.0 + 1.5, "exposed_communication": 1.0, "compute": 2.25, "optimizer": 0.5, "unexplained": 0.25}
+    )
+
+
+def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() -> None:
+    """The other rank issues its bucket half a second later."""
+    found = predicted(ParallelPlan(dp_replicate=2))
+
+    def bucket(start_s: float) -> MeasuredCollective:
+        return MeasuredCollective(
+            kind="all_reduce", action="0B0", ranks=(0, 1), num_bytes=8, start_s=start_s, end_s=3.0
+        )
+
+    actions = {rank: [action("0B0", 0.0, 3.25), action("0OPTIM", 3.25, 4.0)] for rank in range(2)}
+    run = measured(found, actions, {0: [bucket(1.5)], 1: [bucket(2.0)]}, 4.0)
+    _, splits = attribute(found.timeline, run)
+    expected = {"compute": 1.75, "wait": 0.5, "exposed_communication": 1.0, "optimizer": 0.75}
+    assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx(expected)
+
+
+@given(
+    st.lists(st.floats(0.01, 2.0), min_size=8, max_size=8),
+    st.lists(st.floats(0.0, 0.5), min_size=8, max_size=8),
+    st.floats(0.5, 20.0),
+)
+def test_terms_sum_to_the_difference_whatever_was_measured(busy: list[float], idle: list[float], step_s: float) -> None:
+    found = PIPELINE
+    actions: dict[int, list[MeasuredSpan]] = {}
+    for rank, texts in enumerate((["0F0", "0B0", "0REDUCE_GRAD", "0OPTIM"], ["1F0", "1B0", "1REDUCE_GRAD", "1OPTIM"])):
+        now_s = 0.0
+        actions[rank] = []
+        for index, text in enumerate(texts):
+            now_s += idle[4 * rank + index]
+            actions[rank].append(action(text, now_s, now_s + busy[4 * rank + index]))
+            now_s += busy[4 * rank + index]
+    first, second = actions[1][0].start_s, actions[0][1].start_s
+    moved = {
+        0: [message("0SEND_F0", (0, 1), actions[0][0].end_s, second), message("0RECV_B0", (1, 0), 0.0, second)],
+        1: [message("1RECV_F0", (0, 1), 0.0, first), message("1SEND_B0", (1, 0), actions[1][1].end_s, second)],
+    }
+    terms, splits = attribute(found.timeline, measured(found, actions, moved, step_s))
+    assert sum(term.difference_s for term in terms) == pytest.approx(found.step_time_s - step_s, abs=1e-9)
+    end_s = max(actions[rank][-1].end_s for rank in range(2))
+    for split in splits:
+        assert sum(split.measured_s.values()) == pytest.approx(end_s)
+        assert sum(split.predicted_s.values()) == pytest.approx(found.step_time_s)
+
+
+PIPELINE = predicted(ParallelPlan(pp=2))
+
+
+def test_both_steps_are_drawn_on_one_axis() -> None:
+    actions = {
+        0: [action("0F0", 0.0, 1.0), action("0B0", 5.0, 6.0), action("0OPTIM", 6.0, 6.5)],
+        1: [action("1F0", 1.5, 2.5), action("1B0", 2.75, 4.0), action("1OPTIM", 4.0, 4.5)],
+    }
+    drawing = draw_comparison(PIPELINE.to_json(), measured(PIPELINE, actions, {0: [], 1: []}, 6.5))
+    assert [(row.rank, row.source) for row in drawing.rows] == [
+        (rank, source) for rank in range(2) for source in ("predicted", "measured")
+    ]
+    assert drawing.axis_s == 6.5
+    root = ElementTree.fromstring(comparison_svg(drawing))
+    boxes = root.findall(".//{*}g[@class='box']")
+    assert len(boxes) == 6 + sum(len(row.boxes) for row in drawing.rows if row.source == "predicted")
+    widths = [float(box.findall("{*}rect")[0].attrib["width"]) for box in boxes if "measured" in (box[0].text or "")]
+    durations = [span.end_s - span.start_s for rank in range(2) for span in actions[rank]]
+    assert [width / widths[0] for width in widths] == pytest.approx([d / durations[0] for d in durations], rel=0.01)
+    page = comparison_html(drawing)
+    assert re.search(r"<title>&lt;two &amp; two&gt;</title>", page)
+    assert ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6]) is not None
+
+
+def test_without_a_recorded_step_there_are_no_terms() -> None:
+    assert attribute(Timeline((), 0, 1.0), measured(PIPELINE, {}, {}, 1.0)) == ((), ())
