@@ -1,5 +1,7 @@
 """``python -m executor run JOB.json --out DIR`` and ``python -m executor calibrate REQUEST.json --out FILE``.
 
+``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs.
+
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
 """
@@ -8,32 +10,40 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from executor.processes import die_with_parent
 from simplan.errors import Problem, SimplanError, SpecError
 
 _INTERRUPTED = 130
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m executor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (("run", "JOB.json"), ("calibrate", "REQUEST.json")):
+    for name, what in (("run", "JOB.json"), ("join", "NODES.json"), ("calibrate", "REQUEST.json")):
         command = commands.add_parser(name)
         command.add_argument("file", type=Path, metavar=what)
         command.add_argument("--out", type=Path, required=True)
+        if name == "run":
+            command.add_argument("--nodes", type=Path)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about host names are no messages of ours
     try:
         if args.command == "run":
-            _run(args.file, args.out)
+            _run(args.file, args.out, args.nodes)
+        elif args.command == "join":
+            _join(args.file, args.out)
         else:
             _calibrate(args.file, args.out)
     except SimplanError as error:
@@ -49,18 +59,23 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _run(file: Path, out_dir: Path) -> None:
+def _run(file: Path, out_dir: Path, nodes_file: Path | None) -> None:
     from executor.run import run_job
     from simplan.program.job import Job
+    from simplan.program.nodes import Nodes
 
     def tell(step: int, of: int) -> None:
         _tell({"event": "step", "step": step, "of": of})
 
-    try:
-        job = Job.model_validate_json(_read(file))
-    except ValidationError as error:
-        raise _bad(file, error) from None
-    run_job(job, out_dir, tell)
+    nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
+    run_job(_parse(Job, file), out_dir, tell, nodes=nodes)
+
+
+def _join(file: Path, out_dir: Path) -> None:
+    from executor.run import join_job
+    from simplan.program.nodes import Nodes
+
+    join_job(_parse(Nodes, file), out_dir)
 
 
 def _calibrate(file: Path, out: Path) -> None:
@@ -71,11 +86,7 @@ def _calibrate(file: Path, out: Path) -> None:
     def tell(done: int, of: int, what: str) -> None:
         _tell({"event": "progress", "done": done, "of": of, "what": what})
 
-    try:
-        request = CalibrationRequest.model_validate_json(_read(file))
-    except ValidationError as error:
-        raise _bad(file, error) from None
-    write_whole(out, calibrate(request, tell).model_dump_json(indent=1))
+    write_whole(out, calibrate(_parse(CalibrationRequest, file), tell).model_dump_json(indent=1))
 
 
 def _tell(event: dict[str, str | int]) -> None:
@@ -83,11 +94,13 @@ def _tell(event: dict[str, str | int]) -> None:
     sys.stdout.flush()
 
 
-def _read(file: Path) -> bytes:
+def _parse(model: type[_Model], file: Path) -> _Model:
     try:
-        return file.read_bytes()
+        return model.model_validate_json(file.read_bytes())
     except OSError as error:
         raise SpecError(Problem(field="", rule=f"cannot be read: {error.strerror}"), file=str(file)) from None
+    except ValidationError as error:
+        raise _bad(file, error) from None
 
 
 def _bad(file: Path, error: ValidationError) -> SpecError:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from executor.processes import PARENT_VARIABLE, die_with_parent
+from executor.rank import FIRST_RANK_VARIABLE
 
 __all__ = ["main"]
 
@@ -32,7 +33,8 @@ def main(argv: list[str]) -> int:
     try:
         run(parse_args(argv[1:]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        failures = [{"rank": rank, "exitcode": failure.exitcode} for rank, failure in error.failures.items()]
+        first = int(os.environ[FIRST_RANK_VARIABLE])
+        failures = [{"rank": first + f.local_rank, "exitcode": f.exitcode} for f in error.failures.values()]
         Path(argv[0]).write_text(json.dumps(failures))
         return 1
     except SignalException as error:

@@ -24,8 +24,12 @@ _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by 
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
 
 
-def check_job(job: Job) -> None:
+def check_job(job: Job, num_local_ranks: int | None = None) -> None:
     """Checks a job against what the executor does and what this machine has.
+
+    Args:
+        job: The job.
+        num_local_ranks: Ranks of it on this machine; None for all.
 
     Raises:
         NotModelledError: The plan or the training asks for something the executor does not do.
@@ -36,15 +40,15 @@ def check_job(job: Job) -> None:
     not_modelled = list(_not_modelled(job))
     if not_modelled:
         raise NotModelledError(not_modelled)
-    problems = [*_inconsistent(job), *_too_many_ranks(job)]
+    problems = [*_inconsistent(job), *_too_many_ranks(job, num_local_ranks or job.plan.num_devices)]
     if problems:
         raise SpecError(problems)
     check_executable(job.parsed_table(), job.plan, job.software)
 
 
-def runs_on_cuda(job: Job) -> bool:
-    """Whether the job's ranks compute on CUDA devices here."""
-    return job.device == "cuda" or (job.device == "auto" and torch.cuda.device_count() >= job.plan.num_devices)
+def runs_on_cuda(job: Job, num_local_ranks: int) -> bool:
+    """Whether the job's ranks on this machine compute on CUDA devices."""
+    return job.device == "cuda" or (job.device == "auto" and torch.cuda.device_count() >= num_local_ranks)
 
 
 def _not_modelled(job: Job) -> Iterator[Problem]:
@@ -183,9 +187,9 @@ def _inconsistent(job: Job) -> Iterator[Problem]:
         )
 
 
-def _too_many_ranks(job: Job) -> Iterator[Problem]:
-    num_ranks, num_gpus = job.plan.num_devices, torch.cuda.device_count()
-    if runs_on_cuda(job):
+def _too_many_ranks(job: Job, num_ranks: int) -> Iterator[Problem]:
+    num_gpus = torch.cuda.device_count()
+    if runs_on_cuda(job, num_ranks):
         if num_ranks > num_gpus:
             yield Problem(
                 field="plan",

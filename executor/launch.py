@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 from executor.heartbeat import Beat, RankState, read_beat
 from executor.processes import PARENT_VARIABLE, kill_sessions
-from executor.rank import RankFiles
+from executor.rank import FIRST_RANK_VARIABLE, RankFiles
+from executor.team import Failure, OtherNodeError, Team
 from simplan.errors import RunError
 
-__all__ = ["launch_ranks", "rank_environment", "start_agent"]
+__all__ = ["RanksError", "launch_ranks", "rank_environment", "start_agent"]
 
 _POLL_S = 0.1
+_CAUSE_S = 3.0  # after another node has failed, for a cause on this one to show
 _GRACE_S = 5.0  # between asking torchrun to stop and killing everything
 _SECONDARY = ("Connection closed by peer", "Connection reset by peer", "timed out", "NCCL")
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +55,18 @@ class Agent(Protocol):
         """Asks it to end."""
 
 
+class RanksError(RunError):
+    """Ranks of this node failed.
+
+    Attributes:
+        consequence: It may be the consequence of what happened on another node.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.sentence)
+        self.consequence = failure.consequence
+
+
 def launch_ranks(
     module: str,
     args: Sequence[str],
@@ -61,8 +75,9 @@ def launch_ranks(
     out_dir: Path,
     timeout_s: float,
     on_poll: Callable[[Beats], None] | None = None,
+    team: Team | None = None,
 ) -> None:
-    """Runs ``python -m MODULE ARGS`` as ``num_ranks`` ranks on this machine until all have finished.
+    """Runs ``python -m MODULE ARGS`` as ranks on this machine until all have finished.
 
     The module's main calls ``executor.rank.live_as_rank(out_dir, body)``. Whatever happens, no process is left behind:
     also when this function is left by KeyboardInterrupt or SystemExit, and on Linux also when this process is killed.
@@ -70,56 +85,84 @@ def launch_ranks(
     Args:
         module: Module that is one rank's program.
         args: Its command line.
-        num_ranks: Ranks to start.
+        num_ranks: Ranks of the run.
         out_dir: Folder of the run, which exists; gets the ranks' logs and heartbeats.
         timeout_s: A rank without a sign of life for so long ends the run.
-        on_poll: Called a few times per second with the last beat of every rank.
+        on_poll: Called a few times per second with the last beat of every rank; None for one not heard of.
+        team: The other nodes of the run, of whose ranks this machine has its part; None for all ranks here.
 
     Raises:
-        RunError: A rank raised, was killed, left early or hung; one sentence says which and why.
+        RanksError: A rank raised, was killed, left early or hung; one sentence says which and why.
+        RunError: Another node failed or was lost.
     """
-    failures = out_dir / "failures.json"
+    ours = range(num_ranks) if team is None else team.ranks
+    log_file, failures = _node_files(out_dir, team)
     failures.unlink(missing_ok=True)
     files = [RankFiles(out_dir, rank) for rank in range(num_ranks)]
-    for file in files:
-        file.remove()
+    for rank in ours:
+        files[rank].remove()
     started_s = time.monotonic()
-    agent = start_agent(failures, module, args, num_ranks, out_dir / "torchrun.log")
+    agent = start_agent(failures, module, args, num_ranks, log_file, team)
     beats: Beats = ()
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(_POLL_S)
-            beats = tuple(read_beat(file.heartbeat) for file in files)
+            beats = tuple(read_beat(file.heartbeat) if rank in ours else None for rank, file in enumerate(files))
+            if agent.returncode is None and team is not None:
+                beats = _with_others(team, beats, agent)
             if on_poll is not None:
                 on_poll(beats)
             if agent.returncode is not None:
                 break
-            stalled = _stalled(beats, started_s, timeout_s)
+            stalled = _stalled(beats, started_s, timeout_s) if team is None or team.leads else None
             if stalled:
-                raise RunError(stalled)
+                raise RanksError(Failure(sentence=stalled))
     finally:
-        _end(agent, files)
+        _end(agent, [files[rank] for rank in ours])
     if agent.returncode != 0:
-        raise RunError(_why(failures, files, beats, out_dir))
+        raise RanksError(_why(failures, files, beats, log_file))
 
 
-def start_agent(failures: Path, module: str, args: Sequence[str], num_ranks: int, log: Path) -> Agent:
+def _node_files(out_dir: Path, team: Team | None) -> tuple[Path, Path]:
+    """The log of torchrun and its list of failed ranks; nodes may share a file system."""
+    node = "" if team is None else f".node{team.node_rank}"
+    return out_dir / f"torchrun{node}.log", out_dir / f"failures{node}.json"
+
+
+def _with_others(team: Team, beats: Beats, agent: Agent) -> Beats:
+    """The beats with those of other nodes. When one of these failed, ranks here get the time to say it was they."""
+    try:
+        return team.exchange(beats)
+    except OtherNodeError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(_CAUSE_S)
+        if agent.poll():
+            return beats
+        raise
+
+
+def start_agent(
+    failures: Path, module: str, args: Sequence[str], num_ranks: int, log: Path, team: Team | None = None
+) -> Agent:
     """Starts torchrun, which starts the ranks and waits for them.
 
     Args:
         failures: Gets a JSON list of ``{rank, exitcode}`` when ranks fail.
         module: Module that is one rank's program.
         args: Its command line.
-        num_ranks: Ranks to start.
+        num_ranks: Ranks to start, of all nodes.
         log: Gets torchrun's output.
+        team: The nodes; None for all ranks here.
     """
     torchrun = ["--nnodes=1", f"--nproc-per-node={num_ranks}", "--standalone", "--local-addr=127.0.0.1"]
+    if team is not None:
+        torchrun = team.torchrun_arguments()
     torchrun += ["--max-restarts=0", "-m", "executor.rank_main", module, *args]
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "executor.agent", str(failures), *torchrun],
-            env=rank_environment(),
+            env=rank_environment(team),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -127,12 +170,13 @@ def start_agent(failures: Path, module: str, args: Sequence[str], num_ranks: int
         )
 
 
-def rank_environment() -> dict[str, str]:
+def rank_environment(team: Team | None = None) -> dict[str, str]:
     """Children import the same packages as we do, and nothing from the folder they happen to start in."""
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun would set and announce one thread per rank; the ranks set their own number.
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
-    return {**_KEEP_FREED_MEMORY, **os.environ, **ours}
+    ours[FIRST_RANK_VARIABLE] = str(0 if team is None else team.ranks.start)
+    return {**_KEEP_FREED_MEMORY, **({} if team is None else team.environment()), **os.environ, **ours}
 
 
 def _stalled(beats: Beats, started_s: float, timeout_s: float) -> str | None:
@@ -194,8 +238,8 @@ def _end(agent: Agent, files: list[RankFiles]) -> None:
         agent.wait()
 
 
-def _why(failures: Path, files: list[RankFiles], beats: Beats, out_dir: Path) -> str:
-    """The sentence about ranks that ended early; the first cause, not the ranks it pulled down.
+def _why(failures: Path, files: list[RankFiles], beats: Beats, log_file: Path) -> Failure:
+    """What to say about ranks that ended early: the first cause, not the ranks it pulled down.
 
     A signal comes first, except SIGTERM, which torchrun sends to the ranks that are left when one has failed. Errors
     about communication come after ranks that left without a word, whose peers raise them.
@@ -226,11 +270,13 @@ def _why(failures: Path, files: list[RankFiles], beats: Beats, out_dir: Path) ->
         *(killed(rank) for rank in signalled if rank not in terminated),
         *(raised(rank) for rank in by_time if not is_secondary(rank)),
         *(left(rank) for rank in sorted(exits) if exits[rank] > 0 and rank not in errors),
+    )
+    consequences = (
         *(raised(rank) for rank in by_time if is_secondary(rank)),
         *(killed(rank) for rank in terminated),
-        f"torchrun ended without having run the ranks; its output is in {out_dir / 'torchrun.log'}",
+        f"torchrun ended without having run the ranks; its output is in {log_file}",
     )
-    return causes[0]
+    return Failure(sentence=(causes or consequences)[0], consequence=not causes)
 
 
 def _read_json(file: Path) -> Any:

@@ -13,7 +13,10 @@ from pathlib import Path
 from executor.heartbeat import Heartbeat, RankState
 from simplan.files import write_whole
 
-__all__ = ["RankFiles", "live_as_rank"]
+__all__ = ["FIRST_RANK_VARIABLE", "RankFiles", "live_as_rank"]
+
+FIRST_RANK_VARIABLE = "SIMPLAN_FIRST_RANK"
+"""Environment variable with the rank of this node's first process."""
 
 
 class RankFiles:
@@ -44,7 +47,9 @@ def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
     stdout and stderr go to the rank's log. An exception is written to the rank's error file and ends the process at
     once with exit code 1: threads of torch may be stuck in communication with ranks that are gone.
     """
-    rank = int(os.environ["RANK"])
+    # torchrun's own count follows the order in which nodes came; ours is that of the nodes' places
+    rank = int(os.environ[FIRST_RANK_VARIABLE]) + int(os.environ["LOCAL_RANK"])
+    os.environ["RANK"] = str(rank)
     files = RankFiles(out_dir, rank)
     log = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from executor.checks import runs_on_cuda
 from executor.environment import environment
+from executor.host_clock import ClockReading, common_time_s
 from executor.rank import RankFiles
 from executor.recorder import StepRecord
 from simplan.program.job import Job
@@ -17,16 +19,19 @@ from simplan.program.measurement import Measurement, PeakMemory, RankMeasurement
 __all__ = ["gather"]
 
 
-def gather(job: Job, out_dir: Path, failure: str | None) -> Measurement:
+def gather(
+    job: Job, out_dir: Path, failure: str | None, clocks: Mapping[int, Sequence[ClockReading]] | None = None
+) -> Measurement:
     """The measurement of a run whose ranks have ended; steps count that every rank finished.
 
     Args:
         job: What was run.
         out_dir: The folder of the run.
         failure: Why it ended early; None when it did not.
+        clocks: By rank, readings of its node's clock; None or none for ranks on the clock of this node.
     """
-    num_ranks = job.plan.num_devices
-    read = [_read(RankFiles(out_dir, rank).steps) for rank in range(num_ranks)]
+    num_ranks, clocks = job.plan.num_devices, clocks or {}
+    read = [_read(RankFiles(out_dir, rank).steps, clocks.get(rank, ())) for rank in range(num_ranks)]
     steps = list(zip(*(records for records, _ in read), strict=False))
     times_s = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
     steady = range(min(job.num_warmup_steps, len(steps)), len(steps))
@@ -51,12 +56,26 @@ def gather(job: Job, out_dir: Path, failure: str | None) -> Measurement:
         warmup_step_times_s=tuple(times_s[: job.num_warmup_steps]),
         losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
         ranks=tuple(ranks),
-        environment=environment(num_ranks, cuda=runs_on_cuda(job)),
+        environment=_environment(job, num_ranks - len(clocks), clocks),
     )
 
 
-def _read(path: Path) -> tuple[list[StepRecord], PeakMemory]:
-    """Step records of a rank and, when it came so far, its peak memory; a line cut short by its death is dropped."""
+def _environment(
+    job: Job, num_local_ranks: int, clocks: Mapping[int, Sequence[ClockReading]]
+) -> dict[str, str | int | float | None]:
+    """Of this machine; with several, how many, and how far their clocks are off at most."""
+    facts = environment(num_local_ranks, cuda=runs_on_cuda(job, num_local_ranks))
+    if clocks:
+        facts["num_nodes"] = job.plan.num_devices // num_local_ranks
+        facts["clock_error_s"] = max((r.error_s for readings in clocks.values() for r in readings), default=None)
+    return facts
+
+
+def _read(path: Path, clock: Sequence[ClockReading]) -> tuple[list[StepRecord], PeakMemory]:
+    """Step records of a rank, on node 0's clock, and, when it came so far, its peak memory.
+
+    A line cut short by its death is dropped.
+    """
     records: list[StepRecord] = []
     try:
         lines = path.read_text().splitlines()
@@ -64,7 +83,7 @@ def _read(path: Path) -> tuple[list[StepRecord], PeakMemory]:
         lines = []
     for line in lines:
         try:
-            records.append(StepRecord.model_validate_json(line))
+            records.append(_shifted(StepRecord.model_validate_json(line), clock))
         except ValidationError:
             try:
                 return records, PeakMemory.model_validate_json(line)
@@ -81,18 +100,26 @@ def _representative(times_s: list[float]) -> int:
 def _from_start(record: StepRecord, step: tuple[StepRecord, ...]) -> StepRecord:
     """The record with times counted from the step's common start."""
     start_s = min(other.start_s for other in step)
+    return _moved(record, lambda time_s: time_s - start_s)
+
+
+def _shifted(record: StepRecord, clock: Sequence[ClockReading]) -> StepRecord:
+    """The record on node 0's clock."""
+    return _moved(record, lambda time_s: common_time_s(clock, time_s)) if clock else record
+
+
+def _moved(record: StepRecord, to: Callable[[float], float]) -> StepRecord:
+    """The record with all its times changed."""
     return record.model_copy(
         update={
+            "start_s": to(record.start_s),
+            "end_s": to(record.end_s),
             "spans": tuple(
-                span.model_copy(update={"start_s": span.start_s - start_s, "end_s": span.end_s - start_s})
-                for span in record.spans
+                span.model_copy(update={"start_s": to(span.start_s), "end_s": to(span.end_s)}) for span in record.spans
             ),
             "collectives": tuple(
                 c.model_copy(
-                    update={
-                        "start_s": c.start_s - start_s,
-                        "end_s": None if c.end_s is None else c.end_s - start_s,
-                    }
+                    update={"start_s": to(c.start_s), "end_s": None if c.end_s is None else to(c.end_s)},
                 )
                 for c in record.collectives
             ),

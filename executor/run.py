@@ -1,4 +1,4 @@
-"""Runs a job from beginning to end: checks, ranks, measurement."""
+"""Runs a job from beginning to end: checks, nodes, ranks, measurement."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 from executor.checks import check_job
-from executor.launch import Beats, launch_ranks
+from executor.host_clock import ClockReading
+from executor.launch import Beats, RanksError, launch_ranks
+from executor.meeting import meet
+from executor.rank import RankFiles
 from executor.results import gather
-from simplan.errors import RunError
+from executor.team import Failure, OtherNodeError, Team
+from simplan.errors import SimplanError
 from simplan.files import write_whole
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
+from simplan.program.nodes import Nodes
 
-__all__ = ["Progress", "run_job"]
+__all__ = ["Progress", "join_job", "run_job"]
 
 Progress = Callable[[int, int], None]
 """Called with the steps finished by all ranks and the steps of the run, warm-up included."""
 
 
 def run_job(
-    job: Job, out_dir: Path, on_progress: Progress | None = None, *, rank_module: str = "executor.worker"
+    job: Job,
+    out_dir: Path,
+    on_progress: Progress | None = None,
+    *,
+    nodes: Nodes | None = None,
+    rank_module: str = "executor.worker",
 ) -> Measurement:
-    """Runs a job on this machine and writes ``job.json``, ``measurement.json`` and the ranks' logs to ``out_dir``.
+    """Runs a job and writes ``job.json``, ``measurement.json`` and the ranks' logs to ``out_dir``.
 
     A run that fails or is interrupted leaves a measurement of the steps that all ranks had finished, with
     ``complete`` false and ``failure`` saying why.
@@ -31,15 +41,101 @@ def run_job(
         job: What to run.
         out_dir: Folder for the files of the run; made when missing.
         on_progress: Told about every finished step.
+        nodes: How to meet the other nodes, of which this is node 0; None to run all ranks on this machine.
         rank_module: The program of one rank; takes the job file and the folder.
 
     Raises:
-        SpecError, ProgramError: The job cannot be run here; nothing was started.
-        RunError: Ranks failed or hung; all are ended.
+        SpecError, ProgramError: The job cannot be run here, or the nodes were not asked the same; nothing was started.
+        RunError: Ranks failed or hung, or nodes did not come; all are ended.
     """
-    check_job(job)
+    check_job(job, None if nodes is None else nodes.ranks_per_node)
+    team = None if nodes is None else meet(nodes, job.model_dump_json())
+    out_dir = _folder(out_dir)
+    failure: str | None = "the run was interrupted"
+    readings: dict[int, tuple[ClockReading, ...]] = {}
+    try:
+        if team is None:
+            _run_here(job, out_dir, on_progress, rank_module, None)
+        else:
+            _run_on_all(team, job, out_dir, on_progress, rank_module, readings)
+        failure = None
+    except SimplanError as error:
+        failure = str(error)
+        raise
+    finally:
+        measurement = gather(job, out_dir, failure, readings)
+        write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
+    return measurement
+
+
+def join_job(nodes: Nodes, out_dir: Path, *, rank_module: str = "executor.worker") -> None:
+    """Runs this node's part of a job that node 0 has; returns when all nodes are done.
+
+    Args:
+        nodes: How to meet the others.
+        out_dir: Folder for the logs of this node's ranks.
+        rank_module: As in ``run_job``.
+
+    Raises:
+        SpecError: The nodes were not asked the same; nothing was started.
+        RunError: Ranks of any node failed or hung, or nodes did not come.
+    """
+    team = meet(nodes, None)
+    _run_on_all(team, Job.model_validate_json(team.job), _folder(out_dir), None, rank_module, {})
+
+
+def _folder(out_dir: Path) -> Path:
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
+    return out_dir
+
+
+def _run_on_all(
+    team: Team,
+    job: Job,
+    out_dir: Path,
+    on_progress: Progress | None,
+    rank_module: str,
+    readings: dict[int, tuple[ClockReading, ...]],
+) -> None:
+    """Runs this node's ranks, and settles with the others how it went.
+
+    Args:
+        team, job, out_dir, on_progress, rank_module: As in ``run_job``.
+        readings: On node 0, gets the readings of every other node's clock by rank, also when the run fails.
+
+    Raises:
+        SpecError, RunError: What the nodes have agreed on, the same on all of them.
+    """
+    failure: Failure | None = Failure(sentence=f"{team.me} was interrupted")
+    try:
+        check_job(job, len(team.ranks))
+        team.read_clock()
+        _run_here(job, out_dir, on_progress, rank_module, team)
+        team.read_clock()
+        failure = None
+    except OtherNodeError as error:
+        failure = Failure(sentence=str(error), consequence=True)
+    except SimplanError as error:
+        consequence = isinstance(error, RanksError) and error.consequence
+        failure = Failure(sentence=f"{team.me}: {error}", consequence=consequence, exit_code=error.exit_code)
+    finally:
+        found, theirs = team.settle(failure, _steps_of(team, out_dir))
+        for result in theirs:
+            for rank, lines in result.steps.items():
+                write_whole(RankFiles(out_dir, rank).steps, lines)
+                readings[rank] = result.readings
+    if found is not None:
+        raise found.error()
+
+
+def _steps_of(team: Team, out_dir: Path) -> dict[int, str]:
+    """What the ranks of this node have measured."""
+    files = {rank: RankFiles(out_dir, rank).steps for rank in team.ranks}
+    return {rank: file.read_text() for rank, file in files.items() if file.exists()}
+
+
+def _run_here(job: Job, out_dir: Path, on_progress: Progress | None, rank_module: str, team: Team | None) -> None:
     job_file = out_dir / "job.json"
     write_whole(job_file, job.model_dump_json(indent=1))
     num_steps = job.num_warmup_steps + job.num_steps
@@ -53,21 +149,12 @@ def run_job(
             if on_progress is not None:
                 on_progress(told, num_steps)
 
-    failure: str | None = "the run was interrupted"
-    try:
-        launch_ranks(
-            rank_module,
-            [str(job_file), str(out_dir)],
-            num_ranks=job.plan.num_devices,
-            out_dir=out_dir,
-            timeout_s=job.timeout_s,
-            on_poll=on_poll,
-        )
-        failure = None
-    except RunError as error:
-        failure = str(error)
-        raise
-    finally:
-        measurement = gather(job, out_dir, failure)
-        write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
-    return measurement
+    launch_ranks(
+        rank_module,
+        [str(job_file), str(out_dir)],
+        num_ranks=job.plan.num_devices,
+        out_dir=out_dir,
+        timeout_s=job.timeout_s,
+        on_poll=on_poll,
+        team=team,
+    )

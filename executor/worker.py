@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
 def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
     job = Job.model_validate_json(job_file.read_bytes())
     mapping = RankMapping.of(job.plan)
-    device = use_device(job.device, mapping.world_size)
+    device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     if job.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
     start_rank(device, job.timeout_s)

@@ -119,17 +119,36 @@ def run(
             min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."
         ),
     ] = 120.0,
+    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes; the same command runs on each.")] = 1,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(min=0, max=999_999, help="Place of this node (default: 0 on HOST, else a free one)."),
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(metavar="IF", help="Network interface of the ranks (default: that towards HOST).")
+    ] = None,
+    join_timeout: Annotated[
+        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
+    ] = 300.0,
     calibration: CalibrationFile = None,
 ) -> int:
     """Run the plan on this machine's devices and show the prediction beside the measurement.
 
-    Calibrates first when this machine has no calibration for the scenario.
+    Calibrates first when this machine has no calibration for the scenario. With --nodes and --rdzv, every node runs its
+    part of the ranks, and node 0 shows the result.
     """
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions
+    from simplan.cli.nodes import Meeting
 
     options = RunOptions(num_steps=steps, num_warmup_steps=warmup, timeout_s=timeout)
-    return run_command(scenario, as_json=json, output=output, calibration_file=calibration, options=options)
+    meeting = Meeting(nodes, rdzv, node_rank, interface, join_timeout)
+    return run_command(
+        scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting
+    )
 
 
 @app.command()

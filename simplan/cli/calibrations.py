@@ -75,11 +75,10 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     if calibration is None:
         return False
     shape, plan = _shape(scenario), scenario.plan
-    cost = CalibratedCost(
-        calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=plan.num_devices, mixed=shape.mixed
-    )
+    ranks = scenario.cluster.ranks_per_node
+    cost = CalibratedCost(calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=ranks, mixed=shape.mixed)
     keys = {layer.key for layer in shape.model.layers_of(shape.shard)}
-    kinds = kinds_needed(plan, scenario.model)
+    kinds = kinds_needed(plan, scenario.model) if ranks > 1 else frozenset()
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
@@ -104,7 +103,7 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
             rule = f"is not the CPU ranks of {THIS_MACHINE}, so the number of ranks to time here is unknown"
             problem = Problem(field="cluster", value=scenario.cluster.id, rule=rule, fix="give --ranks N")
             raise SpecError(problem, file=scenario.file)
-        ranks, shape = num_ranks or scenario.plan.num_devices, _shape(scenario)
+        ranks, shape = num_ranks or scenario.cluster.ranks_per_node, _shape(scenario)
         shapes[ranks][shape.model_dump_json()] = shape
         kinds[ranks] |= kinds_needed(scenario.plan, scenario.model)
         if _copies_to_host(scenario):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from simplan.cli.calibrations import covers, ensure, is_needed, measure, read, refuse_unneeded, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
+from simplan.cli.nodes import Meeting, join, nodes_of
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import write_predicted_trace
@@ -101,18 +103,28 @@ def draw_command(
 
 
 def run_command(
-    file: Path, *, as_json: bool, output: Path | None, calibration_file: Path | None, options: RunOptions
+    file: Path,
+    *,
+    as_json: bool,
+    output: Path | None,
+    calibration_file: Path | None,
+    options: RunOptions,
+    meeting: Meeting,
 ) -> int:
     """``simplan run``."""
     scenario = load_scenario(file)
     refuse_other_software(scenario)
     refuse_unneeded(scenario, calibration_file)
+    folder = output or default_folder(scenario)
+    nodes = nodes_of(scenario, options, meeting)
+    if nodes is not None and nodes.node_rank != 0:
+        join(nodes, folder)
+        return 0
     calibration = ensure([scenario], calibration_file)
-    outcome = execute(scenario, calibration, output or default_folder(scenario), options)
+    outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
     if as_json:
         print_json(outcome.to_json())
         return 0
-    folder = outcome.folder
     print_result(
         f"{scenario.name}: {verdict(outcome.prediction)}\n\n{comparison_text(outcome.comparison)}\n\n"
         f"Files in {folder}: prediction, job, measurement, comparison, predicted.trace, measured.trace (.json)\n"

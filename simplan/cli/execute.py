@@ -17,6 +17,7 @@ from simplan.predict import job_of, predict
 from simplan.prediction import Prediction
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
+from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
@@ -34,11 +35,13 @@ class RunOptions:
         num_steps: Steady steps to measure.
         num_warmup_steps: Steps before them that do not count.
         timeout_s: A rank that makes no progress for so long ends the run.
+        nodes: How to meet the other nodes, of which this is node 0; None for all ranks on this machine.
     """
 
     num_steps: int = 10
     num_warmup_steps: int = 2
     timeout_s: float = 120.0
+    nodes: Nodes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,12 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     write_model(job_file, job)
     try:
         with Progress(f"running {scenario.name}") as progress:
+            arguments = ["run", str(job_file), "--out", str(folder)]
+            if options.nodes is not None:
+                write_model(folder / "nodes.json", options.nodes)
+                arguments += ["--nodes", str(folder / "nodes.json")]
             run_executor(
-                ["run", str(job_file), "--out", str(folder)],
+                arguments,
                 lambda event: progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}"),
             )
     except RunError as error:

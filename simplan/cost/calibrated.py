@@ -15,10 +15,11 @@ from simplan.cost.calibration import (
     Sample,
     way_of_mixing,
 )
-from simplan.cost.collectives import bus_factor
+from simplan.cost.collectives import bus_factor, message_price
 from simplan.cost.kernel_weights import weight_share
 from simplan.errors import Problem, SpecError
 from simplan.program.program import HostCopy, LayerWork, Message, Phase
+from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
 from simplan.units import format_bytes, format_time
 
@@ -40,16 +41,25 @@ class CalibratedCost:
         calibration: The timings.
         dtype: Precision of the run.
         optimizer: Optimizer of the run.
-        num_ranks: Ranks of the run, all on this machine.
+        num_ranks: Ranks of the run on each machine.
         mixed: How the run comes by half precision; no matter to others.
+        cluster: Where messages go; those between its machines are priced from its network. None for one machine.
     """
 
     def __init__(
-        self, calibration: Calibration, *, dtype: str, optimizer: str, num_ranks: int, mixed: Mixed = "autocast"
+        self,
+        calibration: Calibration,
+        *,
+        dtype: str,
+        optimizer: str,
+        num_ranks: int,
+        mixed: Mixed = "autocast",
+        cluster: ClusterSpec | None = None,
     ) -> None:
         self._calibration = calibration
         self._dtype = dtype
         self._num_ranks = num_ranks
+        self._cluster = cluster
         self._layers: dict[tuple[str, int], LayerTiming] = {
             (timing.key, timing.microbatch_size): timing
             for timing in calibration.layers
@@ -143,6 +153,8 @@ class CalibratedCost:
         kind, n = message.kind, len(message.ranks)
         if n == 1:
             return Price(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
+        if self._cluster is not None and len({self._cluster.node_of(rank) for rank in message.ranks}) > 1:
+            return message_price(message, self._cluster)
         timings = [t for t in self._calibration.communication if t.kind == kind]
         if not timings:
             raise SpecError(

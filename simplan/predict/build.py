@@ -125,8 +125,9 @@ def cost_model(
         calibration,
         dtype=training.precision,
         optimizer=training.optimizer,
-        num_ranks=plan.num_devices,
+        num_ranks=cluster.ranks_per_node,
         mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
+        cluster=cluster,
     )
 
 
@@ -138,7 +139,7 @@ def core_use(program: Program, cluster: ClusterSpec) -> CoreUse | None:
     cores = cluster.cores_per_node
     if cores is None:
         return None
-    threads = max(1, cores // min(cluster.num_devices, cluster.devices_per_node))
+    threads = max(1, cores // cluster.ranks_per_node)
     return CoreUse(
         cores,
         [cluster.node_of(op.rank) for op in program.ops],

@@ -5,6 +5,7 @@ A model, a cluster and a device are each a preset with overrides, or given inlin
     model: {preset: gpt2-124m, seq_len: 512, num_hidden_layers: 4}
     cluster: {preset: dgx-h100, num_devices: 12}
     cluster: {preset: this-machine, num_devices: 2}
+    cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, inter_link_gbit_per_device: 10}
     cluster:
       device: {preset: a100-sxm-80gb, memory_bytes: 60_000_000_000}
       devices_per_node: 4
@@ -12,7 +13,8 @@ A model, a cluster and a device are each a preset with overrides, or given inlin
       inter_link_gbit_per_device: 100
       num_nodes: 2
 
-The network is InfiniBand or RoCE of so many Gbit/s per device, unless ``inter_link`` names another, e.g. efa-400gbit.
+The network is InfiniBand or RoCE of so many Gbit/s per device, unless ``inter_link`` names another, e.g. efa-400gbit;
+between machines like this one it is Ethernet with TCP.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from simplan.scenario.expectation import Expectation
 from simplan.spec import catalogue
 from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
-from simplan.spec.machine import THIS_MACHINE
+from simplan.spec.machine import THIS_MACHINE, this_machine
 from simplan.spec.model import ModelSpec
 from simplan.spec.software import SoftwareSpec
 
@@ -237,22 +239,49 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
 
 def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
-    for key in ("devices_per_node", "inter_link", "inter_link_gbit_per_device", "host_memory_bytes"):
+    num_nodes = section.num_nodes or 1
+    of_one = ("devices_per_node", "host_memory_bytes")
+    for key in of_one if num_nodes > 1 else (*of_one, "inter_link", "inter_link_gbit_per_device"):
         if getattr(section, key) is not None:
-            sections.refuse(("cluster", key), "has no meaning for this-machine, which is one node", fix="remove it")
+            rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
+            sections.refuse(("cluster", key), rule, fix="remove it")
             return None
-    if section.num_nodes not in (None, 1):
-        sections.refuse(("cluster", "num_nodes"), "this-machine is one node", value=section.num_nodes, fix="use 1")
-        return None
     if section.device is not None:
+        if num_nodes > 1:
+            rule = "this-machine with a device of its own is one node"
+            sections.refuse(("cluster", "num_nodes"), rule, value=num_nodes, fix="use 1, or a preset of many nodes")
+            return None
         return _accelerators_here(sections, section)
     try:
-        cluster = catalogue.cluster(THIS_MACHINE, section.num_devices)
+        if num_nodes > 1:
+            cluster = _machines_like_this(sections, section, num_nodes)
+        else:
+            cluster = catalogue.cluster(THIS_MACHINE, section.num_devices)
     except SpecError as error:
         sections.keep(error, ("cluster", "num_devices"))
         return None
+    if cluster is None:
+        return None
     link, found = _intra_link(sections, section, cluster.device, None)
     return cluster.model_copy(update={"intra_link": link}) if found else None
+
+
+def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -> ClusterSpec | None:
+    """Several nodes like this one, joined by Ethernet."""
+    ranks = section.num_devices or num_nodes
+    if ranks % num_nodes:
+        rule = f"must be a multiple of num_nodes = {num_nodes}, as all nodes run as many ranks"
+        fix = f"use {ranks - ranks % num_nodes or num_nodes} or {ranks - ranks % num_nodes + num_nodes}"
+        sections.refuse(("cluster", "num_devices"), rule, value=ranks, fix=fix)
+        return None
+    if section.inter_link is None and section.inter_link_gbit_per_device is None:
+        rule = "is needed to join several nodes"
+        sections.refuse(("cluster", "inter_link_gbit_per_device"), rule, fix="give the Gbit/s of each rank")
+        return None
+    inter_link, found = _inter_link(sections, section, None, "tcp")
+    if not found:
+        return None
+    return this_machine(ranks, catalogue.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
 
 
 def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
@@ -303,9 +332,9 @@ def _intra_link(
 
 
 def _inter_link(
-    sections: Sections, section: _Cluster, entry: catalogue.NodeEntry | None
+    sections: Sections, section: _Cluster, entry: catalogue.NodeEntry | None, kind: str = "network"
 ) -> tuple[LinkSpec | None, bool]:
-    """The same of what joins nodes."""
+    """The same of what joins nodes; ``kind`` is the network of so many Gbit/s."""
     gbit = section.inter_link_gbit_per_device
     if section.inter_link is not None:
         if gbit is not None:
@@ -315,7 +344,7 @@ def _inter_link(
         link = _link(sections, ("cluster", "inter_link"), section.inter_link)
         return link, link is not None
     if gbit is not None:
-        return catalogue.network_link(gbit), True
+        return catalogue.network_link(gbit, kind), True
     return entry.inter_link if entry else None, True
 
 

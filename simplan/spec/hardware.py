@@ -145,6 +145,11 @@ class ClusterSpec(Spec):
         """Nodes needed for ``num_devices``, the last one perhaps not full."""
         return -(-self.num_devices // self.devices_per_node)
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Devices of the job in a full node."""
+        return min(self.devices_per_node, self.num_devices)
+
     def node_of(self, rank: int) -> int:
         """Ranks fill nodes in order."""
         return rank // self.devices_per_node

@@ -1,4 +1,4 @@
-"""This machine as a cluster: its cores, its memory, and how many ranks it can hold. Needs no torch."""
+"""This machine, or several like it, as a cluster: cores, memory, and how many ranks they hold. Needs no torch."""
 
 from __future__ import annotations
 
@@ -41,28 +41,33 @@ def max_ranks(cores: int, memory_bytes: int) -> int:
     return max(1, min(MAX_RANKS_PER_CORE * cores, memory_bytes // RANK_OVERHEAD_BYTES))
 
 
-def this_machine(num_devices: int | None, link: LinkSpec) -> ClusterSpec:
-    """The cluster of CPU ranks on this machine.
+def this_machine(
+    num_devices: int | None, link: LinkSpec, *, num_nodes: int = 1, inter_link: LinkSpec | None = None
+) -> ClusterSpec:
+    """The cluster of CPU ranks on this machine, or on several machines like it.
 
     A rank's share of the memory is its device memory; its peak is unknown until a calibration tells.
 
     Args:
-        num_devices: Ranks; None means one per core.
-        link: What joins the ranks.
+        num_devices: Ranks of all nodes, a multiple of these; None means one per core.
+        link: What joins the ranks of a node.
+        num_nodes: Machines, each with as many ranks.
+        inter_link: What joins them.
 
     Raises:
         SpecError: More ranks than the machine can hold.
     """
     cores, memory_bytes = num_cores(), machine_memory_bytes()
-    ranks = cores if num_devices is None else num_devices
+    ranks = cores if num_devices is None else num_devices // num_nodes
     most = max_ranks(cores, memory_bytes)
     if ranks > most:
+        each = f"{ranks} ranks on each of {num_nodes} nodes are too many: " if num_nodes > 1 else ""
         rule = (
-            f"this machine holds at most {most} ranks: it has {cores} cores ({MAX_RANKS_PER_CORE} ranks each at most) "
-            f"and {format_bytes(memory_bytes)} of memory ({format_bytes(RANK_OVERHEAD_BYTES)} per process)"
+            f"{each}this machine holds at most {most} ranks: it has {cores} cores ({MAX_RANKS_PER_CORE} ranks each at "
+            f"most) and {format_bytes(memory_bytes)} of memory ({format_bytes(RANK_OVERHEAD_BYTES)} per process)"
         )
-        fix = f"use 1 to {most}, or another cluster"
-        raise SpecError(Problem(field="cluster.num_devices", value=str(ranks), rule=rule, fix=fix))
+        fix = f"use {num_nodes} to {most * num_nodes}, or another cluster"
+        raise SpecError(Problem(field="cluster.num_devices", value=str(ranks * num_nodes), rule=rule, fix=fix))
     device = DeviceSpec(
         id="this-machine-cpu",
         kind="cpu",
@@ -74,8 +79,9 @@ def this_machine(num_devices: int | None, link: LinkSpec) -> ClusterSpec:
         id=THIS_MACHINE,
         device=device,
         devices_per_node=ranks,
-        num_devices=ranks,
+        num_devices=ranks * num_nodes,
         intra_link=link,
+        inter_link=inter_link,
         cores_per_node=cores,
         source="read from the operating system",
     )

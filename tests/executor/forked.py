@@ -69,7 +69,10 @@ def server() -> ForkServer:
 class ForkedAgent:
     """What subprocess.Popen is to torchrun."""
 
-    def __init__(self, failures: Path, module: str, args: Sequence[str], num_ranks: int, log: Path) -> None:
+    def __init__(
+        self, failures: Path, module: str, args: Sequence[str], num_ranks: int, log: Path, team: None = None
+    ) -> None:
+        assert team is None, "only torchrun meets other nodes"
         start = {"failures": str(failures), "log": str(log), "module": module, "args": list(args)}
         environment = executor.launch.rank_environment()
         self.pid: int = server().ask({"start": {**start, "num_ranks": num_ranks, "environment": environment}})

@@ -47,7 +47,7 @@ def test_the_first_cause_is_told(
     files = [RankFiles(tmp_path, rank) for rank in range(2)]
     for rank, (time_s, message) in errors.items():
         files[rank].error.write_text(json.dumps({"time_s": time_s, "type": "RuntimeError", "message": message}))
-    assert _why(failures, files, (None, None), tmp_path).startswith(said)
+    assert _why(failures, files, (None, None), tmp_path / "torchrun.log").sentence.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,18 @@ def test_this_machine(tmp_path: Path) -> None:
         ),
         (
             "{preset: this-machine, num_nodes: 2}",
-            "case.yaml:2:33: cluster.num_nodes = 2: this-machine is one node; use 1",
+            "case.yaml:2:1: cluster.inter_link_gbit_per_device: is needed to join several nodes; "
+            "give the Gbit/s of each rank",
+        ),
+        (
+            "{preset: this-machine, num_nodes: 2, num_devices: 3, inter_link_gbit_per_device: 1}",
+            "case.yaml:2:47: cluster.num_devices = 3: must be a multiple of num_nodes = 2, as all nodes run as many "
+            "ranks; use 2 or 4",
+        ),
+        (
+            "{preset: this-machine, num_nodes: 2, device: h200-sxm}",
+            "case.yaml:2:33: cluster.num_nodes = 2: this-machine with a device of its own is one node; "
+            "use 1, or a preset of many nodes",
         ),
         (
             "{preset: this-machine, devices_per_node: 2}",

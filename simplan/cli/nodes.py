@@ -1,0 +1,129 @@
+"""Several nodes, one run: what each is asked, and a node's part in it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from simplan.cli.execute import RunOptions
+from simplan.cli.output import say
+from simplan.cli.processes import run_executor
+from simplan.errors import Problem, SpecError
+from simplan.io import write_model
+from simplan.program.nodes import Nodes
+from simplan.scenario import Scenario
+
+__all__ = ["Meeting", "join", "nodes_of"]
+
+_ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The options of ``simplan run`` about nodes, as given."""
+
+    num_nodes: int = 1
+    rdzv: str | None = None
+    node_rank: int | None = None
+    interface: str | None = None
+    join_timeout_s: float = 300.0
+
+
+def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes | None:
+    """The request to the other nodes; None for a run on this machine alone.
+
+    Raises:
+        SpecError: The options do not fit each other or the scenario.
+    """
+    cluster, num_nodes = scenario.cluster, meeting.num_nodes
+    if num_nodes == 1:
+        if cluster.num_nodes > 1:
+            rule = f"the scenario's cluster has {cluster.num_nodes} nodes"
+            fix = f"give --nodes {cluster.num_nodes} --rdzv HOST:PORT on each of them"
+            raise SpecError(Problem(field="--nodes", value="1", rule=rule, fix=fix), file=scenario.file)
+        given = {"--rdzv": meeting.rdzv, "--node-rank": meeting.node_rank, "--interface": meeting.interface}
+        for option, value in given.items():
+            if value is not None:
+                rule = "is about several nodes, and --nodes is 1"
+                raise SpecError(Problem(field=option, value=str(value), rule=rule, fix="give --nodes too"))
+        return None
+    if cluster.num_devices % num_nodes:
+        rule = f"must divide the {cluster.num_devices} devices of the scenario's cluster"
+        raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule), file=scenario.file)
+    if cluster.num_nodes != num_nodes:
+        rule = f"the scenario's cluster has {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
+        fix = f"use --nodes {cluster.num_nodes}, or change cluster.num_nodes"
+        raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
+    host, port = _endpoint(meeting.rdzv)
+    node_rank = meeting.node_rank
+    if node_rank is not None and node_rank >= num_nodes:
+        rule = f"must be less than --nodes = {num_nodes}"
+        raise SpecError(Problem(field="--node-rank", value=str(node_rank), rule=rule))
+    return Nodes(
+        num_nodes=num_nodes,
+        ranks_per_node=cluster.num_devices // num_nodes,
+        host=host,
+        port=port,
+        node_rank=0 if node_rank is None and _is_here(host) else node_rank,
+        interface=meeting.interface,
+        join_timeout_s=meeting.join_timeout_s,
+        asked=_asked(scenario, options),
+    )
+
+
+def join(nodes: Nodes, folder: Path) -> None:
+    """Runs this node's part of what node 0 runs; says little, for node 0 shows the result.
+
+    Raises:
+        SpecError: The nodes were not asked the same.
+        RunError: The run failed, on whichever node.
+    """
+    say(f"joining node 0 at {nodes.endpoint}")
+    folder.mkdir(parents=True, exist_ok=True)
+    request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
+    write_model(request, nodes)
+    run_executor(["join", str(request), "--out", str(folder)], lambda event: None)
+
+
+def _endpoint(rdzv: str | None) -> tuple[str, int]:
+    match = None if rdzv is None else _ENDPOINT.fullmatch(rdzv)
+    if match is None or not 0 < int(match["port"]) < 2**16:
+        rule = "must say where the nodes meet" if rdzv is None else "must be HOST:PORT"
+        raise SpecError(
+            Problem(field="--rdzv", value=rdzv, rule=rule, fix="give a name of node 0 and a free port there")
+        )
+    return match["v6"] or match["host"], int(match["port"])
+
+
+def _is_here(host: str) -> bool:
+    """Whether one of the host's addresses is this machine's: only such an address can be listened on."""
+    try:
+        addresses = {(family, address[0]) for family, _, _, _, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
+    """What must be equal on all nodes; of machines, their number only."""
+    cluster = scenario.cluster
+    sections = {
+        "model": scenario.model.model_dump_json(),
+        "training": scenario.training.model_dump_json(),
+        "plan": scenario.plan.model_dump_json(),
+        "software": scenario.software.model_dump_json(),
+        "cluster": f"{cluster.num_nodes} x {cluster.ranks_per_node} {cluster.device.id}",
+    }
+    asked = {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in sections.items()}
+    steps = {"--steps": options.num_steps, "--warmup": options.num_warmup_steps, "--timeout": options.timeout_s}
+    return {"name": scenario.name, **asked, **{option: str(value) for option, value in steps.items()}}
