@@ -2,7 +2,7 @@
 
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario
-from simplan.scenario.search import SearchScenario, load_search, plan_document
+from simplan.scenario.search import SearchScenario, load_search, plan_document, plan_section
 from simplan.scenario.text import parse_scenario, parse_search
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "parse_scenario",
     "parse_search",
     "plan_document",
+    "plan_section",
 ]

@@ -27,7 +27,7 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["SearchScenario", "load_search", "plan_document", "search_of"]
+__all__ = ["SearchScenario", "load_search", "plan_document", "plan_section", "search_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,11 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
     if plan.num_devices != scenario.cluster.num_devices:
         kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}
         document["cluster"] = kept | {"num_devices": plan.num_devices}
+    return {"name": scenario.name, **document, "plan": plan_section(plan)}
+
+
+def plan_section(plan: ParallelPlan) -> dict[str, Any]:
+    """A plan as the section of a scenario file: what it says beyond what every plan assumes."""
     shown = plan.model_dump(mode="json")
     assumed = ParallelPlan().model_dump(mode="json")
     dependent = ("zero_stage", "sequence_parallel", "schedule", "virtual_stages")  # their defaults depend on others
@@ -134,7 +139,7 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
         for key, value in shown.items()
         if value != assumed[key] or (key in dependent and _matters(key, plan))
     }
-    return {"name": scenario.name, **document, "plan": kept_keys or {"dp_replicate": 1}}
+    return kept_keys or {"dp_replicate": 1}
 
 
 def _matters(key: str, plan: ParallelPlan) -> bool:

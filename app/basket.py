@@ -1,0 +1,62 @@
+"""Plans that a session has pinned: kept in the address, so that a link brings them along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app import state
+from simplan.errors import SpecError
+from simplan.problems import parse_model
+from simplan.report.search import search_plan_words
+from simplan.scenario import plan_section
+from simplan.spec.plan import ParallelPlan
+
+__all__ = ["MOST_PINNED", "key_of", "pin", "pinned", "unpin", "with_plan"]
+
+MOST_PINNED = 6
+"""A link has room for so many."""
+
+_NAME = "pins"
+
+
+def pinned() -> dict[str, ParallelPlan]:
+    """Pinned plans by their words; what a link says that is no plan is passed over."""
+    given = state.view(_NAME, [])
+    found: dict[str, ParallelPlan] = {}
+    for data in given if isinstance(given, list) else []:
+        try:
+            plan = parse_model(ParallelPlan, data)
+        except SpecError:
+            continue
+        found[key_of(plan)] = plan
+    return dict(list(found.items())[:MOST_PINNED])
+
+
+def pin(plan: ParallelPlan) -> None:
+    """Puts a plan into the basket; the oldest leaves a full one."""
+    plans = [other for key, other in pinned().items() if key != key_of(plan)]
+    _keep([*plans, plan][-MOST_PINNED:])
+
+
+def unpin(key: str) -> None:
+    """Takes a plan out."""
+    _keep([plan for other, plan in pinned().items() if other != key])
+
+
+def key_of(plan: ParallelPlan) -> str:
+    """A plan in words."""
+    return search_plan_words(plan)
+
+
+def with_plan(document: dict[str, Any], plan: ParallelPlan) -> dict[str, Any]:
+    """The scenario with another plan, on as many devices as the plan needs."""
+    cluster = {key: value for key, value in dict(document.get("cluster") or {}).items() if key != "num_nodes"}
+    return {
+        **{key: value for key, value in document.items() if key not in ("search", "expect")},
+        "cluster": cluster | {"num_devices": plan.num_devices},
+        "plan": plan_section(plan),
+    }
+
+
+def _keep(plans: list[ParallelPlan]) -> None:
+    state.set_view(_NAME, [plan_section(plan) for plan in plans] or None)

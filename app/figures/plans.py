@@ -1,0 +1,268 @@
+"""The plans of a search: as rows of a table, as points over any two of their numbers, and where the others went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import plotly.graph_objects as go
+
+from app.figures.style import empty, styled
+from app.palette import MUTED, PLANS, SPLIT
+from simplan.report.search import search_plan_words
+from simplan.search import RankedPlan, SearchResult, SpaceCount
+from simplan.search.rules import RULES
+from simplan.units import GIB
+
+__all__ = ["AXES", "COLOURS", "Axis", "plan_rows", "plans_figure", "shares_figure", "space_figure", "space_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A number of a plan that can be drawn.
+
+    Attributes:
+        label: With its unit.
+        form: For hover, as d3 writes numbers.
+        less_is_better: None where neither is.
+    """
+
+    label: str
+    form: str = ",.4~g"
+    less_is_better: bool | None = None
+
+
+AXES: Mapping[str, Axis] = MappingProxyType(
+    {
+        "step_time_s": Axis("step time, s", less_is_better=True),
+        "device_gib": Axis("device memory of the worst rank, GiB", ",.2f", less_is_better=True),
+        "headroom_gib": Axis("memory to spare, GiB", ",.2f", less_is_better=False),
+        "tokens_per_s_per_device": Axis("throughput per device, 1/s", ",.0f", less_is_better=False),
+        "mfu": Axis("MFU", ".1%", less_is_better=False),
+        "num_devices": Axis("devices", ",d", less_is_better=True),
+        "cost_dollars": Axis("cost of the token budget, dollars", ",.0f", less_is_better=True),
+        "tp": Axis("tensor-parallel ranks", ",d"),
+        "cp": Axis("context-parallel ranks", ",d"),
+        "ep": Axis("expert-parallel ranks", ",d"),
+        "pp": Axis("pipeline ranks", ",d"),
+        "virtual_stages": Axis("stages a rank", ",d"),
+        "dp_replicate": Axis("replicas", ",d"),
+        "dp_shard": Axis("shards", ",d"),
+        "microbatch_size": Axis("microbatch size", ",d"),
+    }
+)
+"""What can stand on an axis."""
+
+COLOURS: Mapping[str, str] = MappingProxyType(
+    {
+        "schedule": "schedule",
+        "recompute": "recomputation",
+        "zero_stage": "ZeRO stage",
+        "tp": "tensor-parallel ranks",
+        "pp": "pipeline ranks",
+        "limit": "what limits it",
+    }
+)
+"""What can tell points apart."""
+
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
+
+
+def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
+    """A row for each plan that a search kept: ranked ones first, then the others of the front."""
+    ranked = [(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
+    others = [(None, plan) for plan in result.pareto if plan not in result.ranked]
+    front = {id(plan) for plan in result.pareto} | {
+        id(plan) for plan in result.ranked if any(plan.plan == other.plan for other in result.pareto)
+    }
+    return [_row(rank, plan, result, id(plan) in front) for rank, plan in [*ranked, *others]]
+
+
+def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: bool) -> dict[str, Any]:
+    why, best = plan.explanation, result.ranked[0]
+    return {
+        "rank": rank,
+        "plan": search_plan_words(plan.plan),
+        "step_time_s": plan.step_time_s,
+        "to_the_best": plan.step_time_s / best.step_time_s - 1,
+        "device_gib": plan.device_bytes / GIB,
+        "headroom_gib": None if plan.headroom_bytes is None else plan.headroom_bytes / GIB,
+        "tokens_per_s_per_device": plan.tokens_per_s_per_device,
+        "mfu": why.mfu if why else None,
+        "limit": why.limit.replace("_", " ") if why else None,
+        "limit_share": why.shares[why.limit] if why else None,
+        "help": why.help.replace("_", " ") if why and why.help else None,
+        "help_share": why.saved[why.help] if why and why.help else None,
+        "num_devices": plan.num_devices,
+        "cost_dollars": plan.cost_dollars,
+        "on_front": on_front,
+        **{key: value for key, value in plan.plan.model_dump(mode="json").items() if value is not None},
+    }
+
+
+def plans_figure(
+    rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str, pinned: Iterable[str] = ()
+) -> go.Figure:
+    """Plans as points; the front is a line where it is one of these two axes, pinned plans have a ring.
+
+    Args:
+        rows: From ``plan_rows``.
+        x, y: Keys of ``AXES``.
+        colour: Key of ``COLOURS``.
+        pinned: Words of pinned plans.
+    """
+    shown = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
+    if not shown:
+        return empty("No plan of this search has both numbers yet.")
+    figure = go.Figure()
+    line = _front(shown, x, y)
+    if len(line) > 1:
+        figure.add_scatter(
+            x=[row[x] for row in line],
+            y=[row[y] for row in line],
+            mode="lines",
+            line={"color": MUTED, "dash": "dot", "width": 1.5, "shape": "hv"},
+            name="front: nothing here is better in both",
+            hoverinfo="skip",
+        )
+    for number, value in enumerate(dict.fromkeys(_colour(row, colour) for row in shown)):
+        points = [row for row in shown if _colour(row, colour) == value]
+        figure.add_scatter(
+            x=[row[x] for row in points],
+            y=[row[y] for row in points],
+            mode="markers",
+            name=f"{COLOURS[colour]}: {value}",
+            marker={
+                "color": PLANS[number % len(PLANS)],
+                "symbol": _SYMBOLS[number % len(_SYMBOLS)],
+                "size": [13 if row["rank"] == 1 else 9 for row in points],
+                "line": {"width": 1, "color": "rgba(255,255,255,0.6)"},
+            },
+            customdata=[[_hover(row)] for row in points],
+            hovertemplate="%{customdata[0]}<extra></extra>",
+        )
+    ringed = [row for row in shown if row["plan"] in set(pinned)]
+    if ringed:
+        figure.add_scatter(
+            x=[row[x] for row in ringed],
+            y=[row[y] for row in ringed],
+            mode="markers",
+            name="pinned",
+            marker={"symbol": "circle-open", "size": 18, "color": MUTED, "line": {"width": 2}},
+            hoverinfo="skip",
+        )
+    styled(figure, height=430, xaxis_title=AXES[x].label, yaxis_title=AXES[y].label)
+    for axis, name in ((figure.layout.xaxis, x), (figure.layout.yaxis, y)):
+        axis.tickformat = AXES[name].form if name == "mfu" else None
+    return figure
+
+
+def _front(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[Mapping[str, Any]]:
+    """Of all points, those that none is better than in both numbers; nothing where better is not defined."""
+    less_x, less_y = AXES[x].less_is_better, AXES[y].less_is_better
+    if less_x is None or less_y is None or x == y:
+        return []
+    sign_x, sign_y = (1 if less_x else -1), (1 if less_y else -1)
+    found: list[Mapping[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (sign_x * row[x], sign_y * row[y])):
+        if not found or sign_y * row[y] < sign_y * found[-1][y]:
+            found.append(row)
+    return found
+
+
+def _colour(row: Mapping[str, Any], colour: str) -> str:
+    value = row.get(colour)
+    return "not known yet" if value is None else str(value)
+
+
+def _hover(row: Mapping[str, Any]) -> str:
+    """Everything that is known of a plan."""
+    title = f"<b>{row['rank']}. {row['plan']}</b>" if row["rank"] else f"<b>{row['plan']}</b>"
+    lines = [title.replace(", ", ",<br>", 2)]
+    for name, axis in AXES.items():
+        value = row.get(name)
+        if value is not None:
+            lines.append(f"{axis.label.partition(',')[0]}: {_number(value, name)}")
+    others = [key for key in ("schedule", "zero_stage", "recompute", "sequence_parallel") if row.get(key) is not None]
+    lines += [f"{key}: {row[key]}" for key in others]
+    if row["limit"]:
+        lines.append(f"limited by {row['limit']}, {row['limit_share']:.0%} of its step")
+    if row["help"]:
+        lines.append(f"10 % more {row['help']} saves {row['help_share']:.1%}")
+    return "<br>".join(lines)
+
+
+def _number(value: float, name: str) -> str:
+    if name == "mfu":
+        return f"{value:.1%}"
+    unit = AXES[name].label.partition(", ")[2]
+    text = f"{value:,.2f}" if name.endswith("gib") else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    return f"{text} {unit}".strip()
+
+
+def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> go.Figure:
+    """Where the step of each plan's busiest rank goes: stacked bars that are as long as the step.
+
+    Args:
+        plans: Short names, and plans that are explained.
+    """
+    explained = [(name, plan, plan.explanation) for name, plan in plans if plan.explanation is not None]
+    if not explained:
+        return empty("The search has not explained a plan yet.")
+    figure = go.Figure()
+    for part, colour in SPLIT.items():
+        key = part.replace(" ", "_")
+        seconds = [why.shares.get(key, 0.0) * plan.step_time_s for _, plan, why in explained]
+        if not any(seconds):
+            continue
+        figure.add_bar(
+            name=part,
+            orientation="h",
+            y=[name for name, _, _ in explained],
+            x=seconds,
+            marker={"color": colour, "line": {"width": 0}},
+            customdata=[[why.shares.get(key, 0.0), why.busiest_rank] for _, _, why in explained],
+            hovertemplate=f"{part}: %{{x:,.4~g}} s, %{{customdata[0]:.1%}} of the step of rank %{{customdata[1]}}"
+            "<extra>%{y}</extra>",
+        )
+    height = 90 + 26 * len(explained)
+    styled(figure, height=height, barmode="stack", bargap=0.25, xaxis_title="seconds of one step")
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
+    """Where every plan of the space went: how many, under which name, and what that means."""
+    rows = [{"plans": number, "rule": name, "why": RULES[name]} for name, number in space.rejected.items()]
+    bounded = "cannot be among the best: at least so slow by a lower bound"
+    rows.append({"plans": space.bounded, "rule": "bounded", "why": bounded})
+    rows.append({"plans": space.timed, "rule": "timed", "why": "within all limits"})
+    return rows
+
+
+def space_figure(space: SpaceCount) -> go.Figure:
+    """The same as bars, on a logarithmic scale: one plan is still seen beside a million."""
+    rows = [row for row in space_rows(space) if row["plans"]]
+    if not rows:
+        return empty("No plan was looked at yet.")
+    rejected = [row["rule"] in space.rejected for row in rows]
+    figure = go.Figure()
+    figure.add_bar(
+        orientation="h",
+        x=[row["plans"] for row in rows],
+        y=[f"{row['rule'].replace('_', ' ')} " for row in rows],
+        text=[f"{row['plans']:,}" for row in rows],
+        textposition="auto",
+        marker={
+            "color": [MUTED if is_rejected else PLANS[0] for is_rejected in rejected],
+            "pattern": {"shape": ["/" if is_rejected else "" for is_rejected in rejected], "solidity": 0.15},
+        },
+        customdata=[[row["why"]] for row in rows],
+        hovertemplate="%{x:,} plans: %{customdata[0]}<extra></extra>",
+    )
+    styled(figure, height=70 + 24 * len(rows), bargap=0.25)
+    figure.update_xaxes(type="log", title_text="plans", dtick=1)
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure

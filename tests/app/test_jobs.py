@@ -1,0 +1,79 @@
+"""Work in processes of its own: answers, stops, refusals; real workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from app.jobs.job import Job, Jobs, State
+from simplan.errors import SpecError
+from simplan.scenario import parse_search
+from simplan.search import SearchResult, search
+
+SMALL = """\
+model: {family: llama, num_hidden_layers: 4, hidden_size: 64, num_attention_heads: 4, intermediate_size: 128,
+  vocab_size: 96, seq_len: 32}
+cluster: {preset: dgx-h100, num_devices: 4}
+training: {global_batch_size: 8}
+search: {objectives: [step_time, memory], top: 3, microbatch_size: [1, 2]}
+"""
+LARGE = """\
+model: {preset: gpt3-175b, vocab_size: 51200, tied_embeddings: false}
+cluster: {preset: dgx-a100-80gb, num_devices: 1024}
+training: {global_batch_size: 1536}
+search: {objectives: [step_time, memory], top: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    found = Jobs(at_once=1)
+    yield found
+    found.close()
+
+
+def until(job: Job, holds: Callable[[Job], bool]) -> None:
+    deadline_s = time.monotonic() + 100
+    while not holds(job):
+        assert time.monotonic() < deadline_s
+        job.watch()
+        time.sleep(0.02)
+
+
+def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
+    jobs.warm()
+    job = jobs.start("small", "search", SMALL)
+    assert jobs.start("small", "search", SMALL) is job, "equal questions are asked once"
+    until(job, lambda job: job.state is State.ENDED)
+    asked = parse_search(SMALL)
+    alone = search(asked.model, asked.cluster, asked.training, asked.software, asked.space)
+    assert isinstance(job.value, SearchResult)
+    assert (job.value.ranked, job.value.pareto) == (alone.ranked, alone.pareto)
+    assert jobs.start("small", "search", SMALL) is job, "an answer is kept"
+
+
+def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -> None:
+    jobs.warm()
+    job = jobs.start("large", "search", LARGE)
+    second = jobs.start("second", "search", SMALL)
+    until(job, lambda job: job.value is not None)
+    assert job.state is State.RUNNING
+    assert second.state is State.WAITING, "one at a time here"
+    job.stop()
+    until(job, lambda job: job.state is State.ENDED)
+    assert job.stopped
+    assert job.error is None
+    assert job.value.interrupted
+    assert job.value.ranked
+    until(second, lambda job: job.state is State.ENDED)
+    assert second.value is not None
+    assert jobs.start("large", "search", SMALL) is not job
+
+
+def test_what_is_wrong_comes_back_as_problems(jobs: Jobs) -> None:
+    job = jobs.start("wrong", "search", SMALL.replace("preset: dgx-h100", "preset: dgx-h1000"))
+    until(job, lambda job: job.state is State.ENDED)
+    assert isinstance(job.error, SpecError)
+    assert "dgx-h100" in str(job.error)

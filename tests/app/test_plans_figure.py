@@ -1,0 +1,67 @@
+"""Figures of a search: every plan is there with its numbers, and nothing of the front is dominated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_rows
+from simplan.search import SearchResult, SearchSpace, search
+from simplan.units import GIB
+from tests.search.questions import question
+
+SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    asked = question(num_devices=4)
+    return search(asked.model, asked.cluster, asked.training, asked.software, SPACE)
+
+
+def points(figure: Any) -> list[tuple[float, float]]:
+    return [pair for t in figure.data if t.mode == "markers" for pair in zip(t.x, t.y, strict=True)]
+
+
+def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
+    rows = plan_rows(result)
+    plans = {plan.plan.model_dump_json(): plan for plan in (*result.ranked, *result.pareto)}
+    assert len(rows) == len(plans)
+    assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
+    assert sum(row["on_front"] for row in rows) == len(result.pareto)
+    figure = plans_figure(rows, "step_time_s", "device_gib", "schedule")
+    expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
+    assert sorted(points(figure)) == expected
+
+
+def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> None:
+    [line] = [t for t in plans_figure(plan_rows(result), "step_time_s", "device_gib", "pp").data if t.mode == "lines"]
+    found = list(zip(line.x, line.y, strict=True))
+    assert found == [(plan.step_time_s, plan.device_bytes / GIB) for plan in result.pareto]
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResult, colour: str) -> None:
+    rows = plan_rows(result)
+    for x in AXES:
+        for y in AXES:
+            plans_figure(rows, x, y, colour).to_dict()
+    figure = plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]])
+    hover = [text for t in figure.data if t.customdata is not None for [text] in t.customdata]
+    best = next(text for text in hover if text.startswith("<b>1."))
+    for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "limited by", "saves", "recompute:"):
+        assert words in best
+    assert sum(t.name == "pinned" for t in figure.data) == 1
+
+
+def test_shares_are_as_long_as_the_step(result: SearchResult) -> None:
+    figure = shares_figure([(str(rank), plan) for rank, plan in enumerate(result.ranked, 1)])
+    sums = [sum(column) for column in zip(*(trace.x for trace in figure.data), strict=True)]
+    assert sums == pytest.approx([plan.step_time_s for plan in result.ranked])
+
+
+def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
+    assert sum(row["plans"] for row in space_rows(result.space)) == result.space.total
+    [bars] = space_figure(result.space).data
+    assert sum(bars.x) == result.space.total
