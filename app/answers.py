@@ -7,7 +7,9 @@ from typing import Any
 
 import streamlit as st
 
+from app.results.plan import PlanResult, plan_result
 from app.state import document_text
+from app.work import awaited
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path, load
 from simplan.predict import predict
@@ -15,7 +17,7 @@ from simplan.predict.brief import Brief, predict_brief
 from simplan.prediction import Prediction
 from simplan.scenario import Scenario, parse_scenario
 
-__all__ = ["brief", "calibration_for", "prediction", "scenario"]
+__all__ = ["brief", "calibrated_at", "calibration_for", "plan", "prediction", "scenario", "text"]
 
 Document = dict[str, Any]
 
@@ -44,8 +46,21 @@ def prediction(document: Document) -> Prediction:
     Raises:
         SpecError: As ``scenario``, or a price cannot be had.
     """
-    asked = scenario(document)
-    return _prediction(_key(document), _calibrated_at() if _is_machine(asked) else 0)
+    return _prediction(_key(document), calibrated_at(scenario(document)))
+
+
+def plan(document: Document) -> PlanResult:
+    """What the page Plan shows; worked out in another process, so that pages answer meanwhile.
+
+    Raises:
+        SpecError: As ``scenario``, or a price cannot be had.
+    """
+    return awaited("working out where the step goes", plan_result, text(document), calibrated_at(scenario(document)))
+
+
+def text(document: Document) -> str:
+    """The scenario's text, by which processes know it."""
+    return document_text(document)
 
 
 def calibration_for(asked: Scenario) -> Calibration | None:
@@ -61,10 +76,10 @@ def _is_machine(asked: Scenario) -> bool:
     return asked.cluster.cores_per_node is not None
 
 
-def _calibrated_at() -> int:
-    """When the calibration was written: a new one makes new answers."""
+def calibrated_at(asked: Scenario) -> int:
+    """When the calibration was written that it is priced from: a new one makes new answers. 0 without one."""
     path = default_path()
-    return path.stat().st_mtime_ns if path.exists() else 0
+    return path.stat().st_mtime_ns if _is_machine(asked) and path.exists() else 0
 
 
 def _key(document: Document) -> str:

@@ -16,7 +16,6 @@ from app.link import MAX_CHARS, Link, decode, encode, num_chars
 __all__ = ["START", "document", "document_text", "open_link", "set_document", "set_view", "view", "write_link"]
 
 START: dict[str, Any] = {
-    "name": "llama3-70b-64xh100",
     "model": {"preset": "llama3-70b", "seq_len": 8192},
     "cluster": {"preset": "dgx-h100", "num_devices": 64},
     "training": {"global_batch_size": 128, "precision": "bf16", "optimizer": "adamw"},
@@ -40,9 +39,18 @@ def set_document(data: dict[str, Any]) -> None:
 
 
 def document_text(data: dict[str, Any]) -> str:
-    """A scenario as the text of its YAML file."""
-    text: str = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    """A scenario as the text of its YAML file, named after what is asked where it has no name."""
+    named = data if "name" in data else {"name": _name(data), **data}
+    text: str = yaml.safe_dump(named, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
     return text
+
+
+def _name(data: dict[str, Any]) -> str:
+    """E.g. ``llama3-70b-64-dgx-h100``."""
+    sections = [section if isinstance(section := data.get(key), dict) else {} for key in ("model", "cluster")]
+    model, cluster = sections
+    parts = (model.get("preset", model.get("name")), cluster.get("num_devices"), cluster.get("preset"))
+    return "-".join(str(part)[:60] for part in parts if part) or "scenario"
 
 
 def view(name: str, default: Any = None) -> Any:

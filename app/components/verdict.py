@@ -4,14 +4,98 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.components.problems import escaped
-from simplan.prediction import Prediction
-from simplan.report.text import verdict
+from app.fields import remembered_number
+from app.results.headline import Headline, training_of
+from app.words import meaning
+from simplan.scenario import Scenario
+from simplan.units import format_bytes, format_count, format_percent, format_time
 
-__all__ = ["show_verdict"]
+__all__ = ["show_budget", "show_numbers", "show_verdict"]
+
+_MILLION, _BILLION = 1e6, 1e9
 
 
-def show_verdict(prediction: Prediction) -> None:
-    """Fits or not, the worst rank and the headroom, in colour and words."""
-    show = st.warning if prediction.fits is None else st.success if prediction.fits else st.error
-    show(f"**{escaped(verdict(prediction))}**")
+def show_verdict(headline: Headline, host_words: str = "") -> None:
+    """Fits or not, the worst rank and the headroom, in colour and words.
+
+    Args:
+        headline: The answer.
+        host_words: What does not fit into memory of the host, if anything.
+    """
+    needs = f"rank {headline.worst_rank} needs {format_bytes(headline.device_bytes)}"
+    capacity = headline.capacity_bytes
+    if host_words:
+        st.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
+    elif headline.fits is None or capacity is None:
+        st.warning(f"{needs}; what a device has is not known", icon=":material/help:")
+    else:
+        spare = capacity - headline.device_bytes
+        share = format_percent(abs(spare) / capacity)
+        of = f"{needs} of {format_bytes(capacity)}"
+        if headline.fits:
+            st.success(f"**Fits**: {of}, {format_bytes(spare)} ({share}) to spare", icon=":material/check_circle:")
+        else:
+            st.error(f"**Does not fit**: {of}, {format_bytes(-spare)} ({share}) too much", icon=":material/cancel:")
+
+
+def show_budget(images: bool) -> tuple[float, float | None]:
+    """Asks for what is to be trained on and for the price of a device.
+
+    Returns:
+        Tokens (images, for models of them), and the price per device and hour, None without one.
+    """
+    left, right = st.columns(2)
+    with left:
+        label, name, scale = (
+            ("Images (million)", "images", _MILLION) if images else ("Tokens (billion)", "tokens", _BILLION)
+        )
+        start = 300.0 if images else 1000.0
+        budget = remembered_number(label, name, start, least=0.001, most=1e9, help="How much is trained on in all")
+    with right:
+        price = remembered_number("Price", "price", 0.0, most=1e6, help="Yours, per device and hour; 0 for no cost")
+    return budget * scale, price or None
+
+
+def show_numbers(asked: Scenario, headline: Headline, budget: float, price: float | None) -> None:
+    """Step time with its interval, throughput, utilization, and a whole training."""
+    low_s, high_s = headline.step_time_interval_s
+    devices = asked.cluster.num_devices
+    whole = training_of(headline, devices, budget, price)
+    images = asked.model.sample == "image"
+    rate = headline.samples_per_s if images else headline.tokens_per_s
+    each = "images" if images else "tokens"
+    cells = [
+        (
+            "Step time",
+            format_time(headline.step_time_s),
+            f"{format_time(low_s)} to {format_time(high_s)}",
+            f"{meaning('step_time_s')}. Below it the interval, which {meaning('interval')}",
+        ),
+        (
+            f"{each.capitalize()} per second",
+            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            f"{rate / devices:,.4g} per device",
+            f"global batch{'' if images else ' x sequence length'} / step time, of all devices",
+        ),
+        (
+            "MFU",
+            "unknown" if headline.mfu is None else format_percent(headline.mfu),
+            asked.training.precision + " dense peak",
+            f"{meaning('mfu')}: model FLOPs of a step / (step time x devices x dense peak)",
+        ),
+        (
+            f"{format_count(budget)} {each}",
+            f"{whole.days:,.1f} days" if whole.days < 1000 else f"{whole.days / 365.25:,.1f} years",
+            f"{format_count(whole.device_hours)} device hours",
+            f"{each} / {each} per second, without failures and checkpoints: those are not modelled here",
+        ),
+        (
+            "Cost",
+            "no price" if whole.cost is None else format_count(whole.cost),
+            "set yours at the left" if price is None else f"at {price:g} per device and hour",
+            "device hours x your price",
+        ),
+    ]
+    with st.container(horizontal=True, gap="medium"):
+        for label, value, below, about in cells:
+            st.metric(label, value, below, delta_color="off", delta_arrow="off", help=about)

@@ -20,6 +20,7 @@ RESERVE = "allocator's reserve"
 """What the caching allocator holds beyond tensors."""
 
 _MOST_BARS = 64
+_CAPACITY = {"color": "#d1495b", "width": 1.5, "dash": "dash"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +122,12 @@ def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> go.F
             "%{customdata[2]} that are needed<br>%{customdata[3]}<extra></extra>",
         )
     if capacity_bytes is not None:
-        figure.add_hline(
-            y=capacity_bytes / GIB,
-            line={"color": "#d1495b", "width": 1.5, "dash": "dash"},
-            annotation={"text": f"device has {format_bytes(capacity_bytes)}", "font": {"color": "#d1495b"}},
-            annotation_position="top right",
+        figure.add_hline(y=capacity_bytes / GIB, line=_CAPACITY)
+        figure.add_scatter(  # for the legend alone
+            x=[None], y=[None], mode="lines", line=_CAPACITY, name=f"device has {format_bytes(capacity_bytes)}"
         )
     most = max([capacity_bytes or 0, *(bar.device_bytes for bar in bars)])
     styled(figure, height=330, barmode="stack", bargap=0.12)
     figure.update_xaxes(title="rank", type="category", showgrid=False)
-    figure.update_yaxes(title="GiB", range=[0, most / GIB * 1.12])
+    figure.update_yaxes(title="GiB", range=[0, most / GIB * 1.05])
     return figure

@@ -22,7 +22,16 @@ def styled(figure: go.Figure, *, height: int, **layout: Any) -> go.Figure:
     figure.update_layout(
         height=height,
         margin={"l": 8, "r": 8, "t": 28, "b": 8},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left", "traceorder": "normal"},
+        legend={
+            "orientation": "h",
+            "y": 1.0,
+            "yanchor": "bottom",
+            "x": 0,
+            "xanchor": "left",
+            "traceorder": "normal",
+            "font": {"size": 11},
+            "itemwidth": 30,
+        },
         hoverlabel={"align": "left"},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",

@@ -2,42 +2,203 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pandas as pd
 import streamlit as st
 
 from app import answers, state
-from app.components.downloads import download, show_figure
-from app.components.verdict import show_verdict
-from app.fields import choice, number
-from app.figures.memory import memory_bars, memory_figure
+from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.problems import escaped
+from app.components.question import show_question
+from app.components.verdict import show_budget, show_numbers, show_verdict
+from app.fields import remembered_choice
+from app.figures.memory import memory_bars, memory_figure, memory_rows
+from app.figures.waterfall import waterfall_figure
 from app.page import run_page
+from app.results.headline import Headline, headline_of_brief, headline_of_prediction
+from app.results.plan import PlanResult
 from app.words import meaning
-from simplan.spec import catalogue
-from simplan.units import format_percent, format_time
+from simplan.prediction import Prediction, Term
+from simplan.report.table import format_ranks
+from simplan.report.text import plan_words
+from simplan.scenario import Scenario
+from simplan.units import GIB, format_bytes, format_percent, format_time
 
 
 def show() -> None:
-    """The form beside the answer."""
-    form, answer = st.columns([1, 3])
-    with form:
-        choice("Model", ("model", "preset"), catalogue.names("models"), "llama3-70b")
-        choice("Cluster", ("cluster", "preset"), catalogue.names("clusters"), "dgx-h100")
-        number("Devices", ("cluster", "num_devices"), 64)
-        number("Global batch size", ("training", "global_batch_size"), 128)
+    """The verdict from a brief prediction, at once; then what takes longer to work out."""
+    show_question()
     document = state.document()
-    with answer:
-        prediction = answers.prediction(document)
-        show_verdict(prediction)
-        columns = st.columns(3)
-        low_s, high_s = prediction.step_time_interval_s
-        columns[0].metric("Step time", format_time(prediction.step_time_s), help=meaning("step_time_s"))
-        columns[1].metric(
-            "In 9 of 10 cases", f"{format_time(low_s)} to {format_time(high_s)}", help=meaning("interval")
+    with st.sidebar:
+        st.markdown("###### Budget")
+        images = _is_of_images(document)
+        budget, price = show_budget(images)
+    asked = answers.scenario(document)
+    top = st.empty()
+    quick = None
+    if asked.cluster.cores_per_node is None:
+        quick = headline_of_brief(asked, answers.brief(document))
+        _show_top(top, asked, quick, budget, price)
+    result = answers.plan(document)
+    prediction = result.prediction
+    final = headline_of_prediction(prediction)
+    if final != quick:
+        _show_top(top, asked, final, budget, price, _host_words(prediction))
+    _show_figures(result)
+    _show_details(result)
+    st.subheader("Take it away")
+    with st.container(horizontal=True):
+        text = state.document_text(document)
+        download("Scenario", asked.name, "yaml", text, about="`simplan predict` gives the same numbers for it")
+        download(
+            "Prediction", f"{asked.name} prediction", "json", lambda: json_text(answers.prediction(document).to_json())
         )
-        mfu = "unknown" if prediction.mfu is None else format_percent(prediction.mfu)
-        columns[2].metric("MFU", mfu, help=meaning("mfu"))
-        figure = memory_figure(memory_bars(prediction.memory), prediction.capacity_bytes)
-        show_figure(figure, f"{prediction.name} memory by rank", alt="Memory of every rank at its worst instant")
-        download("Scenario", prediction.name, "yaml", state.document_text(document))
+        rows = memory_rows(memory_bars(prediction.memory))
+        download("Memory", f"{asked.name} memory by rank", "csv", csv_text(rows))
+        download("Terms", f"{asked.name} terms", "csv", csv_text([_term_row(term) for term in prediction.terms]))
+
+
+def _is_of_images(document: dict[str, object]) -> bool:
+    model = document.get("model")
+    family = model.get("family", model.get("preset", "")) if isinstance(model, dict) else ""
+    return str(family).startswith(("resnet", "vit"))
+
+
+def _show_top(
+    place: st.delta_generator.DeltaGenerator,
+    asked: Scenario,
+    headline: Headline,
+    budget: float,
+    price: float | None,
+    host_words: str = "",
+) -> None:
+    with place.container():
+        show_verdict(headline, host_words)
+        show_numbers(asked, headline, budget, price)
+        model, cluster = asked.model, asked.cluster
+        st.caption(
+            escaped(
+                f"{model.name} on {cluster.num_devices} x {cluster.device.id}, {cluster.num_nodes} "
+                f"node{'s' if cluster.num_nodes > 1 else ''}, {asked.software.id}: {plan_words(asked.plan)}; "
+                f"{asked.num_microbatches} x {asked.plan.microbatch_size} per data-parallel rank"
+            )
+        )
+
+
+def _host_words(prediction: Prediction) -> str:
+    """What is too much for the memory of the host."""
+    capacity = prediction.cluster.host_memory_bytes
+    if prediction.host_fits is not False or capacity is None:
+        return ""
+    used = prediction.worst_host_bytes
+    return f"a node offloads {format_bytes(used)} to its host, which has {format_bytes(capacity)}"
+
+
+def _show_figures(result: PlanResult) -> None:
+    prediction = result.prediction
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        worst = prediction.worst_memory
+        st.subheader("Memory by rank", help=f"device: {meaning('device')}. Every rank at its own worst instant")
+        bars = memory_bars(prediction.memory)
+        figure = memory_figure(bars, prediction.capacity_bytes)
+        show_figure(
+            figure, f"{prediction.name} memory by rank", alt="Memory of every rank at its worst instant, by part"
+        )
+        when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
+        st.caption(
+            f"Rank {worst.rank} is the worst: {format_bytes(worst.allocated_bytes)} allocated, "
+            f"{format_bytes(worst.reserved_bytes)} reserved, {format_bytes(worst.device_bytes)} on the device, {when}."
+        )
+    with right:
+        title, chooser = st.columns([3, 2], vertical_alignment="bottom")
+        title.subheader(
+            "Where the step goes",
+            help=f"wait: {meaning('split: wait')}. exposed communication: {meaning('split: exposed communication')}. "
+            f"{meaning('split: optimizer')}",
+        )
+        with chooser:
+            ranks = list(result.steps)
+            rank = result.busiest
+            if len(ranks) > 1:
+                rank = remembered_choice(
+                    "Rank", "rank", ranks, result.busiest, format_func="rank {}".format, label_visibility="collapsed"
+                )
+        parts = result.steps[rank]
+        figure = waterfall_figure(parts, prediction.step_time_s)
+        show_figure(figure, f"{prediction.name} step of rank {rank}", alt=f"Shares of the step of rank {rank}")
+        st.caption(_step_words(result, rank))
+
+
+def _step_words(result: PlanResult, rank: int) -> str:
+    whole, written = len(result.prediction.memory), len(result.steps)
+    like = f" {written} of the ranks stand{'s' if written == 1 else ''} for all." if written < whole else ""
+    busiest = ", which computes longest" if rank == result.busiest and written > 1 else ""
+    idle = format_percent(result.prediction.bubble_fraction)
+    return f"Rank {rank} of {whole}{busiest}. Compute streams idle {idle} of the time, mean over ranks.{like}"
+
+
+def _show_details(result: PlanResult) -> None:
+    prediction = result.prediction
+    with st.expander(f"What it is made of: {len(prediction.terms)} prices, with their formulas"):
+        terms = sorted(prediction.terms, key=lambda term: -term.seconds * term.count)
+        st.dataframe(pd.DataFrame([_term_row(term) for term in terms]), hide_index=True, height=320)
+    with st.expander("Ranks"):
+        st.dataframe(pd.DataFrame(_rank_rows(prediction)), hide_index=True)
+    with st.expander(f"What is assumed ({len(prediction.assumptions)}), and what is not modelled"):
+        st.markdown("\n".join(f"- {escaped(text)}" for text in prediction.assumptions))
+        missing = prediction.software.not_modelled
+        if missing:
+            st.markdown(f"{escaped(prediction.software.id)} does, and simplan does not model:")
+            st.markdown("\n".join(f"- {escaped(text)}" for text in missing))
+
+
+def _term_row(term: Term) -> dict[str, object]:
+    return {
+        "cost": str(term.name),
+        "each": format_time(term.seconds),
+        "times per rank": round(term.count, 3),
+        "seconds per rank": term.seconds * term.count,
+        "known from": term.provenance,
+        "sure to": f"+/- {term.relative_std:.0%}",
+        "formula": term.formula,
+    }
+
+
+def _rank_rows(prediction: Prediction) -> list[dict[str, object]]:
+    """Ranks that are alike in a line."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for memory, split in zip(prediction.memory, prediction.splits, strict=True):
+        cells: Sequence[object] = (
+            *(round(value / GIB, 2) for value in (memory.allocated_bytes, memory.reserved_bytes, memory.device_bytes)),
+            memory.peak_action or "between steps",
+            *(
+                f"{value / prediction.step_time_s:.1%}"
+                for value in (
+                    split.compute_s,
+                    split.recompute_s,
+                    split.exposed_communication_s,
+                    split.wait_s,
+                    split.host_s,
+                    split.optimizer_s,
+                )
+            ),
+        )
+        groups.setdefault(tuple(cells), []).append(memory.rank)
+    names = (
+        "allocated GiB",
+        "reserved GiB",
+        "device GiB",
+        "peak during",
+        "compute",
+        "recompute",
+        "exposed communication",
+        "wait",
+        "host",
+        "optimizer",
+    )
+    return [{"ranks": format_ranks(ranks), **dict(zip(names, cells, strict=True))} for cells, ranks in groups.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts the workbench: Streamlit as a process, on this machine only unless asked."""
+"""Starts the workbench as a process, for this machine only unless asked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from pathlib import Path
 from simplan.cli.output import say
 from simplan.errors import Problem, RunError, SpecError
 
-__all__ = ["RUN_FLAG", "dashboard_command", "is_local", "server_arguments"]
+__all__ = ["RUN_FLAG", "dashboard_command", "is_local"]
 
 RUN_FLAG = "SIMPLAN_ALLOW_RUN"
 """Environment variable that tells pages whether they may start runs: ``1`` or ``0``."""
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
-_APP = _ROOT / "app"
-_MAX_UPLOAD_MIB = 64
 _NEEDED = ("streamlit", "plotly", "pandas")
 
 
@@ -32,7 +30,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
         RunError: The server ended by itself.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing or not _APP.is_dir():
+    if missing or not (_ROOT / "app").is_dir():
         rule = f"the workbench needs {', '.join(missing) or 'its pages'}, which is not installed here"
         raise SpecError(Problem(field="", rule=rule, fix='install it with: pip install "simplan[app]"'))
     _check_port(host, port)
@@ -42,8 +40,8 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
         say(f"anyone who reaches {host} can see this workbench" + (" and start runs on this machine" if runs else ""))
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", RUN_FLAG: "1" if runs else "0"}
-    arguments = server_arguments(host=host, port=port, browser=browser)
-    child = subprocess.Popen([sys.executable, *arguments], env=environment, stdin=subprocess.DEVNULL)
+    arguments = ["--host", host, "--port", str(port), *(["--browser"] if browser else [])]
+    child = subprocess.Popen([sys.executable, "-m", "app", *arguments], env=environment, stdin=subprocess.DEVNULL)
     try:
         code = child.wait()
     except KeyboardInterrupt:
@@ -61,23 +59,6 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def server_arguments(*, host: str, port: int, browser: bool) -> list[str]:
-    """What follows ``python`` to serve the pages."""
-    options = {
-        "server.address": host,
-        "server.port": port,
-        "server.headless": not browser,
-        "server.maxUploadSize": _MAX_UPLOAD_MIB,
-        "server.fileWatcherType": "none",
-        "browser.gatherUsageStats": False,
-        "client.showErrorDetails": "none",
-        "client.toolbarMode": "minimal",
-        "theme.base": _APP / "theme.toml",
-    }
-    flags = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
-    return ["-m", "streamlit", "run", str(_APP / "main.py"), *flags]
 
 
 def _check_port(host: str, port: int) -> None:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from app.figures.memory import memory_bars, memory_figure, memory_rows
 from app.palette import MEMORY
-from simplan.predict import predict
-from simplan.prediction import Prediction
-from simplan.scenario import load_scenario
 from simplan.units import GIB
-
-SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
-
-
-def predicted(name: str) -> Prediction:
-    scenario = load_scenario(SCENARIOS / f"{name}.yaml")
-    parts = (scenario.model, scenario.cluster, scenario.training, scenario.plan, scenario.software)
-    return predict(scenario.name, *parts)
+from tests.app.questions import predicted
 
 
 @pytest.mark.parametrize("name", ["one-gpu/gpt2-124m", "zb-h1", "fsdp"])

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from app.__main__ import streamlit_arguments
 from simplan.cli import dashboard, main
 
 
 def flags() -> dict[str, str]:
-    arguments = dashboard.server_arguments(host="localhost", port=8501, browser=False)
-    assert arguments[:3] == ["-m", "streamlit", "run"]
-    assert Path(arguments[3]).is_file()
-    pairs = (argument.removeprefix("--").split("=", 1) for argument in arguments[4:])
+    command, script, *rest = streamlit_arguments("localhost", 8501, browser=False)
+    assert command == "run"
+    assert Path(script).is_file()
+    pairs = (argument.removeprefix("--").split("=", 1) for argument in rest)
     return dict(pairs)
 
 

@@ -1,0 +1,286 @@
+"""The question, in the sidebar of pages that are about one: model, cluster, training, plan; or the scenario as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import streamlit as st
+
+from app import state
+from app.components.problems import show_problems
+from app.fields import choice, get, number, put, switch
+from simplan.document import parse_yaml
+from simplan.errors import Problem, SpecError
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.io import MAX_YAML_BYTES
+from simplan.spec import catalogue
+from simplan.spec.machine import THIS_MACHINE
+from simplan.spec.numbers import divisors
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["show_question"]
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4")
+_RECOMPUTE = ("none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded")
+_SHARDING = {
+    0: "none (DDP)",
+    1: "ZeRO-1: optimizer states",
+    2: "ZeRO-2: and gradients",
+    3: "ZeRO-3: and parameters (FSDP)",
+}
+_OWN = "own"
+_MAX_CONFIG_BYTES = 2 * 2**20
+
+
+def show_question(*, plan: bool = True) -> None:
+    """The form, bound to the scenario of the session.
+
+    Args:
+        plan: Ask for the plan, too.
+    """
+    with st.sidebar:
+        _model()
+        _cluster()
+        _training()
+        if plan:
+            _plan()
+        _as_text()
+
+
+def _model() -> None:
+    st.markdown("###### Model")
+    inline = "preset" not in _section("model")
+    name = get(("model", "name"), "own model") if inline else None
+    options = [*([_OWN] if inline else []), *catalogue.names("models")]
+    key = "question model"
+    st.session_state[key] = _OWN if inline else get(("model", "preset"))
+    if st.session_state[key] not in options:
+        st.session_state[key] = options[0]
+    st.selectbox(
+        "Model",
+        options,
+        key=key,
+        on_change=_take_preset,
+        args=(key,),
+        format_func=lambda option: str(name) if option == _OWN else option,
+        label_visibility="collapsed",
+        help="From the catalogue; or drop a Hugging Face config.json below",
+    )
+    number("Sequence length", ("model", "seq_len"), _preset_length(), most=10**8, help="Tokens of one sequence")
+    with st.popover("Hugging Face config.json", width="stretch"):
+        st.caption("Read as data; its shapes become the scenario's model. Nothing is stored.")
+        file = st.file_uploader("config.json", type=["json"], key="question config", label_visibility="collapsed")
+        if file is not None and st.button("Use it", key="question use config"):
+            _take_config(file.name, file.getvalue())
+
+
+def _take_preset(key: str) -> None:
+    name = st.session_state[key]
+    if name != _OWN:
+        document = state.document()
+        document["model"] = {"preset": name}
+        state.set_document(document)
+
+
+def _preset_length() -> int | None:
+    """The sequence length that a preset has by itself."""
+    preset = get(("model", "preset"))
+    if not isinstance(preset, str) or preset not in catalogue.names("models"):
+        return None
+    return catalogue.model(preset).seq_len or None
+
+
+def _take_config(name: str, content: bytes) -> None:
+    try:
+        if len(content) > _MAX_CONFIG_BYTES:
+            raise SpecError(Problem(field=name, rule="is larger than 2 MiB", fix="drop a model's config.json"))
+        try:
+            config = json.loads(content)
+        except (ValueError, RecursionError):
+            raise SpecError(Problem(field=name, rule="is not JSON", fix="drop a model's config.json")) from None
+        if not isinstance(config, dict):
+            raise SpecError(Problem(field=name, rule="is no JSON object", fix="drop a model's config.json"))
+        title = config.get("_name_or_path")
+        known = title if isinstance(title, str) and title else "own model"
+        fields = model_fields_from_config(config, name=known[:80])
+    except SpecError as error:
+        show_problems(error)
+        return
+    document = state.document()
+    document["model"] = fields
+    state.set_document(document)
+    st.rerun()
+
+
+def _cluster() -> None:
+    st.markdown("###### Cluster")
+    left, right = st.columns([3, 2])
+    with left:
+        if "preset" in _section("cluster"):
+            choice("Nodes", ("cluster", "preset"), catalogue.names("clusters"), "dgx-h100", then=_fit)
+        else:
+            st.text_input("Nodes", "as in the YAML", disabled=True)
+    with right:
+        number("Devices", ("cluster", "num_devices"), _devices(), most=10**6, then=_after_devices)
+    if get(("cluster", "preset")) == THIS_MACHINE:
+        st.caption("Processes on the cores here; priced from what `simplan calibrate` measured.")
+
+
+def _devices() -> int | None:
+    """Devices of the cluster as it is written."""
+    section = _section("cluster")
+    if isinstance(section.get("num_devices"), int):
+        return int(section["num_devices"])
+    nodes, preset = section.get("num_nodes", 1), section.get("preset")
+    if isinstance(nodes, int) and isinstance(preset, str) and preset in catalogue.names("clusters"):
+        return nodes * catalogue.cluster(preset).devices_per_node
+    return None
+
+
+def _after_devices() -> None:
+    put(("cluster", "num_nodes"), None)
+    _fit()
+
+
+def _training() -> None:
+    st.markdown("###### Training")
+    left, right = st.columns(2)
+    with left:
+        number("Global batch", ("training", "global_batch_size"), None, most=10**7, help="Sequences per optimizer step")
+        choice("Optimizer", ("training", "optimizer"), ("adamw", "adam", "sgd"), "adamw")
+    with right:
+        choice("Precision", ("training", "precision"), _PRECISIONS, "bf16", help="Of the linear layers' matmuls")
+        choice(
+            "Software", ("software",), catalogue.names("software"), "torch", help="Its kernels, fusions and overlaps"
+        )
+
+
+def _plan() -> None:
+    st.markdown("###### Plan")
+    sizes = _sizes()
+    left, right = st.columns(2)
+    with left:
+        choice("Tensor parallel", ("plan", "tp"), sizes, 1, slider=True, then=_fit, help="tp: ranks that split layers")
+        choice(
+            "Context parallel", ("plan", "cp"), sizes, 1, slider=True, then=_fit, help="cp: ranks that split sequences"
+        )
+    with right:
+        choice(
+            "Pipeline", ("plan", "pp"), sizes, 1, slider=True, then=_fit, help="pp: ranks that have different layers"
+        )
+        number(
+            "Microbatch", ("plan", "microbatch_size"), 1, most=10**6, help="Sequences at a time, per data-parallel rank"
+        )
+    choice("Sharding", ("plan", "zero_stage"), tuple(_SHARDING), _zero_stage(), then=_fit, format_func=_sharding_words)
+    dp_replicate, dp_shard = get(("plan", "dp_replicate"), 1), get(("plan", "dp_shard"), 1)
+    st.caption(f"Data parallel, from the rest: dp_replicate {dp_replicate}, dp_shard {dp_shard}")
+    if _is_above_one(get(("plan", "pp"))):
+        schedules = tuple(SCHEDULE_FACTS)
+        choice(
+            "Schedule", ("plan", "schedule"), schedules, "1f1b", then=_after_schedule, help="Order of a pipeline's work"
+        )
+        facts = SCHEDULE_FACTS.get(str(get(("plan", "schedule"), "1f1b")))
+        if facts is not None and facts.virtual_stages is None:
+            number("Stages per rank", ("plan", "virtual_stages"), 2, least=2, most=1000)
+    choice("Recompute", ("plan", "recompute"), _RECOMPUTE, "none", help="What the forward pass does not keep")
+    with st.expander("More of the plan"):
+        number("Replicas of the shards", ("plan", "dp_replicate"), 1, most=10**6, then=_fit, help="dp_replicate (HSDP)")
+        number("Expert parallel", ("plan", "ep"), 1, most=10**6, help="ep: ranks that have different experts")
+        switch("Sequence parallelism", ("plan", "sequence_parallel"), _is_above_one(get(("plan", "tp"))))
+        switch("Reshard after forward", ("plan", "reshard_after_forward"), default=True)
+        switch("Optimizer states on the host", ("plan", "offload_optimizer"), default=False)
+        switch("Activations on the host", ("plan", "offload_activations"), default=False)
+
+
+def _sizes() -> tuple[int, ...]:
+    """Sizes of an axis that divide the devices."""
+    devices = _devices()
+    return tuple(divisors(devices)) if devices is not None and 0 < devices <= 10**6 else (1,)
+
+
+def _sharding_words(stage: Any) -> str:
+    return _SHARDING.get(stage, str(stage))
+
+
+def _zero_stage() -> int:
+    return 3 if _is_above_one(get(("plan", "dp_shard"))) else 0
+
+
+def _fit() -> None:
+    """What tensor, context and pipeline parallelism leave of the devices is data-parallel."""
+    devices = _devices()
+    axes = [get(("plan", key), 1) for key in ("tp", "cp", "pp")]
+    stage, replicas = get(("plan", "zero_stage"), _zero_stage()), get(("plan", "dp_replicate"), 1)
+    if devices is None or not all(_is_count(value) for value in (*axes, replicas)):
+        return
+    used = axes[0] * axes[1] * axes[2]
+    if devices % used == 0:
+        rest = devices // used
+        sharded = stage in (1, 2, 3)
+        if not sharded:
+            replicas = rest
+        elif rest % replicas or replicas == rest:  # no replicas were asked for, or they do not fit any more
+            replicas = 1
+        put(("plan", "dp_replicate"), replicas if replicas > 1 else None)
+        put(("plan", "dp_shard"), rest // replicas if sharded else None)
+        put(("plan", "zero_stage"), stage)
+    if axes[2] == 1:
+        put(("plan", "schedule"), None)
+        put(("plan", "virtual_stages"), None)
+    if axes[0] == 1:
+        put(("plan", "sequence_parallel"), None)
+
+
+def _after_schedule() -> None:
+    facts = SCHEDULE_FACTS.get(str(get(("plan", "schedule"))))
+    several = facts is not None and facts.virtual_stages is None
+    put(("plan", "virtual_stages"), 2 if several else None)
+
+
+def _section(name: str) -> dict[str, Any]:
+    """A section of the scenario; empty where it is none."""
+    found = get((name,))
+    return found if isinstance(found, dict) else {}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_above_one(value: Any) -> bool:
+    return _is_count(value) and value > 1
+
+
+def _as_text() -> None:
+    with st.expander("Scenario as YAML"):
+        st.caption("All that a scenario file can say; what the form does not show is kept.")
+        file = st.file_uploader("A scenario file", type=["yaml", "yml"], key="question file")
+        if file is not None and st.button("Open it", key="question open"):
+            _take_text(file.getvalue(), file.name)
+        text = state.document_text(state.document())
+        if st.session_state.get("question shown") != text:
+            st.session_state["question shown"] = st.session_state["question text"] = text
+        st.text_area("YAML", key="question text", height=260, label_visibility="collapsed")
+        if st.button("Apply", key="question apply", width="stretch"):
+            _take_text(st.session_state["question text"].encode(), "scenario")
+
+
+def _take_text(content: bytes, name: str) -> None:
+    """Takes a scenario over as it is, if it is YAML at all; what is wrong with it is said where it is answered."""
+    try:
+        if len(content) > MAX_YAML_BYTES:
+            raise SpecError(Problem(field=name, rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"))
+        try:
+            data = parse_yaml(content.decode("utf-8-sig"), name).data
+        except UnicodeDecodeError:
+            raise SpecError(Problem(field=name, rule="is not UTF-8 text", fix="save it as UTF-8")) from None
+        if not isinstance(data, dict):
+            raise SpecError(
+                Problem(field=name, rule="must be a mapping (key: value)", fix="write model: {...} and so on")
+            )
+    except SpecError as error:
+        show_problems(error)
+        return
+    state.set_document(data)
+    st.rerun()

@@ -1,0 +1,53 @@
+"""Where a rank's step goes: its shares as steps down from the first start to the last end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from app.figures.style import styled
+from app.palette import MUTED, SPLIT
+from app.results.plan import StepPart
+from simplan.units import format_percent, format_time
+
+__all__ = ["waterfall_figure"]
+
+_HATCHED = ("recompute", "exposed communication")
+
+
+def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> go.Figure:
+    """A bar for each share, each beginning where the one before ends, and the step below.
+
+    Args:
+        parts: From ``step_parts``; they sum to the step.
+        step_time_s: The step.
+    """
+    unit, unit_s = ("s", 1.0) if step_time_s >= 1.0 else ("ms", 1e-3)
+    starts = [sum(part.seconds for part in parts[:number]) for number in range(len(parts))]
+    labels = [
+        f"{part.name}  <b>{format_time(part.seconds)}</b>  {format_percent(part.seconds / step_time_s)}"
+        for part in parts
+    ]
+    figure = go.Figure()
+    figure.add_bar(
+        orientation="h",
+        y=[*labels, f"step  <b>{format_time(step_time_s)}</b>"],
+        x=[*(part.seconds / unit_s for part in parts), step_time_s / unit_s],
+        base=[*(start / unit_s for start in starts), 0.0],
+        marker={
+            "color": [*(SPLIT[part.group] for part in parts), MUTED],
+            "pattern": {
+                "shape": [*("/" if part.group in _HATCHED else "" for part in parts), ""],
+                "size": 6,
+                "solidity": 0.2,
+            },
+        },
+        customdata=[*(part.group for part in parts), "the whole"],
+        hovertemplate="%{y} of the step<br>counted as %{customdata}<extra></extra>",
+        showlegend=False,
+    )
+    styled(figure, height=330, bargap=0.28)
+    figure.update_xaxes(title=unit, range=[0, step_time_s / unit_s * 1.01], rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    return figure

@@ -1,0 +1,68 @@
+"""What the page Plan shows: shares that sum to the step, tiers as the ranks sit, and the same numbers twice."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict
+
+import pytest
+
+from app.figures.waterfall import waterfall_figure
+from app.results.headline import headline_of_brief, headline_of_prediction, training_of
+from app.results.plan import BETWEEN, WITHIN, plan_result
+from simplan.predict.brief import predict_brief
+from simplan.scenario import parse_scenario
+from tests.app.questions import text_of
+
+NAMES = ["tensor-fsdp", "zb-h1", "moe-pipeline", "offload-optimizer", "four-dimensions"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_sum_to_the_step_and_agree_with_the_split(name: str) -> None:
+    result = plan_result(text_of(name), 0)
+    prediction = result.prediction
+    splits = {m.rank: split for m, split in zip(prediction.memory, prediction.splits, strict=True)}
+    for rank, parts in result.steps.items():
+        assert sum(part.seconds for part in parts) == pytest.approx(prediction.step_time_s, rel=1e-9)
+        exposed = sum(part.seconds for part in parts if part.group == "exposed communication")
+        assert exposed == pytest.approx(splits[rank].exposed_communication_s, rel=1e-9, abs=1e-12)
+        figure = waterfall_figure(parts, prediction.step_time_s)
+        [bars] = figure.data
+        unit_s = 1.0 if prediction.step_time_s >= 1 else 1e-3
+        ends = [base + x for base, x in zip(bars.base, bars.x, strict=True)]
+        assert ends[:-1][-1] * unit_s == pytest.approx(prediction.step_time_s)
+        assert list(bars.base[1:-1]) == pytest.approx(ends[:-2])
+
+
+def test_tiers_are_those_of_the_nodes() -> None:
+    """8 devices a node: tensor parallelism over 8 stays inside, shards over 2 nodes do not."""
+    inside = plan_result(text_of("tensor-fsdp"), 0)
+    names = {part.name for parts in inside.steps.values() for part in parts}
+    assert {f"exposed {WITHIN}", f"exposed {BETWEEN}"} <= names
+    one_node = plan_result(text_of("fsdp"), 0)
+    names = {part.name for parts in one_node.steps.values() for part in parts}
+    assert f"exposed {WITHIN}" in names
+    assert f"exposed {BETWEEN}" not in names
+
+
+@pytest.mark.parametrize("name", ["tensor-fsdp", "zb-h1"])
+def test_brief_and_whole_predictions_say_the_same(name: str) -> None:
+    asked = parse_scenario(text_of(name))
+    brief = predict_brief(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    quick = asdict(headline_of_brief(asked, brief))
+    final = asdict(headline_of_prediction(plan_result(text_of(name), 0).prediction))
+    assert quick.pop("step_time_interval_s") == pytest.approx(final.pop("step_time_interval_s"), rel=1e-6)
+    assert quick == pytest.approx(final, rel=1e-6)
+
+
+def test_a_whole_training_costs_what_its_hours_cost() -> None:
+    headline = headline_of_prediction(plan_result(text_of("fsdp"), 0).prediction)
+    day = training_of(headline, 8, headline.tokens_per_s * 86_400, 2.0)
+    assert (day.days, day.device_hours, day.cost) == pytest.approx((1.0, 192.0, 384.0))
+    assert training_of(headline, 8, 1e9, None).cost is None
+
+
+def test_results_travel_between_processes() -> None:
+    result = plan_result(text_of("zb-h1"), 0)
+    assert pickle.loads(pickle.dumps(result)) == result
+    assert not result.prediction.timeline.spans
