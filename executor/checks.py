@@ -125,6 +125,13 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor does not run this precision",
             fix="use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
         )
+    if job.checkpointing is not None and plan.offload_optimizer:
+        yield Problem(
+            field="plan.offload_optimizer",
+            value="true",
+            rule="the executor takes no checkpoints of optimizer states in the host's memory",
+            fix="use false, or no --checkpoint-dir",
+        )
     yield from _unmodelled_fp8(job)
     if job.software.id != "torch":
         yield Problem(

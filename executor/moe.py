@@ -239,6 +239,11 @@ class SeparateOptimizers:
     def __init__(self, sharded: _Optimizer, whole: _Optimizer) -> None:
         self._optimizers = (sharded, whole)
 
+    @property
+    def optimizers(self) -> tuple[_Optimizer, ...]:
+        """Both."""
+        return self._optimizers
+
     def step(self) -> None:
         """Updates all parameters."""
         for optimizer in self._optimizers:

@@ -13,7 +13,10 @@ from pathlib import Path
 from executor.heartbeat import Heartbeat, RankState
 from simplan.files import write_whole
 
-__all__ = ["FIRST_RANK_VARIABLE", "RankFiles", "live_as_rank"]
+__all__ = ["ATTEMPT_VARIABLE", "FIRST_RANK_VARIABLE", "RankFiles", "attempt", "live_as_rank"]
+
+ATTEMPT_VARIABLE = "SIMPLAN_ATTEMPT"
+"""Environment variable in which the agent tells its ranks how often it has started ranks before them."""
 
 FIRST_RANK_VARIABLE = "SIMPLAN_FIRST_RANK"
 """Environment variable with the rank of this node's first process."""
@@ -26,6 +29,7 @@ class RankFiles:
         heartbeat: Its signs of life (binary).
         log: Its output, tracebacks included.
         steps: One JSON line per finished step, written by ``run`` jobs.
+        checkpoints: One JSON line per checkpoint, of rank 0.
         error: The exception that ended it, as JSON; absent when none did.
     """
 
@@ -33,12 +37,18 @@ class RankFiles:
         self.heartbeat = out_dir / f"rank{rank}.heartbeat"
         self.log = out_dir / f"rank{rank}.log"
         self.steps = out_dir / f"rank{rank}.steps.jsonl"
+        self.checkpoints = out_dir / f"rank{rank}.checkpoints.jsonl"
         self.error = out_dir / f"rank{rank}.error.json"
 
     def remove(self) -> None:
         """Deletes what an earlier run left."""
-        for path in (self.heartbeat, self.log, self.steps, self.error):
+        for path in (self.heartbeat, self.log, self.steps, self.checkpoints, self.error):
             path.unlink(missing_ok=True)
+
+
+def attempt() -> int:
+    """How often the ranks of this job had been started before."""
+    return int(os.environ.get(ATTEMPT_VARIABLE, "0"))
 
 
 def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:

@@ -28,6 +28,7 @@ class StepRecord(Spec):
 
     Attributes:
         step: Index in the run, warm-up included.
+        is_warmup: It does not count: one of the first steps since the ranks started.
         start_s: When this rank left the barrier before the step.
         end_s: When its last action had ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
@@ -36,6 +37,7 @@ class StepRecord(Spec):
     """
 
     step: int
+    is_warmup: bool = False
     start_s: float
     end_s: float
     losses: tuple[float, ...]
@@ -143,11 +145,12 @@ class Recorder:
         self._clock.settle()
         return self._clock.seconds(self._start), self._clock.seconds(end)
 
-    def record(self, start_s: float, end_s: float, losses: Sequence[float]) -> StepRecord:
+    def record(self, start_s: float, end_s: float, losses: Sequence[float], *, is_warmup: bool = False) -> StepRecord:
         """The ended step as data."""
         seconds = self._clock.seconds
         return StepRecord(
             step=self._step,
+            is_warmup=is_warmup,
             start_s=start_s,
             end_s=end_s,
             losses=tuple(losses),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,6 +13,7 @@ from executor.environment import environment
 from executor.host_clock import ClockReading, common_time_s
 from executor.rank import RankFiles
 from executor.recorder import StepRecord
+from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement, PeakMemory, RankMeasurement
 
@@ -20,7 +21,11 @@ __all__ = ["gather"]
 
 
 def gather(
-    job: Job, out_dir: Path, failure: str | None, clocks: Mapping[int, Sequence[ClockReading]] | None = None
+    job: Job,
+    out_dir: Path,
+    failure: str | None,
+    clocks: Mapping[int, Sequence[ClockReading]] | None = None,
+    notes: Sequence[str] = (),
 ) -> Measurement:
     """The measurement of a run whose ranks have ended; steps count that every rank finished.
 
@@ -29,13 +34,15 @@ def gather(
         out_dir: The folder of the run.
         failure: Why it ended early; None when it did not.
         clocks: By rank, readings of its node's clock; None or none for ranks on the clock of this node.
+        notes: What is known besides.
     """
     num_ranks, clocks = job.plan.num_devices, clocks or {}
     read = [_read(RankFiles(out_dir, rank).steps, clocks.get(rank, ())) for rank in range(num_ranks)]
     steps = list(zip(*(records for records, _ in read), strict=False))
     times_s = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
-    steady = range(min(job.num_warmup_steps, len(steps)), len(steps))
+    steady = [i for i, step in enumerate(steps) if not step[0].is_warmup]
     shown = _representative([times_s[i] for i in steady]) if steady else None
+    checkpoints = _read_checkpoints(RankFiles(out_dir, 0).checkpoints)
     ranks = []
     for rank, (records, memory) in enumerate(read):
         record = None if shown is None else _from_start(records[steady[shown]], steps[steady[shown]])
@@ -53,9 +60,12 @@ def gather(
         complete=failure is None,
         failure=failure,
         step_times_s=tuple(times_s[i] for i in steady),
-        warmup_step_times_s=tuple(times_s[: job.num_warmup_steps]),
+        warmup_step_times_s=tuple(times_s[i] for i, step in enumerate(steps) if step[0].is_warmup),
         losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
         ranks=tuple(ranks),
+        first_step=steps[0][0].step if steps else 0,
+        checkpoints=checkpoints,
+        notes=(*notes, *_unwritten(checkpoints)),
         environment=_environment(job, num_ranks - len(clocks), clocks),
     )
 
@@ -90,6 +100,26 @@ def _read(path: Path, clock: Sequence[ClockReading]) -> tuple[list[StepRecord], 
             except ValidationError:
                 break
     return records, PeakMemory()
+
+
+def _read_checkpoints(path: Path) -> tuple[CheckpointTiming, ...]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return ()
+    timings = []
+    for line in lines:
+        try:
+            timings.append(CheckpointTiming.model_validate_json(line))
+        except ValidationError:
+            break
+    return tuple(timings)
+
+
+def _unwritten(checkpoints: Sequence[CheckpointTiming]) -> Iterator[str]:
+    for checkpoint in checkpoints:
+        if checkpoint.failure is not None:
+            yield f"the checkpoint of step {checkpoint.step} was not written ({checkpoint.failure}); training went on"
 
 
 def _representative(times_s: list[float]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from executor.checkpoint_folder import check_resume
 from executor.checks import check_job
 from executor.host_clock import ClockReading
 from executor.launch import Beats, RanksError, launch_ranks
@@ -49,6 +50,7 @@ def run_job(
         RunError: Ranks failed or hung, or nodes did not come; all are ended.
     """
     check_job(job, None if nodes is None else nodes.ranks_per_node)
+    notes = check_resume(job)
     team = None if nodes is None else meet(nodes, job.model_dump_json())
     out_dir = _folder(out_dir)
     failure: str | None = "the run was interrupted"
@@ -63,7 +65,7 @@ def run_job(
         failure = str(error)
         raise
     finally:
-        measurement = gather(job, out_dir, failure, readings)
+        measurement = gather(job, out_dir, failure, readings, notes)
         write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
     return measurement
 
@@ -138,7 +140,7 @@ def _steps_of(team: Team, out_dir: Path) -> dict[int, str]:
 def _run_here(job: Job, out_dir: Path, on_progress: Progress | None, rank_module: str, team: Team | None) -> None:
     job_file = out_dir / "job.json"
     write_whole(job_file, job.model_dump_json(indent=1))
-    num_steps = job.num_warmup_steps + job.num_steps
+    num_steps = job.num_all_steps
     told = 0
 
     def on_poll(beats: Beats) -> None:

@@ -24,6 +24,7 @@ from executor.parallel import Parallel, Peers, partial_parameters, sum_partial_g
 from executor.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.recorder import Recorder
 from executor.streamed_optimizer import StreamedOptimizer, by_layer
+from executor.training_state import TrainingState
 from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
 from simplan.program.job import Job
@@ -152,6 +153,10 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
         if isinstance(self.optimizer, ShardedOptimizer | SeparateOptimizers):
             self.optimizer.broadcast()
+
+    def state(self) -> TrainingState:
+        """What a checkpoint holds."""
+        return TrainingState(self.stages.values(), self.optimizer, self._parallel, self._device)
 
     def _build_stage(self, index: int) -> Stage:
         job, plan = self._job, self._job.plan

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
+from executor.checkpoints import Checkpoints
 from executor.clock import make_clock
 from executor.groups import make_groups
 from executor.heartbeat import Heartbeat, RankState
 from executor.memory import peak_allocated_bytes, peak_memory
-from executor.rank import RankFiles, live_as_rank
+from executor.rank import RankFiles, attempt, live_as_rank
 from executor.recorder import Recorder
 from executor.trainer import Trainer
+from simplan.files import write_whole
+from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
 from simplan.program.measurement import PeakMemory
 from simplan.spec.plan import RankMapping
@@ -47,9 +54,15 @@ def start_rank(device: torch.device, timeout_s: float) -> None:
     torch's own timeout is longer than the launcher's patience, so that the launcher says who hangs.
     """
     cuda = device.type == "cuda"
+    timeout = timedelta(seconds=2 * timeout_s + 60)
+    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    # torchrun has one store for all attempts, in which the names of an earlier one's ranks would be found
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        timeout=timedelta(seconds=2 * timeout_s + 60),
+        store=PrefixStore(f"attempt{attempt()}", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
         device_id=device if cuda else None,
     )
 
@@ -75,8 +88,17 @@ def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     def build() -> Trainer:
         return Trainer(job, rank, device, groups, recorder)
 
-    with RankFiles(out_dir, rank).steps.open("w") as steps:
-        _timed_steps(job, build(), device, recorder, steps)
+    files = RankFiles(out_dir, rank)
+    trainer, first, checkpoints = build(), 0, None
+    if job.checkpointing is not None:
+        checkpoints = Checkpoints(job, trainer.state(), partial(_append, files.checkpoints) if rank == 0 else _ignore)
+        if job.checkpointing.resume or attempt() > 0:
+            heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
+            first = checkpoints.restore()
+    _keep_steps_before(first, files.steps)
+    with files.steps.open("a") as steps:
+        _timed_steps(job, trainer, device, recorder, steps, first, checkpoints)
+        del trainer, checkpoints
         memory = _memory(job, build, device, recorder, heartbeat)
         print(memory.model_dump_json(), file=steps, flush=True)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
@@ -84,18 +106,49 @@ def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     dist.destroy_process_group()
 
 
-def _timed_steps(job: Job, trainer: Trainer, device: torch.device, recorder: Recorder, file: TextIO) -> None:
+def _timed_steps(
+    job: Job,
+    trainer: Trainer,
+    device: torch.device,
+    recorder: Recorder,
+    file: TextIO,
+    first: int,
+    checkpoints: Checkpoints | None,
+) -> None:
     """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
-    for step in range(job.num_warmup_steps + job.num_steps):
+    for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
         _barrier(device)
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
-        record = recorder.record(start_s, end_s, [float(loss) for loss in losses])
+        is_warmup = step < first + job.num_warmup_steps
+        record = recorder.record(start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup)
         print(record.model_dump_json(), file=file, flush=True)
-    recorder.waiting("waiting for the other ranks to measure memory", job.num_warmup_steps + job.num_steps)
+        if checkpoints is not None:
+            recorder.waiting("taking a checkpoint", step + 1)
+            checkpoints.after(step + 1)
+    if checkpoints is not None:
+        recorder.waiting("waiting for the last checkpoint to be written", job.num_all_steps)
+        checkpoints.finish()
+    recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
+
+
+def _keep_steps_before(first: int, file: Path) -> None:
+    """Of the steps that an earlier attempt of this run has written, those that are not done again."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    kept = (line for line in lines if line.endswith("\n") and json.loads(line).get("step", first) < first)
+    write_whole(file, "".join(kept))
+
+
+def _append(file: Path, timing: CheckpointTiming) -> None:
+    with file.open("a") as stream:
+        stream.write(timing.model_dump_json() + "\n")
+
+
+def _ignore(timing: CheckpointTiming) -> None:
+    """Other ranks than 0 took about as long."""
 
 
 def _memory(

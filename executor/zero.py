@@ -47,6 +47,11 @@ class ShardedOptimizer:
         mine = parts[group.ranks.index(dist.get_rank())]
         self._inner = make(mine) if mine else None  # more ranks than parameters: some have nothing to update
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer | StreamedOptimizer, ...]:
+        """Of the parameters this rank owns."""
+        return () if self._inner is None else (self._inner,)
+
     def step(self) -> None:
         """Updates the parameters this rank owns."""
         if self._inner is not None:

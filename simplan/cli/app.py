@@ -133,6 +133,16 @@ def run(
     join_timeout: Annotated[
         float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
     ] = 300.0,
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the state of the training here, also for a later --resume."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default 10).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")
+    ] = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Run the plan on this machine's devices and show the prediction beside the measurement.
@@ -140,11 +150,17 @@ def run(
     Calibrates first when this machine has no calibration for the scenario. With --nodes and --rdzv, every node runs its
     part of the ranks, and node 0 shows the result.
     """
+    from simplan.cli.checkpointing import checkpointing
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions
     from simplan.cli.nodes import Meeting
 
-    options = RunOptions(num_steps=steps, num_warmup_steps=warmup, timeout_s=timeout)
+    options = RunOptions(
+        num_steps=steps,
+        num_warmup_steps=warmup,
+        timeout_s=timeout,
+        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, resume=resume),
+    )
     meeting = Meeting(nodes, rdzv, node_rank, interface, join_timeout)
     return run_command(
         scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting

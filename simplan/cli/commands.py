@@ -122,6 +122,8 @@ def run_command(
         return 0
     calibration = ensure([scenario], calibration_file)
     outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
+    for note in outcome.measurement.notes:
+        say(f"note: {note}")
     if as_json:
         print_json(outcome.to_json())
         return 0

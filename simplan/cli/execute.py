@@ -15,6 +15,7 @@ from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import job_of, predict
 from simplan.prediction import Prediction
+from simplan.program.checkpoint import Checkpointing
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
@@ -36,12 +37,14 @@ class RunOptions:
         num_warmup_steps: Steps before them that do not count.
         timeout_s: A rank that makes no progress for so long ends the run.
         nodes: How to meet the other nodes, of which this is node 0; None for all ranks on this machine.
+        checkpointing: How the state of the training is kept; None for not at all.
     """
 
     num_steps: int = 10
     num_warmup_steps: int = 2
     timeout_s: float = 120.0
     nodes: Nodes | None = None
+    checkpointing: Checkpointing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,5 +171,6 @@ def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job
         num_steps=options.num_steps,
         num_warmup_steps=options.num_warmup_steps,
         timeout_s=options.timeout_s,
+        checkpointing=options.checkpointing,
         device=_DEVICES[device.kind],
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.program.action import Table, parse_table
+from simplan.program.checkpoint import Checkpointing
 from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -32,6 +33,7 @@ class Job(Spec):
         dtype: ``fp64`` replaces the training precision, for checking against one process.
         device: ``auto`` takes CUDA devices when there are enough, else the CPU.
         timeout_s: A rank that makes no progress for so long ends the run.
+        checkpointing: How the state is kept; None for not at all.
         profile_memory: Run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -50,6 +52,12 @@ class Job(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 120.0
     profile_memory: bool = True
+    checkpointing: Checkpointing | None = None
+
+    @property
+    def num_all_steps(self) -> int:
+        """Steps of the training, warm-up included."""
+        return self.num_warmup_steps + self.num_steps
 
     @property
     def assignment(self) -> StageAssignment:

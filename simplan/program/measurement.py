@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
 from simplan.program.timeline import SpanKind
 from simplan.spec.base import Spec
@@ -105,6 +106,9 @@ class Measurement(Spec):
         warmup_step_times_s: The steps before, not counted.
         losses: Mean loss of every step, warm-up included.
         ranks: One entry per rank.
+        first_step: Steps that the checkpoint had done with which the run began; 0 for a run from the beginning.
+        checkpoints: What each took, as rank 0 has it.
+        notes: What a reader should know besides, one sentence each.
         environment: Machine, versions, threads, backend.
     """
 
@@ -116,6 +120,9 @@ class Measurement(Spec):
     warmup_step_times_s: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
+    first_step: int = 0
+    checkpoints: tuple[CheckpointTiming, ...] = ()
+    notes: tuple[str, ...] = ()
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
 
     @property

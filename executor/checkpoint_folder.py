@@ -1,0 +1,155 @@
+"""A folder of checkpoints: each is whole or not there.
+
+A checkpoint is written to a folder with a hidden name, put on the disk file by file, and renamed when all ranks have
+written. What is found under its final name is therefore whole, unless somebody has changed it since; then its header
+tells.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from simplan.errors import Problem, SpecError
+from simplan.files import write_whole
+from simplan.program.checkpoint import CheckpointHeader, differences
+from simplan.program.job import Job
+
+__all__ = ["WholeWriter", "check_resume", "drop_unfinished", "newest_checkpoint", "prune", "step_folder"]
+
+_HEADER = "checkpoint.json"
+_UNFINISHED = ".unfinished-"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a number of steps lies."""
+    return folder / f"step-{step:08d}"
+
+
+def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]:
+    """The header of the newest whole checkpoint, and a sentence about each newer one that is not whole."""
+    notes = []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            header = CheckpointHeader.model_validate_json((path / _HEADER).read_bytes())
+        except (OSError, ValidationError):
+            notes.append(f"{path} is passed over: it has no header that can be read")
+            continue
+        wrong = [name for name, size in header.file_bytes.items() if _size(path / name) != size]
+        if wrong or path != step_folder(folder, header.step):
+            notes.append(f"{path} is passed over: {wrong[0] if wrong else 'its name'} is not as it was written")
+            continue
+        return header, notes
+    return None, notes
+
+
+def check_resume(job: Job) -> list[str]:
+    """Checks what a run finds in its folder of checkpoints, before anything starts; gives notes.
+
+    Raises:
+        SpecError: There are checkpoints and the run is to begin anew, or the newest is of another training, or of all
+            the steps of the run; or the folder cannot be made.
+    """
+    asked = job.checkpointing
+    if asked is None:
+        return []
+    folder = Path(asked.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror}"
+        raise SpecError(Problem(field="--checkpoint-dir", value=asked.folder, rule=rule)) from None
+    header, notes = newest_checkpoint(folder)
+    if header is None:
+        return [*notes, f"no checkpoint in {folder}: beginning at step 1"] if asked.resume else notes
+    if not asked.resume:
+        rule = f"has checkpoints already, the newest of step {header.step}"
+        fix = "add --resume to go on from it, or name another folder"
+        raise SpecError(Problem(field="--checkpoint-dir", value=asked.folder, rule=rule, fix=fix))
+    problems = list(differences(header, job.model, job.training, job.plan, job.seed, job.dtype))
+    if header.step >= job.num_all_steps:
+        rule = f"the newest checkpoint has done all {job.num_all_steps} steps of the run already"
+        problems.append(
+            Problem(field="--resume", value=f"step {header.step}", rule=rule, fix="ask for more steps with --steps")
+        )
+    if problems:
+        raise SpecError(problems, file=str(step_folder(folder, header.step)))
+    return [*notes, f"resuming after step {header.step}"]
+
+
+def drop_unfinished(folder: Path) -> list[str]:
+    """Deletes what a run that ended while it wrote has left; a sentence about each."""
+    left = sorted(folder.glob(f"{_UNFINISHED}*"))
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [f"{path} was not finished and is deleted" for path in left]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the newest checkpoints; each vanishes at once under its name."""
+    for path in sorted(folder.glob("step-*"))[:-keep]:
+        doomed = path.with_name(f"{_UNFINISHED}{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+class WholeWriter(FileSystemWriter):
+    """Writes the files of all ranks beside, and renames their folder once they are all on the disk.
+
+    Args:
+        folder: Of the checkpoints.
+        job: Of the run.
+        step: Steps done.
+    """
+
+    def __init__(self, folder: Path, job: Job, step: int) -> None:
+        self.unfinished = folder / f"{_UNFINISHED}{step_folder(folder, step).name}"
+        super().__init__(self.unfinished)
+        self._final = step_folder(folder, step)
+        self._job, self._step = job, step
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Called on one rank, when all have written."""
+        super().finish(metadata, results)
+        job, folder = self._job, self.unfinished
+        header = CheckpointHeader(
+            step=self._step,
+            model=job.model,
+            training=job.training,
+            plan=job.plan,
+            seed=job.seed,
+            dtype=job.dtype,
+            file_bytes={path.name: path.stat().st_size for path in _files(folder)},
+        )
+        write_whole(folder / _HEADER, header.model_dump_json(indent=1))
+        _sync(folder)
+        if self._final.exists():  # of a training that went back further than this
+            shutil.rmtree(self._final)
+        folder.rename(self._final)
+        _sync(self._final.parent)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.iterdir() if path.is_file())
+
+
+def _sync(folder: Path) -> None:
+    """Puts the names in a folder onto the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

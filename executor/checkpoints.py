@@ -1,0 +1,161 @@
+"""Takes checkpoints beside the training, with torch.distributed.checkpoint, and goes on from them.
+
+Between two steps the state is copied; a thread then writes the copy while training goes on. Every rank writes its own
+parts; what several hold is written once. A checkpoint that cannot be written, for instance because the disk is full,
+is told and passed over: training goes on, and the one before it stays.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from executor.checkpoint_folder import WholeWriter, drop_unfinished, newest_checkpoint, prune, step_folder
+from executor.training_state import TrainingState
+from simplan.errors import RunError
+from simplan.program.checkpoint import Checkpointing, CheckpointTiming
+from simplan.program.job import Job
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The checkpoints of one rank's run; every rank of the job must make one and call the same methods.
+
+    Args:
+        job: The job, with ``checkpointing``.
+        state: What is kept.
+        tell: Called with what each took, on every rank.
+    """
+
+    def __init__(self, job: Job, state: TrainingState, tell: Callable[[CheckpointTiming], None]) -> None:
+        assert job.checkpointing is not None
+        self._job, self._asked = job, job.checkpointing
+        self._folder = Path(self._asked.folder)
+        self._state = state
+        self._group = dist.new_group(backend="gloo")  # of its own: a thread talks over it during steps
+        self._pending: _Pending | None = None
+        self._tell = tell
+        if dist.get_rank() == 0:
+            drop_unfinished(self._folder)
+
+    def restore(self) -> int:
+        """Takes over the newest whole checkpoint; gives the steps it has done, 0 when there is none.
+
+        Raises:
+            RunError: This rank does not see what rank 0 sees.
+        """
+        found: list[int] = [0]
+        if dist.get_rank() == 0:
+            header, _ = newest_checkpoint(self._folder)
+            found = [0 if header is None else header.step]
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        (step,) = found
+        if step == 0:
+            return 0
+        path = step_folder(self._folder, step)
+        if not path.is_dir():
+            raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
+        reader = FileSystemReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        stored = {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+        def read(tensors: dict[str, Any]) -> None:
+            load(tensors, storage_reader=reader, process_group=self._group)
+
+        self._state.restore(stored, read)
+        return step
+
+    def after(self, step: int) -> None:
+        """To be called when a number of steps are done: takes a checkpoint when it is time for one."""
+        self._collect(wait=False)
+        if step % self._asked.every == 0:
+            self._take(step)
+
+    def finish(self) -> None:
+        """Waits for the last one."""
+        self._collect(wait=True)
+
+    def _take(self, step: int) -> None:
+        start_s = time.perf_counter()
+        self._collect(wait=True)
+        writer = WholeWriter(self._folder, self._job, step)
+        future = async_save(self._state.tensors(), storage_writer=writer, process_group=self._group)
+        assert isinstance(future, Future)
+        copied_s = time.perf_counter()
+        self._pending = _Pending(step, self._asked, writer, future, copied_s - start_s, copied_s)
+
+    def _collect(self, *, wait: bool) -> None:
+        if self._pending is not None and (wait or self._pending.is_done()):
+            self._tell(self._pending.result())
+            self._pending = None
+
+
+class _Pending:
+    """A checkpoint that is being written."""
+
+    def __init__(
+        self,
+        step: int,
+        asked: Checkpointing,
+        writer: WholeWriter,
+        future: Future[Any],
+        blocked_s: float,
+        start_s: float,
+    ) -> None:
+        self._step, self._asked, self._writer, self._future = step, asked, writer, future
+        self._blocked_s = blocked_s
+        self._written_s = 0.0
+
+        def written(_: Future[Any]) -> None:
+            self._written_s = time.perf_counter() - start_s
+
+        future.add_done_callback(written)
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> CheckpointTiming:
+        """Waits; older checkpoints go when it is whole, and what there is of it when it is not."""
+        error = self._future.exception()
+        if dist.get_rank() == 0:
+            if error is None:
+                prune(Path(self._asked.folder), self._asked.keep)
+            else:
+                shutil.rmtree(self._writer.unfinished, ignore_errors=True)
+        return CheckpointTiming(
+            step=self._step,
+            blocked_s=self._blocked_s,
+            written_s=self._written_s,
+            failure=None if error is None else _why(error),
+        )
+
+
+def _why(error: BaseException) -> str:
+    """The first rank's reason, in words."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {_words(cause)}"
+    return _words(error)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

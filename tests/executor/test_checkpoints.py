@@ -1,0 +1,161 @@
+"""Runs that go on from checkpoints compute what undisturbed runs compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.checkpoint_folder import newest_checkpoint
+from executor.run import run_job
+from simplan.errors import SpecError
+from simplan.program.checkpoint import CheckpointHeader, Checkpointing
+from simplan.program.job import Job
+from simplan.program.measurement import Measurement
+from simplan.spec.training import TrainingSpec
+
+NUM_STEPS = 6
+"""All of them: one warm-up step and the steady ones."""
+
+
+def with_checkpoints(job: Job, folder: Path, num_steps: int = NUM_STEPS, **asked: Any) -> Job:
+    checkpointing = Checkpointing(**{"folder": str(folder), "every": 2, **asked})
+    return job.model_copy(update={"checkpointing": checkpointing, "num_steps": num_steps - job.num_warmup_steps})
+
+
+def in_two_parts(job: Job, other: Job, folder: Path) -> tuple[Measurement, Measurement]:
+    """The first four steps as ``job``, the others as ``other``, which goes on from their checkpoint."""
+    first = run_job(with_checkpoints(job, folder / "kept", 4), folder / "first")
+    return first, run_job(with_checkpoints(other, folder / "kept", resume=True), folder / "second")
+
+
+def undisturbed(job: Job, folder: Path) -> Measurement:
+    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - job.num_warmup_steps}), folder)
+
+
+def test_a_resumed_run_computes_the_same(make_job: Any, tmp_path: Path) -> None:
+    job = make_job(dp=2, num_steps=NUM_STEPS - 1)
+    whole = undisturbed(job, tmp_path / "whole")
+    first, second = in_two_parts(job, job, tmp_path)
+    assert first.losses == whole.losses[:4]
+    assert second.losses == whole.losses[4:]
+    assert second.first_step == 4
+    assert second.notes == ("resuming after step 4",)
+    assert [timing.step for timing in first.checkpoints] == [2, 4]
+    assert all(timing.failure is None for timing in first.checkpoints)
+    header, notes = newest_checkpoint(tmp_path / "kept")
+    assert header is not None
+    assert (header.step, notes) == (6, [])
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+CASES = {
+    "plain": {},
+    "fsdp": {"plan": {"dp_shard": 2}},
+    "zero1": {"plan": {"dp_shard": 2, "zero_stage": 1}},
+    "1f1b": {"schedule": "1f1b", "pp": 2},
+    "tp": {"plan": {"tp": 2}},
+    "interleaved-fsdp": {"schedule": "interleaved_1f1b", "pp": 2, "plan": {"virtual_stages": 2, "dp_shard": 2}},
+    "tp-fsdp": {"plan": {"tp": 2, "dp_shard": 2}},
+    "hsdp": {"plan": {"dp_shard": 2, "dp_replicate": 2}},
+    "zb-v": {"schedule": "zb-v", "pp": 2},
+}
+
+
+def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) -> Job:
+    tied = case.get("schedule") != "interleaved_1f1b"
+    model = make_model(vocab_size=96, num_hidden_layers=4, tied_embeddings=tied)
+    job: Job = make_job(model=model, **{**case, **fields})
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_strategy_goes_on_to_the_last_bit(
+    case: dict[str, Any], make_job: Any, make_model: Any, tmp_path: Path
+) -> None:
+    job = job_of(make_job, make_model, case)
+    whole = undisturbed(job, tmp_path / "whole")
+    _, second = in_two_parts(job, job, tmp_path)
+    assert second.losses == whole.losses[4:]
+
+
+CHANGES = {
+    "ddp 2 to plain": ({"dp": 2}, {}),
+    "plain to ddp 2": ({}, {"dp": 2}),
+    "fsdp 4 to fsdp 2": ({"plan": {"dp_shard": 4}}, {"plan": {"dp_shard": 2}}),
+    "fsdp 2 to hsdp 2x2": ({"plan": {"dp_shard": 2}}, {"plan": {"dp_shard": 2, "dp_replicate": 2}}),
+    "fsdp 2 to zero1 4": ({"plan": {"dp_shard": 2}}, {"plan": {"dp_shard": 4, "zero_stage": 1}}),
+    "zero1 2 to fsdp 2": ({"plan": {"dp_shard": 2, "zero_stage": 1}}, {"plan": {"dp_shard": 2}}),
+    "1f1b to 1f1b x ddp 2": ({"schedule": "1f1b", "pp": 2}, {"schedule": "1f1b", "pp": 2, "dp": 2}),
+    "tp x ddp 2 to tp": ({"plan": {"tp": 2}, "dp": 2}, {"plan": {"tp": 2}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_ranks_go_on(
+    change: tuple[dict[str, Any], dict[str, Any]], make_job: Any, make_model: Any, tmp_path: Path
+) -> None:
+    """The same samples, summed in another order."""
+    training = TrainingSpec(global_batch_size=16, precision="fp32")
+
+    def job(case: dict[str, Any]) -> Job:
+        """Four microbatches on every data-parallel rank."""
+        made = job_of(make_job, make_model, case, dtype="fp64", training=training)
+        plan = made.plan.model_copy(update={"microbatch_size": 4 // made.plan.dp})
+        return made.model_copy(update={"plan": plan})
+
+    before, after = map(job, change)
+    whole = undisturbed(before, tmp_path / "whole")
+    _, second = in_two_parts(before, after, tmp_path)
+    assert second.losses == pytest.approx(whole.losses[4:], rel=1e-9)
+
+
+def test_a_run_that_may_not_go_on_is_refused(make_job: Any, tmp_path: Path) -> None:
+    """What is compared is the header, so that one without files will do."""
+    job = with_checkpoints(make_job(dp=2), tmp_path / "kept")
+    folder = tmp_path / "kept" / "step-00000002"
+    folder.mkdir(parents=True)
+    header = CheckpointHeader(
+        step=2, model=job.model, training=job.training, plan=job.plan, seed=0, dtype="fp32", file_bytes={}
+    )
+    (folder / "checkpoint.json").write_text(header.model_dump_json())
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(SpecError) as caught:
+            run_job(job.model_copy(update=changes), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    def resume(**changes: Any) -> dict[str, Any]:
+        return {"checkpointing": with_checkpoints(job, tmp_path / "kept", resume=True).checkpointing, **changes}
+
+    assert refused() == (
+        f"--checkpoint-dir = {tmp_path / 'kept'}: has checkpoints already, the newest of step 2; "
+        "add --resume to go on from it, or name another folder"
+    )
+    other = job.training.model_copy(update={"optimizer": "sgd"})
+    assert refused(**resume(training=other)) == (
+        f"{folder}: training.optimizer = sgd: the checkpoint is of a training with adamw; "
+        "use adamw, or another folder for checkpoints"
+    )
+    assert "seed = 7: the checkpoint is of a training with 0" in refused(**resume(seed=7))
+    assert "the newest checkpoint has done all 2 steps of the run already" in refused(**resume(num_steps=1))
+
+
+def test_half_a_checkpoint_is_passed_over(make_job: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    first = run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
+    assert [timing.step for timing in first.checkpoints] == [2, 4]
+    damaged = next((kept / "step-00000004").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (kept / ".unfinished-step-00000006").mkdir()
+    second = run_job(with_checkpoints(make_job(), kept, resume=True), tmp_path / "second")
+    assert second.first_step == 2
+    assert second.notes == (
+        f"{kept / 'step-00000004'} is passed over: {damaged.name} is not as it was written",
+        "resuming after step 2",
+    )
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
