@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simplan.cost.base import Price
-from simplan.cost.collectives import message_price
+from simplan.cost.collectives import message_price, message_s
 from simplan.cost.compute import KernelCost
 from simplan.cost.host_link import host_copy_price
 from simplan.cost.route import Route, route_of
@@ -30,12 +30,23 @@ class AnalyticCost:
         """See ``CostModel``."""
         return self._kernels.price(work)
 
+    def compute_s(self, work: LayerWork) -> float:
+        """Seconds of ``compute``, without what it says."""
+        return self._kernels.seconds(work)
+
     def message(self, message: Message) -> Price:
         """See ``CostModel``."""
-        ranks = message.ranks
-        if len(ranks) > 1 and ranks not in self._routes:
-            self._routes[ranks] = route_of(ranks, self._cluster)
-        return message_price(message, self._cluster, self._routes.get(ranks))
+        return message_price(message, self._cluster, self._route(message.ranks))
+
+    def message_s(self, message: Message) -> float:
+        """Seconds of ``message``, without what it says."""
+        return message_s(message, self._cluster, self._route(message.ranks))
+
+    def _route(self, ranks: tuple[int, ...]) -> Route | None:
+        found = self._routes.get(ranks)
+        if found is None and len(ranks) > 1:
+            found = self._routes[ranks] = route_of(ranks, self._cluster)
+        return found
 
     def host_copy(self, copy: HostCopy) -> Price:
         """See ``CostModel``."""

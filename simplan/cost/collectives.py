@@ -25,7 +25,7 @@ from simplan.program.program import Message
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
 
-__all__ = ["bus_factor", "message_price", "send_s"]
+__all__ = ["bus_factor", "message_price", "message_s", "send_s"]
 
 
 def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
@@ -72,6 +72,14 @@ def message_price(message: Message, cluster: ClusterSpec, route: Route | None = 
         link.relative_std.of(num_bytes),
         way.formula(num_bytes, route.where),
     )
+
+
+def message_s(message: Message, cluster: ClusterSpec, route: Route | None = None) -> float:
+    """Seconds of ``message_price``, without what it says; the same arguments and errors."""
+    if len(message.ranks) == 1:
+        return 0.0
+    route = route or route_of(message.ranks, cluster)
+    return min(way.seconds(message.num_bytes) for way in _ways(message, route, cluster))
 
 
 def _ways(message: Message, route: Route, cluster: ClusterSpec) -> list[Way]:

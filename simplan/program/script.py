@@ -66,6 +66,11 @@ class Scripts:
             found = self._of_layer[key] = self._cut(stage, position, phase)
         return found
 
+    def computed(self, stage: int, position: int, phase: Phase) -> list[Segment]:
+        """The same without what it does to memory."""
+        layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
+        return self._computed(layer, kept, phase)
+
     def merged(self, stage: int, part: range, phase: Phase) -> tuple[Segment, ...]:
         """A pass through some layers with nothing between them: all that is computed, then the exchanges."""
         key = (stage, part, phase)
@@ -116,8 +121,7 @@ class Scripts:
         return footprint
 
     def _cut(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
-        layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
-        segments = self._computed(layer, kept, phase)
+        segments = self.computed(stage, position, phase)
         computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
         first, last = computing[0], computing[-1]
         effects = self._effects(stage, (position,), phase, [self._around_hooks(stage, position)])

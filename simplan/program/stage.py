@@ -247,6 +247,7 @@ def layer_facts(
     ends: tuple[bool, bool],
     left: int = 0,
     split_backward: SplitBackward = "all",
+    inside: LayerFootprint | None = None,
 ) -> LayerFacts:
     """Facts about a layer at some place in a stage.
 
@@ -258,8 +259,9 @@ def layer_facts(
         ends: Its input, and the gradient of its output, come from other ranks, into receive buffers.
         left: See ``LayerFootprint``.
         split_backward: See ``LayerStyle``.
+        inside: What it needs between other layers, where that is known.
     """
-    footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
+    footprint = (inside or layer_footprint(layer, b, state, kept))._replace(left=left)
     if ends[0]:  # the input is a receive buffer, which is counted there
         footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
     if split_backward == "products":

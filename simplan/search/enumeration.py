@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, product
 from typing import NamedTuple, TypeVar
 
 from simplan.search.candidate import Candidate
@@ -78,18 +79,55 @@ class Enumeration:
             meshes: Whose.
             rejected: Counts the others, by rule.
         """
-        for mesh in meshes:
-            why = self.rules.mesh(*mesh)
-            if why is None:
-                yield from self._of_mesh(mesh, rejected)
-            else:
-                rejected[why] += self.size(mesh)
+        for _, group in groupby(meshes, key=lambda mesh: mesh.pp):
+            of_pp = []
+            for mesh in group:
+                why = self.rules.mesh(*mesh)
+                if why is None:
+                    of_pp.append(mesh)
+                else:
+                    rejected[why] += self.size(mesh)
+            if of_pp:
+                yield from self._of_meshes(of_pp, rejected)
 
-    def _of_mesh(self, mesh: Mesh, rejected: Counter[str]) -> Iterator[Candidate]:
+    def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[Candidate]:
+        """Of meshes of one pipeline; plans with one schedule follow each other, for they share tables of actions."""
+        pipelines = self._pipelines(meshes[0])
+        sharded: list[tuple[Mesh, int, bool]] = []
+        for mesh in meshes:
+            each = len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh)
+            for zero_stage, reshard in self._shardings(mesh):
+                num_shards, dp_shard = mesh.dp_shard * mesh.cp, mesh.dp_shard
+                why = self.rules.sharding(num_shards, dp_shard, zero_stage, reshard, mesh.pp, mesh.ep)
+                if why is None:
+                    sharded.append((mesh, zero_stage, reshard))
+                else:
+                    rejected[why] += each
+        for schedule, virtual_stages in pipelines:
+            for mesh, zero_stage, reshard in sharded:
+                why = self._why_no_pipeline(mesh, schedule, virtual_stages, zero_stage, reshard)
+                if why is None:
+                    yield from self._of_pipeline(mesh, zero_stage, reshard, schedule, virtual_stages, rejected)
+                else:
+                    rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh)
+
+    def _inner(self, mesh: Mesh) -> int:
+        return len(self._microbatch_sizes(mesh)) * len(self._recomputes(mesh))
+
+    def _why_no_pipeline(self, mesh: Mesh, schedule: str, v: int, zero_stage: int, reshard: bool) -> str | None:
+        ranks = mesh.dp_replicate * mesh.dp_shard * mesh.cp
+        sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
+        return self.rules.pipeline(mesh.pp, schedule, v) or self.rules.sharded_pipeline(
+            schedule, v, ranks, sharded, zero_stage, reshard
+        )
+
+    def _of_pipeline(
+        self, mesh: Mesh, zero_stage: int, reshard: bool, schedule: str, virtual_stages: int, rejected: Counter[str]
+    ) -> Iterator[Candidate]:
         tp, cp, pp, dp_replicate, dp_shard, ep = mesh
-        rules, dp, num_shards = self.rules, dp_replicate * dp_shard, dp_shard * cp
+        rules, dp = self.rules, dp_replicate * dp_shard
+        sharded = zero_stage >= 2 and dp_shard * cp > 1
         sizes, recomputes = self._microbatch_sizes(mesh), self._recomputes(mesh)
-        inner = len(sizes) * len(recomputes)
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
             """The options that break no rule; the others are counted, ``each`` candidates for one."""
@@ -102,40 +140,30 @@ class Enumeration:
                     rejected[broken] += each
             return kept
 
-        pipelines, exchanges = self._pipelines(mesh), self._exchanges(mesh)
-        shardings = allowed(
-            self._shardings(mesh),
-            lambda s: rules.sharding(num_shards, dp_shard, *s, pp, ep),
-            inner * len(pipelines) * len(exchanges),
-        )
-        for zero_stage, reshard in shardings:
-            sharded = zero_stage >= 2 and num_shards > 1
-            for schedule, virtual_stages in allowed(
-                pipelines,
-                lambda p: rules.pipeline(pp, *p) or rules.sharded_pipeline(*p, dp * cp, sharded, zero_stage, reshard),  # noqa: B023 - called at once
-                inner * len(exchanges),
-            ):
-                for sequence_parallel, cp_comm in allowed(exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), inner):
-                    layer_by_layer = (pp == 1 and sharded) or (cp > 1 and cp_comm == "ring")
-                    kept_sizes = allowed(
-                        sizes,
-                        lambda size: rules.microbatches(dp, size, pp, layer_by_layer=layer_by_layer),  # noqa: B023
-                        len(recomputes),
-                    )
-                    kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(kept_sizes))  # noqa: B023
-                    if kept and rules.in_low_precision:
-                        one = Candidate(tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_comm=cp_comm, ep=ep)
-                        kept_sizes = allowed(
-                            kept_sizes,
-                            lambda size: rules.low_precision(one._replace(microbatch_size=size)),  # noqa: B023
-                            len(kept),
-                        )
-                    for size in kept_sizes:
-                        for recompute in kept:
-                            yield Candidate(
-                                dp_replicate, dp_shard, zero_stage, reshard, tp, sequence_parallel, cp, cp_comm, ep, pp,
-                                virtual_stages, schedule, size, recompute,
-                            )  # fmt: skip
+        exchanges = self._exchanges(mesh)
+        for sequence_parallel, cp_comm in allowed(
+            exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), len(sizes) * len(recomputes)
+        ):
+            layer_by_layer = (pp == 1 and sharded) or (cp > 1 and cp_comm == "ring")
+            kept_sizes = allowed(
+                sizes,
+                lambda size: rules.microbatches(dp, size, pp, layer_by_layer=layer_by_layer),  # noqa: B023 - at once
+                len(recomputes),
+            )
+            kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(kept_sizes))
+            if kept and rules.in_low_precision:
+                one = Candidate(tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_comm=cp_comm, ep=ep)
+                kept_sizes = allowed(
+                    kept_sizes,
+                    lambda size: rules.low_precision(one._replace(microbatch_size=size)),  # noqa: B023
+                    len(kept),
+                )
+            for size in kept_sizes:
+                for recompute in kept:
+                    yield Candidate(
+                        dp_replicate, dp_shard, zero_stage, reshard, tp, sequence_parallel, cp, cp_comm, ep, pp,
+                        virtual_stages, schedule, size, recompute,
+                    )  # fmt: skip
 
     def _meshes(self) -> Iterator[Mesh]:
         space, model, cluster = self._space, self._question.model, self._question.cluster
@@ -147,18 +175,19 @@ class Enumeration:
         tps = space.tp or tuple(heads or [1])
         cps = space.cp or ((1, 2, 4, 8) if long else (1,))
         eps = space.ep or tuple(divisors(model.num_experts) if model.num_experts else [1])
-        for tp in _unique(tps):
-            for cp in _unique(cps):
-                for pp in _unique(space.pp) or divisors(devices):
-                    if devices % (tp * cp * pp) or (space.pp is None and pp > model.num_blocks):
+        for pp in _unique(space.pp) or divisors(devices):  # outermost, for its plans share tables of actions
+            if space.pp is None and pp > model.num_blocks:
+                continue
+            for tp, cp in product(_unique(tps), _unique(cps)):
+                dp, rest = divmod(devices, tp * cp * pp)
+                if rest:
+                    continue
+                for dp_shard in divisors(dp):
+                    if not _in(dp_shard, space.dp_shard) or not _in(dp // dp_shard, space.dp_replicate):
                         continue
-                    dp = devices // (tp * cp * pp)
-                    for dp_shard in divisors(dp):
-                        if not _in(dp_shard, space.dp_shard) or not _in(dp // dp_shard, space.dp_replicate):
-                            continue
-                        for ep in _unique(eps):
-                            if space.ep is not None or dp % ep == 0:
-                                yield Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
+                    for ep in _unique(eps):
+                        if space.ep is not None or dp % ep == 0:
+                            yield Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
 
     def _shardings(self, mesh: Mesh) -> list[tuple[int, bool]]:
         """ZeRO stage, and whether parameters are resharded after forward."""

@@ -138,12 +138,14 @@ class FastEvaluator:
 
     def _put_together(self, c: Candidate) -> Pipelined:
         """Other plans, that differ from this one in other things, share one half of it or the other."""
-        sharded, only_optimizer, dp = c.shards_parameters, c.shards_optimizer_only, c.dp
-        split, stages = c[4:11], _STAGES[c.schedule]  # from tp to virtual_stages
-        mesh = None if sharded or dp * c.cp == 1 or stages[1] else c[:2]  # DDP reduces beside the last backward
-        way = (split, stages, c.microbatch_size, c.recompute, sharded, dp, mesh)
+        replicas, zero_stage, split = c[:2], c.zero_stage, c[4:11]  # from tp to virtual_stages
+        dp, (placement, splits) = replicas[0] * replicas[1], _STAGES[c.schedule]
+        has_shards = replicas[1] * c.cp > 1
+        sharded = has_shards and zero_stage >= 2
+        mesh = None if sharded or splits or dp * c.cp == 1 else replicas  # DDP reduces beside the last backward
+        way = (split, placement, splits, c.microbatch_size, c.recompute, sharded, dp, mesh)
         passes = self._passes.get(way, lambda: Passes(self._numbers, c))
-        mesh_way = (c[:2], split, stages[1], passes.layout.number, sharded, only_optimizer)
+        mesh_way = (replicas, split, splits, passes.layout.number, sharded, has_shards and zero_stage == 1)
         upkeep = self._upkeeps.get(mesh_way, lambda: Upkeep(self._numbers, c, passes.layout))
         m = self._numbers.num_microbatches(c)
         return Pipelined(passes, upkeep, (c.schedule, c.pp, m, c.virtual_stages, _unshard(c)))

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.base import CostModel
 from simplan.program.action import Action, ActionKind
+from simplan.program.footprint import LayerFootprint, layer_footprint
 from simplan.program.program import LayerWork, Message, Phase
 from simplan.program.script import Scripts, Segment
 from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
@@ -20,6 +20,7 @@ from simplan.program.units import padded_elements
 from simplan.search.candidate import Candidate
 from simplan.search.layer_changes import Change, layer_change
 from simplan.search.part import Part
+from simplan.search.prices import Prices
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -86,19 +87,20 @@ class Layers:
     Args:
         model, training, software: What is trained.
         way: How its layers are split and run.
-        cost: Prices work and messages.
+        prices: Of work and messages.
 
     Attributes:
         specs: The layers, as one rank has them.
         kinds: By layer, the number of the first layer that is like it.
         pattern: The same, to tell ways apart.
         state: Element widths.
+        stage_changes: For whoever works out what stages of these layers do to memory, to keep it.
     """
 
     def __init__(
-        self, model: ModelSpec, training: TrainingSpec, software: SoftwareSpec, way: Way, cost: CostModel
+        self, model: ModelSpec, training: TrainingSpec, software: SoftwareSpec, way: Way, prices: Prices
     ) -> None:
-        self.way, self._cost = way, cost
+        self.way, self._prices = way, prices
         plan = way.plan()
         whole = StageAssignment((0, len(model.layers)))
         self._stages = Stages(model, training, plan, software, whole, _WHOLE_MODEL)
@@ -110,8 +112,10 @@ class Layers:
         self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]
         self.pattern = tuple(self.kinds)
         self._passes: dict[tuple[int, Phase, float], Pass] = {}
-        self._stage_passes: dict[tuple[int, int, Phase], float] = {}
+        self._of_kinds: dict[Phase, NDArray[np.float64]] = {}
         self._facts: dict[tuple[int, tuple[bool, bool], int], LayerFacts] = {}
+        self.stage_changes: dict[tuple[Part, bool], NDArray[np.int64]] = {}
+        self._footprints: dict[int, LayerFootprint] = {}
         self._changes: dict[tuple[int, tuple[bool, bool], Phase, bool], tuple[Change, int]] = {}
         self._runs: dict[Part, list[tuple[int, int]]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
@@ -134,8 +138,20 @@ class Layers:
         key = (self.kinds[layer], phase, more_s)
         found = self._passes.get(key)
         if found is None:
-            script = self._scripts.layer(0, self.kinds[layer], phase)
+            script = self._scripts.computed(0, self.kinds[layer], phase)
             found = self._passes[key] = self._timed(script, more_s)
+        return found
+
+    @cached_property
+    def distinct(self) -> list[int]:
+        """Layers of which each is the first of its kind."""
+        return sorted(set(self.kinds))
+
+    def passes_s(self, phase: Phase) -> NDArray[np.float64]:
+        """``(kinds,)``: a pass through one layer of each kind."""
+        found = self._of_kinds.get(phase)
+        if found is None:
+            found = self._of_kinds[phase] = np.array([self.passed(i, phase).seconds for i in self.distinct])
         return found
 
     def kinds_in(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -147,12 +163,7 @@ class Layers:
 
     def pass_s(self, part: Part, phase: Phase) -> float:
         """Time of a pass through a stage."""
-        key = part.start, part.stop, phase
-        found = self._stage_passes.get(key)
-        if found is None:
-            kinds = self.kinds_in(part.start, part.stop)
-            found = self._stage_passes[key] = sum(count * self.passed(i, phase).seconds for i, count in kinds)
-        return found
+        return sum(count * self.passed(i, phase).seconds for i, count in self.kinds_in(part.start, part.stop))
 
     def runs(self, part: Part) -> list[tuple[int, int]]:
         """Layers that are alike and one after the other, each with how many; those at the ends of a stage are alone."""
@@ -167,25 +178,25 @@ class Layers:
                 found.append((last, 1))
         return found
 
-    def passed_back(self, part: Part, scaled: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def passed_back(self, part: Part, *, tied: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """A whole backward that divides gradients after each layer's last computation.
 
         Args:
             part: The stage.
-            scaled: By layer, in the order of the pass, how many gradients.
+            tied: It owns a weight that its embedding and its head share once.
 
         Returns:
-            By layer in that order, its time, and that up to the end of its last computation.
+            By layer in the order of the pass, its time, and that up to the end of its last computation.
         """
-        known: dict[tuple[int, int], Pass] = {}
-        found = []
-        for i, elements in zip(reversed(part.layers), scaled, strict=True):
-            key = self.kinds[i], elements
-            if key not in known:
-                known[key] = self.passed(i, Phase.BACKWARD, self.seconds(i, Phase.SCALE, elements))
-            found.append(known[key])
-        seconds, computed_s = np.array(found).T
+        passes = np.zeros((len(self.specs), 2))
+        for i, _ in self.kinds_in(part.start, part.stop):
+            passes[i] = self.passed(i, Phase.BACKWARD, self.seconds(i, Phase.SCALE, self.owned(i, tied=tied)))
+        seconds, computed_s = passes[self._kinds_array[part.start : part.stop][::-1]].T
         return seconds, computed_s
+
+    @cached_property
+    def _kinds_array(self) -> NDArray[np.int64]:
+        return np.array(self.kinds)
 
     def facts(self, layer: int, ends: tuple[bool, bool], *, tied: bool) -> LayerFacts:
         """What a layer keeps.
@@ -201,7 +212,12 @@ class Layers:
         if found is None:
             spec = self.specs[layer]
             kept = recomputation(spec, self._stages.plan.recompute, layer - 1)
-            found = self._facts[key] = layer_facts(spec, self.way.microbatch_size, self.state, kept, ends, left)
+            inside = self._footprints.get(self.kinds[layer])
+            if inside is None:
+                inside = layer_footprint(spec, self.way.microbatch_size, self.state, kept)
+                self._footprints[self.kinds[layer]] = inside
+            found = layer_facts(spec, self.way.microbatch_size, self.state, kept, ends, left, inside=inside)
+            self._facts[key] = found
         return found
 
     def leaving(self, part: Part) -> tuple[Crossing, ...]:
@@ -241,7 +257,7 @@ class Layers:
         found = self._seconds.get(key)
         if found is None:
             work = LayerWork(self.specs[layer], phase, self.way.microbatch_size, elements)
-            found = self._seconds[key] = self._cost.compute(work).seconds
+            found = self._seconds[key] = self._prices.work_s(work)
         return found
 
     def owned(self, layer: int, *, tied: bool) -> int:
@@ -270,7 +286,7 @@ class Layers:
         for layer, spec in enumerate(self.specs):
             if self.kinds[layer] == layer:
                 works = [LayerWork(spec, phase, self.way.microbatch_size, spec.num_parameters) for phase in _BOTH]
-                seconds = sum(self._cost.compute(work).seconds for work in works)
+                seconds = sum(self._prices.work_s(work) for work in works)
             else:
                 seconds = found[self.kinds[layer]]
             found.append(seconds)
@@ -285,13 +301,13 @@ class Layers:
         free_s = dict.fromkeys(groups, 0.0)
         for number, segment in enumerate(script):
             if segment.exchange is None:
-                duration_s = sum(self._cost.compute(work).seconds for work in segment.work)
+                duration_s = sum(self._prices.work_s(work) for work in segment.work)
                 before_s, now_s = now_s, max(now_s, pending_s) + duration_s + (more_s if number == last else 0.0)
                 pending_s = 0.0
             else:
                 axis, kind, num_bytes, beside = segment.exchange
                 start_s = max(free_s[axis], before_s if beside else now_s, pending_s)
-                free_s[axis] = start_s + self._cost.message(Message(kind, num_bytes, groups[axis])).seconds
+                free_s[axis] = start_s + self._prices.message_s(Message(kind, num_bytes, groups[axis]))
                 pending_s = max(pending_s, free_s[axis])
         return Pass(max(now_s, pending_s), now_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class Layout(NamedTuple):
         placement: By stage, its rank.
         ranks: Stages of a rank, for those ranks that differ.
         kind_of: By rank, which of them it is.
+        counts: ``(parts, kinds)``: layers of each kind, in the order of ``Layers.distinct``.
     """
 
     number: int
@@ -32,6 +34,7 @@ class Layout(NamedTuple):
     placement: NDArray[np.int64]
     ranks: tuple[tuple[Part, ...], ...]
     kind_of: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
     def by_rank(self, of_part: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
         """Sums over the stages of every rank of what parts have; exact for integers up to 2^53."""
@@ -54,14 +57,25 @@ class Parts:
         kinds: By layer, the number of the first one that is like it.
     """
 
-    def __init__(self, kinds: Sequence[int]) -> None:
+    def __init__(self, kinds: tuple[int, ...]) -> None:
         self._kinds = kinds
+        self._distinct = sorted(set(kinds))
         self._first: dict[tuple[object, ...], Part] = {}
+        self._known: dict[tuple[int, int, bool, bool], Part] = {}
 
-    def get(self, part: Part) -> Part:
-        """The first stage that was like this one."""
-        alike = tuple(self._kinds[part.start : part.stop]), *part[2:]
-        return self._first.setdefault(alike, part)
+    def get(self, start: int, stop: int, receives: bool, hands_on: bool) -> Part:
+        """The first stage that was like this one, whose embedding and head are not together."""
+        place = (start, stop, receives, hands_on)
+        found = self._known.get(place)
+        if found is None:
+            alike = (self._kinds[start:stop], receives, hands_on)
+            found = self._known[place] = self._first.setdefault(alike, Part(*place))
+        return found
+
+    def counts(self, part: Part) -> list[int]:
+        """Layers of each kind."""
+        of_part = self._kinds[part.start : part.stop]
+        return [of_part.count(kind) for kind in self._distinct]
 
 
 def layout_of(number: int, boundaries: Sequence[int], known: Parts, placement: Sequence[int]) -> Layout:
@@ -73,17 +87,16 @@ def layout_of(number: int, boundaries: Sequence[int], known: Parts, placement: S
         known: Stages of the model's other layouts.
         placement: By stage, its rank.
     """
-    num_stages = len(placement)
     parts: dict[Part, int] = {}
     index: list[int] = []
     of_rank: list[tuple[Part, ...]] = [()] * (max(placement) + 1)
+    crosses = [False, *(one != other for one, other in pairwise(placement)), False]
     for stage, rank in enumerate(placement):
-        receives = stage > 0 and placement[stage - 1] != rank
-        hands_on = stage < num_stages - 1 and placement[stage + 1] != rank
-        part = known.get(Part(boundaries[stage], boundaries[stage + 1], receives, hands_on))
+        part = known.get(boundaries[stage], boundaries[stage + 1], crosses[stage], crosses[stage + 1])
         index.append(parts.setdefault(part, len(parts)))
         of_rank[rank] += (part,)
     ranks = tuple(dict.fromkeys(of_rank))
     place_of = {parts_of_rank: place for place, parts_of_rank in enumerate(ranks)}
     kind_of = np.array([place_of[parts_of_rank] for parts_of_rank in of_rank])
-    return Layout(number, tuple(parts), np.array(index), np.array(placement), ranks, kind_of)
+    counts = np.array([known.counts(part) for part in parts])
+    return Layout(number, tuple(parts), np.array(index), np.array(placement), ranks, kind_of, counts)

@@ -9,9 +9,9 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.base import CostModel
 from simplan.program.program import Message
 from simplan.search.candidate import Candidate
+from simplan.search.prices import Prices
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.plan import RankMapping
@@ -38,11 +38,11 @@ class Mesh:
     Args:
         candidate: Any with this mesh.
         cluster: Where it is.
-        cost: Prices messages; prices are kept.
+        prices: Of messages; they are kept.
     """
 
-    def __init__(self, candidate: Candidate, cluster: ClusterSpec, cost: CostModel) -> None:
-        self._cost, self._cluster = cost, cluster
+    def __init__(self, candidate: Candidate, cluster: ClusterSpec, prices: Prices) -> None:
+        self._priced_by, self._cluster = prices, cluster
         self._mapping = RankMapping(
             candidate.pp, candidate.dp_replicate, candidate.dp_shard, candidate.cp, candidate.tp, candidate.ep
         )
@@ -89,5 +89,5 @@ class Mesh:
         key = (group, kind, num_bytes)
         found = self._prices.get(key)
         if found is None:
-            found = self._prices[key] = self._cost.message(Message(kind, num_bytes, self._groups[group])).seconds
+            found = self._prices[key] = self._priced_by.mesh_message_s(Message(kind, num_bytes, self._groups[group]))
         return found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
-from simplan.cost.base import CostModel
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.program.units import Unit
 from simplan.search.candidate import Candidate
@@ -18,6 +17,7 @@ from simplan.search.layout import Layout, Parts, layout_of, placement_of
 from simplan.search.mesh import Mesh
 from simplan.search.part import Part
 from simplan.search.part_states import PartStates, part_states
+from simplan.search.prices import Prices
 from simplan.search.replicas import Bucketed, Dealt, bucketed, dealt_update
 from simplan.search.sharded_pass import LayerArrays
 from simplan.search.sharding import ShardedStage, layer_arrays, sharded_stage
@@ -25,7 +25,7 @@ from simplan.search.split import balanced_boundaries
 from simplan.search.stage_changes import sharding_changes, stage_changes
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.schedules import SCHEDULE_FACTS, Placement
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -89,10 +89,10 @@ class Numbers:
         """Microbatches of a step of one data-parallel rank."""
         return self.training.global_batch_size // (c.dp * c.microbatch_size)
 
-    def cost(self, *, shards_parameters: bool) -> CostModel:
+    def prices(self, *, shards_parameters: bool) -> Prices:
         """Prices; element widths are others where parameters are sharded."""
 
-        def make() -> AnalyticCost:
+        def make() -> Prices:
             state = self.software.state(self.training, Way.of_sharding(shards_parameters).plan())
             training = self.training
             kernels = kernel_cost(
@@ -104,7 +104,7 @@ class Numbers:
                 num_devices=self.cluster.num_devices,
                 shards_parameters=shards_parameters,
             )
-            return AnalyticCost(self.cluster, kernels)
+            return Prices(AnalyticCost(self.cluster, kernels))
 
         return self._few.get(shards_parameters, make)
 
@@ -112,8 +112,8 @@ class Numbers:
         """Its layers."""
 
         def make() -> Layers:
-            cost = self.cost(shards_parameters=c.shards_parameters)
-            return Layers(self.model, self.training, self.software, Way.of(c), cost)
+            prices = self.prices(shards_parameters=c.shards_parameters)
+            return Layers(self.model, self.training, self.software, Way.of(c), prices)
 
         return self._few.get((*split_key(c), c.microbatch_size, c.recompute, c.shards_parameters), make)
 
@@ -121,15 +121,22 @@ class Numbers:
         """Its mesh."""
         return self._few.get(
             mesh_key(c),
-            lambda: Mesh(c, self.cluster, self.cost(shards_parameters=False)),
+            lambda: Mesh(c, self.cluster, self.prices(shards_parameters=False)),
         )
 
-    def layout(self, c: Candidate) -> Layout:
-        """Its stages, the same object for equal ones; what is recomputed does not matter to the balanced split."""
-        layers = self.layers(c)
-        key = ("split", *split_key(c), c.microbatch_size, c.shards_parameters, c.num_stages)
-        boundaries = self._splits.get(key, lambda: balanced_boundaries(layers.block_times_s, c.num_stages))
+    def layout(self, c: Candidate, layers: Layers) -> Layout:
+        """Its stages, the same object for equal ones; what is recomputed does not matter to the balanced split.
+
+        Args:
+            c: The plan.
+            layers: Its layers.
+        """
         kind = SCHEDULE_FACTS[c.schedule].placement
+        split = (*split_key(c), c.microbatch_size, c.shards_parameters, layers.pattern)
+        return self._splits.get((split, kind, c.pp, c.virtual_stages), lambda: self._found_layout(c, layers, kind))
+
+    def _found_layout(self, c: Candidate, layers: Layers, kind: Placement) -> Layout:
+        boundaries = balanced_boundaries(layers.block_times_s, c.num_stages)
         same = (boundaries, layers.pattern, kind, c.pp)
         found = self._layouts.get(same)
         if found is None:
@@ -138,59 +145,60 @@ class Numbers:
             found = self._layouts[same] = layout_of(len(self._layouts), boundaries, parts, placement)
         return found
 
-    def sharded(self, c: Candidate, part: Part) -> ShardedStage | None:
-        """Units of a stage under FSDP."""
+    def sharded(self, c: Candidate, parts: Iterable[Part]) -> list[ShardedStage]:
+        """Units of stages under FSDP; none without it."""
         if not c.shards_parameters:
-            return None
+            return []
+        mesh = self.mesh(c)
+        return [self._stages.get(("units", part, mesh), lambda: self._sharded(c, part, mesh)) for part in parts]  # noqa: B023 - called at once
+
+    def _sharded(self, c: Candidate, part: Part, mesh: Mesh) -> ShardedStage:
         keep_last = c.pp == 1 and self.software.keep_last_gathered
-
-        def make() -> ShardedStage:
-            replicated = c.dp_replicate > 1
-            return sharded_stage(self.layers(c), part, self.mesh(c), keep_last=keep_last, replicated=replicated)
-
-        return self._stages.get(("units", part, mesh_key(c)), make)
+        return sharded_stage(self.layers(c), part, mesh, keep_last=keep_last, replicated=c.dp_replicate > 1)
 
     def whole_model(self, c: Candidate, units: tuple[Unit, ...]) -> LayerArrays:
         """Layers of a model that is not cut into stages, between the hooks of FSDP's units."""
         return self._few.get(("model", Way.of(c)), lambda: layer_arrays(self.layers(c), self.whole, units))
 
-    def states(self, c: Candidate, part: Part) -> PartStates:
-        """What a rank of a stage holds of its parameters."""
-        sharded = c.shards_parameters
-        key = ("states", part, mesh_key(c), c.sequence_parallel, c.cp_comm, sharded)
-        return self._stages.get(key, lambda: part_states(self.layers(c), part, self.mesh(c), sharded=sharded))
+    def states(self, c: Candidate, parts: Iterable[Part]) -> list[PartStates]:
+        """What a rank of each stage holds of its parameters."""
+        mesh, layers, sharded = self.mesh(c), self.layers(c), c.shards_parameters
+        way = (mesh, c.sequence_parallel, c.cp_comm, sharded)
+        return [
+            self._stages.get(("states", part, way), lambda: part_states(layers, part, mesh, sharded=sharded))  # noqa: B023 - called at once
+            for part in parts
+        ]
 
     def dealt(self, c: Candidate, parts: tuple[Part, ...]) -> Dealt:
         """ZeRO-1 on a pipeline rank with these stages."""
         mesh = self.mesh(c)
-        key = ("dealt", parts, mesh_key(c))
+        key = ("dealt", parts, mesh)
         return self._stages.get(key, lambda: dealt_update(self.layers(c), parts, mesh.num_shards, mesh.shard_s))
 
     def buckets(self, c: Candidate, part: Part) -> Bucketed:
         """DDP's buckets of a stage."""
+        mesh = self.mesh(c)
 
         def make() -> Bucketed:
-            return bucketed(self.layers(c), part, self.software, self.bucket_bytes, self.mesh(c).data_s)
+            return bucketed(self.layers(c), part, self.software, self.bucket_bytes, mesh.data_s)
 
-        return self._stages.get(("buckets", part, mesh_key(c)), make)
+        return self._stages.get(("buckets", part, mesh), make)
 
-    def stage_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
+    def stage_changes(self, c: Candidate, layers: Layers, part: Part, *, split: bool) -> NDArray[np.int64]:
         """What a stage's computations do to memory, ``(slots, 2)``; no matter how many shards there are."""
-        layers = self.layers(c)
-
-        def make() -> NDArray[np.int64]:
-            stage = self.sharded(c, part)
-            units = None if stage is None else stage.unit_bytes(part)
-            return stage_changes(layers, part, units, split=split, whole_in_weight=self.whole_in_weight(part))
-
-        return self._stages.get(("changes", part, layers.way, split), make)
+        found = layers.stage_changes.get((part, split))
+        if found is None:
+            units = next((stage.unit_bytes(part) for stage in self.sharded(c, [part])), None)
+            whole_in_weight = self.whole_in_weight(part)
+            found = stage_changes(layers, part, units, split=split, whole_in_weight=whole_in_weight)
+            layers.stage_changes[part, split] = found
+        return found
 
     def sharding_changes(self, c: Candidate, part: Part, *, split: bool) -> NDArray[np.int64]:
         """What gathering, resharding and reducing do."""
 
         def make() -> NDArray[np.int64]:
-            stage, state = self.sharded(c, part), self.layers(c).state
-            assert stage is not None
+            [stage], state = self.sharded(c, [part]), self.layers(c).state
             return sharding_changes(
                 stage,
                 widens=state.gathered != state.accumulated,
@@ -199,7 +207,7 @@ class Numbers:
                 replicated=c.dp_replicate > 1,
             )
 
-        return self._stages.get(("sharding", part, mesh_key(c), split), make)
+        return self._stages.get(("sharding", part, self.mesh(c), split), make)
 
     def whole_in_weight(self, part: Part) -> bool:
         """The first stage has no gradient to hand on, so that torch does all of its backward in W."""

@@ -39,23 +39,27 @@ class Passes:
         self._layers, self._mesh = numbers.layers(candidate), numbers.mesh(candidate)
         self._m = numbers.num_microbatches(candidate)
         self._splits = SCHEDULE_FACTS[candidate.schedule].splits_backward
-        self.layout = numbers.layout(candidate)
+        self.layout = numbers.layout(candidate, self._layers)
 
     @cached_property
     def compute_s(self) -> _Floats:
         """``(parts, 6)``: F, B, the last B, I, W, the last W."""
-        return np.array([self._of_part_s(part) for part in self.layout.parts])
-
-    def _of_part_s(self, part: Part) -> tuple[float, ...]:
-        layers, c, numbers = self._layers, self._c, self._numbers
-        input_s = weight_s = backward_s = last_s = 0.0
-        if not self._splits or numbers.whole_in_weight(part):
-            backward_s = last_s = weight_s = layers.pass_s(part, _B)
-        else:
-            input_s, weight_s = layers.pass_s(part, _I), layers.pass_s(part, _W)
-        if not self._splits and not c.shards_parameters and c.dp * c.cp > 1:
-            last_s = reduced_backward_s(layers, part, numbers.buckets(c, part))
-        return layers.pass_s(part, _F), backward_s, last_s, input_s, weight_s, weight_s
+        layers, layout, c = self._layers, self.layout, self._c
+        found = np.zeros((len(layout.parts), 6))
+        found[:, 0] = layout.counts @ layers.passes_s(_F)
+        if not self._splits:
+            found[:, 1:] = (layout.counts @ layers.passes_s(_B))[:, None]
+            if not c.shards_parameters and c.dp * c.cp > 1:
+                buckets = (self._numbers.buckets(c, part) for part in layout.parts)
+                found[:, 2] = [reduced_backward_s(layers, *of) for of in zip(layout.parts, buckets, strict=True)]
+            return found
+        found[:, 3] = layout.counts @ layers.passes_s(_I)
+        found[:, 4:] = (layout.counts @ layers.passes_s(_W))[:, None]
+        for place, part in enumerate(layout.parts):
+            if self._numbers.whole_in_weight(part):
+                found[place, 1:] = layers.pass_s(part, _B)
+                found[place, 3] = 0.0
+        return found
 
     @cached_property
     def sends_s(self) -> _Floats:
@@ -104,7 +108,8 @@ class Passes:
     @cached_property
     def changes(self) -> _Integers:
         """``(parts, slots, 2)``: bytes more at the worst moment, and after."""
-        return np.array([self._numbers.stage_changes(self._c, part, split=self._splits) for part in self.layout.parts])
+        numbers, c, layers = self._numbers, self._c, self._layers
+        return np.array([numbers.stage_changes(c, layers, part, split=self._splits) for part in self.layout.parts])
 
     @cached_property
     def crossing_bytes(self) -> _Integers:

@@ -31,12 +31,10 @@ class Bucketed(NamedTuple):
     Attributes:
         left_s: ``(buckets,)``: time of the reductions of each and of all after it.
         ready: ``(buckets,)``: of each, how many layers backward has passed once its gradients are there, less one.
-        scaled: By layer in the order of backward, its parameters, whose gradients are divided.
     """
 
     left_s: NDArray[np.float64]
     ready: NDArray[np.int64]
-    scaled: tuple[int, ...]
 
 
 def bucketed(
@@ -62,7 +60,6 @@ def bucketed(
     return Bucketed(
         np.cumsum(seconds[::-1])[::-1],
         np.array([last - bucket.ready_layer for bucket in buckets], np.int64),
-        tuple(layers.owned(i, tied=part.tied) for i in reversed(part.layers)),
     )
 
 
@@ -77,7 +74,7 @@ def reduced_backward_s(layers: Layers, part: Part, buckets: Bucketed) -> float:
         part: The stage.
         buckets: Of the stage.
     """
-    seconds, computed_s = layers.passed_back(part, buckets.scaled)
+    seconds, computed_s = layers.passed_back(part, tied=part.tied)
     passed_s = np.cumsum(seconds)
     ended_s = (passed_s - seconds + computed_s)[buckets.ready]
     return max(float(passed_s[-1]), float((ended_s + buckets.left_s).max(initial=0.0)))

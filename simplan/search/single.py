@@ -16,8 +16,7 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
     """The time of a step: nothing is under way between microbatches, and the last one reduces gradients."""
     part, layers, m, software = numbers.whole, numbers.layers(c), numbers.num_microbatches(c), numbers.software
     if c.shards_parameters:
-        stage = numbers.sharded(c, part)
-        assert stage is not None
+        [stage] = numbers.sharded(c, [part])
         arrays = numbers.whole_model(c, stage.units)
         last_s = sharded_pass_s(arrays, stage.arrays, _reshards(c), software.backward_prefetch, True)
         each_s = 0.0
@@ -28,7 +27,7 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
         each_s = last_s = forward_s + layers.pass_s(part, Phase.BACKWARD)
         if c.dp * c.cp > 1:
             last_s = forward_s + reduced_backward_s(layers, part, numbers.buckets(c, part))
-    states = numbers.states(c, part)
+    [states] = numbers.states(c, [part])
     update_s = states.update_s
     if c.shards_optimizer_only:
         dealt = numbers.dealt(c, (part,))
@@ -39,13 +38,12 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
 def peak_bytes(numbers: Numbers, c: Candidate) -> int:
     """Memory of a rank at its worst instant."""
     part, layers, m = numbers.whole, numbers.layers(c), numbers.num_microbatches(c)
-    states, widths = numbers.states(c, part), layers.state
+    [states], widths = numbers.states(c, [part]), layers.state
     trained = numbers.dealt(c, (part,)).elements if c.shards_optimizer_only else states.elements
     base = states.elements * (widths.parameter + widths.gradient) + states.table_bytes + layers.batch_bytes * m
     base += trained * widths.optimizer_bytes(numbers.training.optimizer)
     if c.shards_parameters:
-        stage = numbers.sharded(c, part)
-        assert stage is not None
+        [stage] = numbers.sharded(c, [part])
         arrays, prefetch = numbers.whole_model(c, stage.units), numbers.software.backward_prefetch
         return base + sharded_peak(arrays, stage.arrays, _reshards(c), prefetch, m, c.dp_replicate > 1)
     runs = [run for phase in (Phase.FORWARD, Phase.BACKWARD) for run in pass_runs(layers, part, phase)]

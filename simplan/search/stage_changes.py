@@ -45,14 +45,12 @@ def stage_changes(
         split: Its backward is in two parts.
         whole_in_weight: Of which the second does all (the first stage's, under torch).
     """
-    found = [Change(0, 0)] * NUM_SLOTS
+    found = np.zeros((NUM_SLOTS, 2), np.int64)
     found[Slot.FORWARD] = walked(pass_runs(layers, part, Phase.FORWARD))
     widens = layers.state.gathered != layers.state.accumulated
 
     def write(slots: list[Slot], runs: list[Run], held: Held | None = None) -> None:
-        change = walked(_with_hooks(runs, units, held) if units and held else runs)
-        for slot in slots:
-            found[slot] = change
+        found[slots] = walked(_with_hooks(runs, units, held) if units and held else runs)
 
     if not split or whole_in_weight:
         backwards = _WEIGHTS if split else _BACKWARDS
@@ -60,7 +58,7 @@ def stage_changes(
         write(backwards, runs, Held(widens=widens))
         if units:
             write(backwards[1:4:2], runs, Held(new=True, widens=widens))
-        return np.array(found, np.int64)
+        return found
     inputs = pass_runs(layers, part, Phase.BACKWARD_INPUT)
     weights = pass_runs(layers, part, Phase.BACKWARD_WEIGHT)
     write(_INPUTS, inputs)
@@ -71,7 +69,7 @@ def stage_changes(
         write(_WEIGHTS[:4], weights, Held(narrow=True))
     elif units:
         write([Slot.WEIGHT_FIRST, Slot.WEIGHT_ONLY], weights, Held(new=True))
-    return np.array(found, np.int64)
+    return found
 
 
 def sharding_changes(
