@@ -1,6 +1,7 @@
 """The workbench: pages that show what simplan predicts, in a browser. ``simplan dashboard`` starts it.
 
-Every page is a file in ``app/pages``; ``app/main.py`` lists them. A page is one function, run by ``run_page``::
+Every page is a file in ``app/views`` (a folder ``pages`` means something else to Streamlit);
+``app/main.py`` lists them. A page is one function, run by ``run_page``::
 
     from app.page import run_page
 

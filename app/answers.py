@@ -8,8 +8,9 @@ from typing import Any
 import streamlit as st
 
 from app.results.plan import PlanResult, plan_result
+from app.results.timeline import TimelineResult, timeline_result, trace_result
 from app.state import document_text
-from app.work import awaited
+from app.work import awaited, done
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path, load
 from simplan.predict import predict
@@ -17,7 +18,7 @@ from simplan.predict.brief import Brief, predict_brief
 from simplan.prediction import Prediction
 from simplan.scenario import Scenario, parse_scenario
 
-__all__ = ["brief", "calibrated_at", "calibration_for", "plan", "prediction", "scenario", "text"]
+__all__ = ["brief", "calibrated_at", "calibration_for", "plan", "prediction", "scenario", "text", "timeline", "trace"]
 
 Document = dict[str, Any]
 
@@ -56,6 +57,35 @@ def plan(document: Document) -> PlanResult:
         SpecError: As ``scenario``, or a price cannot be had.
     """
     return awaited("working out where the step goes", plan_result, text(document), calibrated_at(scenario(document)))
+
+
+def timeline(
+    document: Document, *, name: str = "", layers: bool = False, start: float = 0.0, end: float = 1.0
+) -> TimelineResult:
+    """What the page Timeline shows of one plan, or of a window of its step.
+
+    Args:
+        document: The scenario.
+        name: What it is called among others; empty for its own name.
+        layers, start, end: As of ``timeline_result``.
+
+    Raises:
+        SpecError: As ``scenario``, or a price cannot be had.
+    """
+    named = document | {"name": name} if name else document
+    at = calibrated_at(scenario(document))
+    return awaited(
+        f"simulating {name or 'the step'}", timeline_result, text(named), at, layers=layers, start=start, end=end
+    )
+
+
+def trace(document: Document) -> dict[str, Any]:
+    """The step as a trace for Perfetto.
+
+    Raises:
+        SpecError: As ``scenario``.
+    """
+    return done(trace_result, text(document), calibrated_at(scenario(document)))
 
 
 def text(document: Document) -> str:

@@ -9,7 +9,7 @@ import streamlit as st
 from app import state
 from app.theme import STYLE
 
-_PAGES = Path(__file__).resolve().parent / "pages"
+_PAGES = Path(__file__).resolve().parent / "views"
 
 
 def main() -> None:
@@ -19,6 +19,7 @@ def main() -> None:
     state.open_link()
     pages = [
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
+        st.Page(_PAGES / "timeline.py", title="Timeline", icon=":material/view_timeline:"),
     ]
     st.navigation(pages, position="top").run()
 

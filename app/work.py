@@ -17,7 +17,7 @@ import streamlit as st
 
 from simplan.errors import RunError, SpecError
 
-__all__ = ["WORKERS", "awaited"]
+__all__ = ["WORKERS", "awaited", "done"]
 
 WORKERS = "SIMPLAN_WORKERS"
 """Environment variable with the number of processes; without it work is done where it is asked for."""
@@ -57,14 +57,28 @@ def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwar
     finally:
         desk.leave(future)
     place.empty()
+    return cast(_R, _result(desk, future))
+
+
+def done(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """The same where there is no page to say so, e.g. when a file is asked for."""
+    desk = _desk()
+    future = desk.future(task, *args, **kwargs)
     try:
-        outcome = future.result()
+        wait([future])
+    finally:
+        desk.leave(future)
+    return cast(_R, _result(desk, future))
+
+
+def _result(desk: _Desk, future: Future[_Outcome]) -> Any:
+    try:
+        return future.result().value()
     except BrokenProcessPool:
         desk.restart()
         raise RunError(
             "the process that works this out ended, most likely for want of memory; ask something smaller"
         ) from None
-    return cast(_R, outcome.value())
 
 
 @dataclass(frozen=True, slots=True)

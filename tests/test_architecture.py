@@ -120,7 +120,7 @@ def test_the_workbench_knows_simplan_alone(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "source"),
-    [("app.pages.plan", "import executor.run"), ("app.state", "import torch"), ("app.figures.x", "import streamlit")],
+    [("app.views.plan", "import executor.run"), ("app.state", "import torch"), ("app.figures.x", "import streamlit")],
 )
 def test_a_wrong_arrow_of_the_workbench_is_found(module: str, source: str) -> None:
     assert app_violations(source, module)

@@ -39,6 +39,8 @@ def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> go.Figure
             "color": [*(SPLIT[part.group] for part in parts), MUTED],
             "pattern": {
                 "shape": [*("/" if part.group in _HATCHED else "" for part in parts), ""],
+                "bgcolor": [*(SPLIT[part.group] for part in parts), MUTED],
+                "fgcolor": "rgba(255,255,255,0.6)",
                 "size": 6,
                 "solidity": 0.2,
             },

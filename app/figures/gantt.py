@@ -1,0 +1,236 @@
+"""One step as a Gantt chart: a row for each rank, its messages on a thin lane under it; white space is the bubble.
+
+Several plans stand over each other on one axis. Under them memory over time, on the same axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from app.figures.style import styled
+from app.palette import ACTIONS, COMMUNICATION, MEMORY, MUTED, PLANS
+from app.results.timeline import Box, MemoryCurve, TimelineResult
+from simplan.program.action import ActionKind
+from simplan.report.drawing_labels import WORDS
+from simplan.report.drawing_svg import ink_on
+from simplan.units import GIB, format_bytes, format_time
+
+__all__ = ["gantt_figure", "shade"]
+
+_ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX = 34, 190, 90, 26
+_LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row, and where its messages are
+_LIGHTEST = 0.5
+_MOST_TEXTS = 1_200
+_ORDER = {kind: number for number, kind in enumerate(ActionKind)}
+_OUTLINE = {"width": 0.6, "color": "rgba(120,128,140,0.55)"}
+_CAPACITY = {"color": "#d1495b", "width": 1.5, "dash": "dash"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """The time axis: its unit, and seconds of one."""
+
+    unit: str
+    unit_s: float
+
+
+def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = None) -> go.Figure:
+    """The chart.
+
+    Args:
+        results: One plan, or several to compare; the first is on top.
+        memory_rank: Whose memory is drawn, by category, where there is one plan; None for the rank that needs most.
+            Of several plans the totals of the rank of each that needs most are drawn.
+    """
+    step_s = max(result.step_time_s for result in results)
+    scale = _Scale("s", 1.0) if step_s >= 1.0 else _Scale("ms", 1e-3)
+    heights = [_TITLE_PX + _ROW_PX * len(result.lanes) for result in results] + [_MEMORY_PX]
+    total = sum(heights)
+    titles = [_title(result, several=len(results) > 1) for result in results]
+    figure = make_subplots(
+        rows=len(heights),
+        cols=1,
+        shared_xaxes=True,
+        row_heights=[height / total for height in heights],
+        vertical_spacing=min(0.06, 30 / total),
+        subplot_titles=[*titles, ""],
+    )
+    texts = sum(len(lane.compute) for result in results for lane in result.lanes) <= _MOST_TEXTS
+    legend: set[str] = set()
+    for row, result in enumerate(results, start=1):
+        for trace in _boxes(result, scale, legend, texts=texts):
+            figure.add_trace(trace, row=row, col=1)
+        figure.update_yaxes(
+            tickvals=list(range(len(result.lanes))),
+            ticktext=[f"rank {lane.rank}" for lane in result.lanes],
+            range=[len(result.lanes) - 0.35, -0.5],
+            showgrid=False,
+            fixedrange=True,
+            row=row,
+            col=1,
+        )
+    memory = _memory_of_one(results[0], scale, memory_rank) if len(results) == 1 else _memory_of_several(results, scale)
+    for trace in memory:
+        figure.add_trace(trace, row=len(heights), col=1)
+    capacity = results[0].capacity_bytes
+    highest = max(result.peak_bytes for result in results)
+    if capacity is not None and capacity < 3 * highest:
+        figure.add_hline(y=capacity / GIB, line=_CAPACITY, row=len(heights), col=1)
+    figure.update_annotations(font={"size": 12}, x=0, xanchor="left", align="left")
+    styled(figure, height=total + _AROUND_PX, barmode="overlay", bargap=0, uniformtext={"minsize": 8, "mode": "hide"})
+    figure.update_layout(legend={"y": 1.0 + 26 / total}, margin={"t": 60}, dragmode="zoom", hovermode="closest")
+    lowest_s = min(result.window_s[0] for result in results)
+    end_s = max(min(result.window_s[1], result.step_time_s) for result in results)
+    figure.update_xaxes(range=[lowest_s / scale.unit_s, (end_s + 0.005 * (end_s - lowest_s)) / scale.unit_s])
+    figure.update_xaxes(title=f"time, {scale.unit}", row=len(heights), col=1)
+    figure.update_yaxes(title="GiB", rangemode="tozero", fixedrange=True, row=len(heights), col=1)
+    return figure
+
+
+def shade(colour: str, place: int, number: int) -> str:
+    """A colour made lighter for later stages of a rank.
+
+    Args:
+        colour: Of the first, ``#rrggbb``.
+        place: Which of them, from 0.
+        number: How many.
+
+    >>> shade("#000000", 1, 2), shade("#3b7dd8", 0, 1)
+    ('#808080', '#3b7dd8')
+    """
+    share = _LIGHTEST * place / max(1, number - 1)
+    channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
+
+
+def _title(result: TimelineResult, *, several: bool) -> str:
+    name = f"<b>{result.name}</b>, " if several else ""
+    return f"{name}{format_time(result.step_time_s)} a step, compute idles {result.bubble_fraction:.1%}"
+
+
+def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bool) -> Iterable[go.Bar]:
+    """A trace for each kind of action, and one for messages."""
+    by_look: dict[tuple[int, bool, str], list[tuple[int, Box]]] = {}
+    for number, lane in enumerate(result.lanes):
+        for box in lane.compute:
+            fill = shade(ACTIONS.get(box.kind, MUTED), lane.stages.index(box.stage), len(lane.stages))
+            by_look.setdefault((_ORDER[box.kind], box.recompute_s > 0, fill), []).append((number, box))
+    several = any(len(lane.stages) > 1 for lane in result.lanes)
+    for (_, recomputes, fill), found in sorted(by_look.items(), key=lambda item: item[0][:2]):
+        kind = found[0][1].kind
+        name = WORDS.get(kind, str(kind)) + (", recomputing" if recomputes else "")
+        yield go.Bar(
+            name=name,
+            legendgroup=name,
+            showlegend=_first(name, legend),
+            orientation="h",
+            y=[number for number, _ in found],
+            base=[box.start_s / scale.unit_s for _, box in found],
+            x=[(box.end_s - box.start_s) / scale.unit_s for _, box in found],
+            width=_LANE,
+            offset=-_LANE / 2,
+            marker={
+                "color": fill,
+                "line": _OUTLINE,
+                **({"pattern": _hatched(fill)} if recomputes else {}),
+            },
+            text=[_text(box, several=several) if texts else "" for _, box in found],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            insidetextfont={"color": ink_on(fill), "size": 11},
+            customdata=[_hover(box) for _, box in found],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    messages = [(number, box) for number, lane in enumerate(result.lanes) for box in lane.messages]
+    if messages:
+        yield go.Bar(
+            name="communication",
+            legendgroup="communication",
+            showlegend=_first("communication", legend),
+            orientation="h",
+            y=[number + _THIN_AT for number, _ in messages],
+            base=[box.start_s / scale.unit_s for _, box in messages],
+            x=[(box.end_s - box.start_s) / scale.unit_s for _, box in messages],
+            width=_THIN,
+            offset=-_THIN / 2,
+            opacity=0.85,
+            marker={"color": COMMUNICATION, "line": {"width": 0}},
+            customdata=[_hover(box) for _, box in messages],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+
+
+def _hatched(fill: str) -> dict[str, Any]:
+    return {"shape": "/", "size": 6, "solidity": 0.2, "bgcolor": fill, "fgcolor": "rgba(255,255,255,0.75)"}
+
+
+def _first(name: str, seen: set[str]) -> bool:
+    """Whether a name is new; each is in the legend once."""
+    new = name not in seen
+    seen.add(name)
+    return new
+
+
+def _text(box: Box, *, several: bool) -> str:
+    if box.microbatch is None:
+        return str(box.kind) if len(str(box.kind)) <= 2 else ""
+    return f"{box.stage if several else ''}{box.kind}{box.microbatch}"
+
+
+def _hover(box: Box) -> str:
+    of = f"microbatch {box.microbatch}, stage {box.stage}" if box.microbatch is not None else f"stage {box.stage}"
+    lines = [
+        f"<b>{box.label}</b>  {of}",
+        f"starts at {format_time(box.start_s)}, takes {format_time(box.end_s - box.start_s)}",
+    ]
+    if box.recompute_s:
+        lines.append(f"{format_time(box.recompute_s)} of it recomputing")
+    if box.waited_s:
+        lines.append(f"waited {format_time(box.waited_s)} for {box.waited_for}")
+    if box.num_bytes:
+        lines.append(f"moves {format_bytes(box.num_bytes)}")
+    return "<br>".join([*lines, box.formula])
+
+
+def _memory_of_one(result: TimelineResult, scale: _Scale, rank: int | None) -> Iterable[go.Scatter]:
+    curve = next((curve for curve in result.memory if curve.rank == rank), None) or _largest(result)
+    times = [time_s / scale.unit_s for time_s in (*curve.times_s, result.step_time_s)]
+    for category, values in curve.by_category.items():
+        name = str(category).replace("_", " ")
+        yield go.Scatter(
+            name=name,
+            legend="legend2",
+            x=times,
+            y=[value / GIB for value in (*values, values[-1])],
+            stackgroup="memory",
+            line={"width": 0, "shape": "hv"},
+            fillcolor=MEMORY.get(category, MUTED),
+            hovertemplate=f"rank {curve.rank}, {name}: %{{y:.2f}} GiB<extra></extra>",
+            showlegend=False,
+        )
+
+
+def _memory_of_several(results: Sequence[TimelineResult], scale: _Scale) -> Iterable[go.Scatter]:
+    for result, colour, dash in zip(
+        results, PLANS, ("solid", "dash", "dot", "dashdot", "longdash", "solid"), strict=False
+    ):
+        curve = _largest(result)
+        total = curve.total_bytes
+        yield go.Scatter(
+            name=f"{result.name}, rank {curve.rank}",
+            x=[time_s / scale.unit_s for time_s in (*curve.times_s, result.step_time_s)],
+            y=[value / GIB for value in (*total, total[-1])],
+            mode="lines",
+            line={"width": 1.6, "shape": "hv", "color": colour, "dash": dash},
+            hovertemplate=f"{result.name}, rank {curve.rank}: %{{y:.2f}} GiB<extra></extra>",
+        )
+
+
+def _largest(result: TimelineResult) -> MemoryCurve:
+    return max(result.memory, key=lambda curve: (max(curve.total_bytes), -curve.rank))
