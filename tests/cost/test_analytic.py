@@ -16,10 +16,9 @@ from simplan.spec.training import TrainingSpec
 
 CLUSTER = catalogue.cluster("dgx-h100", num_devices=16)
 SOFTWARE, TRAINING = catalogue.software("torch"), TrainingSpec(global_batch_size=16)
-COST = AnalyticCost(
-    CLUSTER,
-    kernel_cost(CLUSTER.device, "bf16", SOFTWARE.state(TRAINING, ParallelPlan()), "adamw", SOFTWARE, num_devices=16),
-)
+STATE = SOFTWARE.state(TRAINING, ParallelPlan())
+KERNELS = kernel_cost(CLUSTER.device, "bf16", STATE, "adamw", SOFTWARE, num_devices=16, shards_parameters=False)
+COST = AnalyticCost(CLUSTER, KERNELS)
 LAYERS = catalogue.model("gpt2-124m").layers
 
 
