@@ -1,4 +1,4 @@
-"""``python -m executor run JOB.json --out DIR`` and ``python -m executor calibrate REQUEST.json --out FILE``.
+"""``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
 ``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs.
 
@@ -30,12 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m executor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (("run", "JOB.json"), ("join", "NODES.json"), ("calibrate", "REQUEST.json")):
+    files = (("run", "JOB.json"), ("join", "NODES.json"), ("calibrate", "REQUEST.json"), ("rehearse", "JOB.json"))
+    for name, what in files:
         command = commands.add_parser(name)
         command.add_argument("file", type=Path, metavar=what)
         command.add_argument("--out", type=Path, required=True)
         if name == "run":
             command.add_argument("--nodes", type=Path)
+        if name == "rehearse":
+            command.add_argument("--rank", type=int, required=True)
+            command.add_argument("--fake", action="store_true")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about host names are no messages of ours
@@ -44,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
             _run(args.file, args.out, args.nodes)
         elif args.command == "join":
             _join(args.file, args.out)
-        else:
+        elif args.command == "calibrate":
             _calibrate(args.file, args.out)
+        else:
+            _rehearse(args.file, args.out, args.rank, fake=args.fake)
     except SimplanError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -76,6 +82,17 @@ def _join(file: Path, out_dir: Path) -> None:
     from simplan.program.nodes import Nodes
 
     join_job(_parse(Nodes, file), out_dir)
+
+
+def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
+    from executor.rehearse import rehearse
+    from simplan.files import write_whole
+    from simplan.program.job import Job
+
+    def tell(step: int, of: int) -> None:
+        _tell({"event": "step", "step": step, "of": of})
+
+    write_whole(out, rehearse(_parse(Job, file), rank, fake=fake, on_progress=tell).model_dump_json(indent=1))
 
 
 def _calibrate(file: Path, out: Path) -> None:

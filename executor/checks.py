@@ -18,7 +18,7 @@ from simplan.spec.model_rules import model_rules
 from simplan.spec.offload_rules import unmodelled_offload
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
 
-__all__ = ["check_job", "runs_on_cuda"]
+__all__ = ["check_job", "check_rehearsal", "runs_on_cuda"]
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by precision, the dtype of a job
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
@@ -41,6 +41,27 @@ def check_job(job: Job, num_local_ranks: int | None = None) -> None:
     if not_modelled:
         raise NotModelledError(not_modelled)
     problems = [*_inconsistent(job), *_too_many_ranks(job, num_local_ranks or job.plan.num_devices)]
+    if problems:
+        raise SpecError(problems)
+    check_executable(job.parsed_table(), job.plan, job.software)
+
+
+def check_rehearsal(job: Job, rank: int, *, fake: bool) -> None:
+    """Checks a job of which one rank is to be run alone.
+
+    Args:
+        job: The job.
+        rank: Which rank.
+        fake: Without a device.
+
+    Raises:
+        NotModelledError, SpecError, ProgramError: As ``check_job``, however many ranks the job has; there is no such
+            rank, or no such device here.
+    """
+    not_modelled = list(_not_modelled(job))
+    if not_modelled:
+        raise NotModelledError(not_modelled)
+    problems = [*_inconsistent(job), *_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
     if problems:
         raise SpecError(problems)
     check_executable(job.parsed_table(), job.plan, job.software)
@@ -192,6 +213,24 @@ def _inconsistent(job: Job) -> Iterator[Problem]:
             value=str(list(job.boundaries)),
             rule=f"must split {len(job.model.layers)} layers into {plan.num_stages} stages",
         )
+
+
+def _no_such_rank(job: Job, rank: int) -> Iterator[Problem]:
+    if not 0 <= rank < job.plan.num_devices:
+        yield Problem(
+            field="rank",
+            value=str(rank),
+            rule=f"is none of the {job.plan.num_devices} ranks of the plan",
+            fix=f"use 0 to {job.plan.num_devices - 1}",
+        )
+
+
+def _no_such_device(job: Job) -> Iterator[Problem]:
+    if job.device == "cuda" and not torch.cuda.is_available():
+        rule = "is a CUDA device, and this machine has none"
+        yield Problem(field="device", value=job.device, rule=rule, fix="rehearse without a device: --fake")
+    if job.device == "cpu" and job.training.precision == "tf32":
+        yield Problem(field="training.precision", value="tf32", rule="needs CUDA devices", fix="use fp32")
 
 
 def _too_many_ranks(job: Job, num_ranks: int) -> Iterator[Problem]:

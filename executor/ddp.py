@@ -59,8 +59,9 @@ def wrap_ddp(
         assert work is not None
 
         def done(future: Future[list[Tensor]]) -> Tensor:
+            del future  # the same tensor: it was reduced in place
             recorder.complete(handle)
-            return future.value()[0]
+            return gradients
 
         averaged: Future[Tensor] = work.get_future().then(done)
         return averaged

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -72,13 +73,14 @@ def shard_stage(
 
 def _mesh(shard: Group, replicate: Group | None, device_type: str) -> DeviceMesh:
     """The ranks that hold parts or copies of this stage: [shard], or [replicate, shard]."""
-    if replicate is None:
-        return DeviceMesh.from_group(shard.handle, device_type, mesh_dim_names=("shard",))
-    offsets = torch.tensor(replicate.ranks) - dist.get_rank()
-    ranks = offsets.unsqueeze(1) + torch.tensor(shard.ranks)
-    return DeviceMesh.from_group(
-        [replicate.handle, shard.handle], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
-    )
+    with unset_fake_temporarily():  # a mesh holds numbers, also where all other tensors are without data
+        if replicate is None:
+            return DeviceMesh.from_group(shard.handle, device_type, mesh_dim_names=("shard",))
+        offsets = torch.tensor(replicate.ranks) - dist.get_rank()
+        ranks = offsets.unsqueeze(1) + torch.tensor(shard.ranks)
+        return DeviceMesh.from_group(
+            [replicate.handle, shard.handle], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+        )
 
 
 def _share_weight(first: nn.Module, last: nn.Module) -> bool:

@@ -36,6 +36,7 @@ class Groups:
         ep: Ranks that have different experts and exchange tokens.
         experts: Ranks that average the gradients of the same experts, where other ranks have others.
         tied: The two ranks of the pipeline that hold a tied embedding.
+        alone: No other rank exists: see ``executor.alone``.
     """
 
     pp: Group | None
@@ -47,9 +48,10 @@ class Groups:
     ep: Group | None
     experts: Group | None
     tied: Group | None
+    alone: bool = False
 
 
-def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool) -> Groups:
+def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool, alone: bool = False) -> Groups:
     """Makes all groups; every rank of the job must call this.
 
     Args:
@@ -57,13 +59,15 @@ def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool) -> G
         table: Its Level 1 table, which says on which ranks the first and the last stage are.
         rank: This rank.
         tied: The model's embedding and output head share one weight.
+        alone: No other rank exists, so only the groups of this one are made.
     """
     mapping = RankMapping.of(plan)
     placement = stage_to_rank(table)
     first, last = placement[0], placement[max(placement)]
 
     def mine(members: Callable[[int], tuple[int, ...]], wanted: bool = True) -> Group | None:
-        lists = sorted({members(other) for other in range(mapping.world_size)}) if wanted else []
+        everyone = [rank] if alone else range(mapping.world_size)
+        lists = sorted({members(other) for other in everyone}) if wanted else []
         found = None
         for ranks in lists:
             if len(ranks) == 1:
@@ -88,4 +92,5 @@ def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool) -> G
         ep=mine(mapping.ep_group),
         experts=mine(mapping.expert_group, plan.ep > 1),
         tied=mine(ends, tied and first != last),
+        alone=alone,
     )

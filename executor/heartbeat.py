@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Beat", "Heartbeat", "RankState", "read_beat"]
+__all__ = ["Beat", "Heartbeat", "RankState", "Unwatched", "read_beat"]
 
 _RECORD = struct.Struct("<qdqq64s")  # pid, time of the beat, step, state, what it does
 
@@ -67,6 +67,15 @@ class Heartbeat:
             self._step = step
         # one copy: pack_into would clear the record first, and the launcher reads at any time
         self._memory[:] = _RECORD.pack(self._pid, time.monotonic(), self._step, state, doing.encode()[:64])
+
+
+class Unwatched(Heartbeat):
+    """Of a rank that no launcher watches."""
+
+    def __init__(self) -> None: ...
+
+    def beat(self, state: RankState, doing: str, step: int | None = None) -> None:
+        """Nobody looks."""
 
 
 def read_beat(path: Path) -> Beat | None:

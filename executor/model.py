@@ -109,7 +109,8 @@ def build_stage(
         layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
         add_adapters(layer, spec.layers[index], spec.lora_rank)
         _draw_weights(layer, spec, index, seed, parallel)
-        layer = layer.to(device=device, dtype=dtype)
+        if any(not _is_there(tensor, device, dtype) for tensor in (*layer.parameters(), *layer.buffers())):
+            layer = layer.to(device=device, dtype=dtype)
         freeze(layer, spec.layers[index], frozen_dtype or dtype)
         layers[index] = with_fp8_linears(layer, spec.layers[index]) if fp8 else layer
     blocks = [layer for layer in layers.values() if isinstance(layer, Rotary)]
@@ -120,6 +121,11 @@ def build_stage(
     if spec.tied_embeddings and isinstance(embedding, tables) and isinstance(head, projections):
         head.lm_head.weight = embedding.wte.weight
     return Stage(layers.items())
+
+
+def _is_there(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it need not be moved or cast; tensors without data can be neither."""
+    return tensor.device == device and (tensor.dtype is dtype or not tensor.is_floating_point())
 
 
 def own_weights(whole: Tensor, name: str, shape: tuple[int, ...], spec: ModelSpec, parallel: Parallel) -> Tensor:

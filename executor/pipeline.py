@@ -3,13 +3,14 @@
 torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
 the same meaning in torch 2.11 and 2.13 (``tests/executor/test_pipeline.py`` pins them): the runtime class and its
 ``_prepare_schedule_with_comms``, ``_maybe_compute_loss``, ``_maybe_get_loss``, ``_update_losses``; ``_Action``; the
-stage's ``fwd_cache``.
+stage's ``fwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and ``_warmup_backward_result``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class PipelineEngine:
         loss: Of a microbatch, from the last stage's output and the targets.
         device: Where the stage is.
         recorder: Gets actions and messages.
+        alone: No other rank exists (see ``executor.alone``).
     """
 
     def __init__(
@@ -79,10 +81,12 @@ class PipelineEngine:
         loss: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
         recorder: Recorder,
+        alone: bool = False,
     ) -> None:
         num_stages = len(stage_to_rank(table))
+        kind = _AloneStage if alone else _RecordedStage
         self._stages = [
-            _RecordedStage(
+            kind(
                 stage.module,
                 stage.index,
                 num_stages,
@@ -99,6 +103,11 @@ class PipelineEngine:
         self._runtime._prepare_schedule_with_comms(
             {rank: _torch_actions(row) for rank, row in enumerate(table)}, format="compute_comms"
         )
+
+    @property
+    def sent(self) -> list[Tensor]:
+        """Tensors that are held until the end of the step because they are being sent."""
+        return [tensor for stage in self._stages for _, tensor in stage.sends]
 
     def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One step up to and including REDUCE_GRAD.
@@ -130,7 +139,7 @@ class _RecordedStage(PipelineStage):
         self.recorder = recorder
         self._complete_gradients = complete_gradients
         self._receives: dict[Action, list[int]] = {}
-        self._sends: list[int] = []
+        self.sends: list[tuple[int, Tensor]] = []  # torch's works hold the tensors as well, but those of no one do not
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         action = Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)
@@ -172,9 +181,9 @@ class _RecordedStage(PipelineStage):
 
     def complete_sends(self) -> None:
         """The runtime has waited for all sends of the step."""
-        for handle in self._sends:
+        for handle, _ in self.sends:
             self.recorder.complete(handle)
-        self._sends.clear()
+        self.sends.clear()
 
     def _messages(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         action = Action(self.stage_index, kind, microbatch)
@@ -182,7 +191,7 @@ class _RecordedStage(PipelineStage):
         self.recorder.begin(action)
         for op in ops:
             if kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-                self._sends.append(self.recorder.issue("send", (me, op.peer), op.tensor.nbytes))
+                self.sends.append((self.recorder.issue("send", (me, op.peer), op.tensor.nbytes), op.tensor))
             else:
                 handle = self.recorder.issue("recv", (op.peer, me), op.tensor.nbytes)
                 self._receives.setdefault(action, []).append(handle)
@@ -192,6 +201,22 @@ class _RecordedStage(PipelineStage):
     def _received(self, action: Action) -> None:
         for handle in self._receives.pop(action, ()):
             self.recorder.complete(handle)
+
+
+class _AloneStage(_RecordedStage):
+    """Of a rank without peers: what it receives is random, and whether shapes are known is not put to the vote."""
+
+    def _messages(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops:
+            if kind in (ActionKind.RECV_F, ActionKind.RECV_B) and op.tensor.is_floating_point():
+                op.tensor.detach().normal_()
+        return super()._messages(kind, microbatch, ops)
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """The shapes are known."""
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(item=lambda: 1)
 
 
 class _Runtime(_PipelineScheduleRuntime):

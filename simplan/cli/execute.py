@@ -23,7 +23,15 @@ from simplan.scenario import Scenario
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 
-__all__ = ["Outcome", "RunOptions", "default_folder", "execute", "predict_scenario", "refuse_other_software"]
+__all__ = [
+    "Outcome",
+    "RunOptions",
+    "default_folder",
+    "execute",
+    "job_of_scenario",
+    "predict_scenario",
+    "refuse_other_software",
+]
 
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
@@ -121,7 +129,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         RunError: Ranks failed or hung.
     """
     prediction = predict_scenario(scenario, calibration)
-    job = _job(scenario, prediction, options)
+    job = job_of_scenario(scenario, prediction, options)
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
@@ -147,7 +155,12 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     return Outcome(prediction, measurement, comparison, folder)
 
 
-def _job(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job:
+def job_of_scenario(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job:
+    """What is handed to the executor.
+
+    Raises:
+        NotModelledError: The executor does not run such devices, precisions or stages.
+    """
     device, precision = scenario.cluster.device, scenario.training.precision
     problems = []
     if device.kind not in _DEVICES:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ class Allocation:
         shape: Of the tensor it was made for.
         made_in: The functions that made it, innermost first, as (file name, function).
         born, died: ``Ledger.period`` in which it was made and let go; None for not yet.
-        label: What others know about it.
     """
 
     num_bytes: int
@@ -37,7 +35,6 @@ class Allocation:
     made_in: tuple[tuple[str, str], ...]
     born: int
     died: int | None = None
-    label: str = ""
 
     @property
     def outlives_its_period(self) -> bool:
@@ -83,8 +80,12 @@ class Ledger(TorchDispatchMode):
             if self._storages.get(storage._cdata) is storage:
                 self._resized(self.alive[storage._cdata], storage.nbytes())
 
-        with patch.object(torch.UntypedStorage, "resize_", resize_and_tell), self:
-            yield
+        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign,assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
