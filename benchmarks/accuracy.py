@@ -10,7 +10,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.accuracy_cases import MICROBATCH_SIZE, Case, cases
+from benchmarks.accuracy_cases import MICROBATCH_SIZE, TRAINING, Case, cases
 from benchmarks.table import Row
 from executor.calibrate import calibrate
 from executor.run import run_job
@@ -98,7 +98,7 @@ def _calibrate(found: list[Case]) -> Calibration:
             )
             for case in mine
         }
-        kinds = frozenset().union(*(kinds_needed(case.plan, case.model) for case in mine))
+        kinds = frozenset().union(*(kinds_needed(case.plan, case.model, TRAINING) for case in mine))
         request = CalibrationRequest(
             shapes=tuple(shapes.values()),
             num_ranks=num_ranks,

@@ -12,7 +12,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["MICROBATCH_SIZE", "Case", "cases"]
+__all__ = ["MICROBATCH_SIZE", "TRAINING", "Case", "cases"]
 
 MICROBATCH_SIZE = 2
 _MODELS = (
@@ -69,7 +69,7 @@ _STAGE_LAYERS = {  # fixed, so that every calibration predicts the split that ru
     ("gpt", 4): (2, 2, 2, 2),
     ("llama", 4): (2, 2, 1, 1),
 }
-_TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
+TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Case:
             self.name,
             self.model,
             catalogue.cluster("this-machine", num_devices=self.num_ranks),
-            _TRAINING,
+            TRAINING,
             self.plan,
             catalogue.software("torch"),
             calibration,

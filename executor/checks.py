@@ -16,6 +16,7 @@ from simplan.spec.expert_rules import unmodelled_expert_parallelism
 from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model_rules import model_rules
 from simplan.spec.offload_rules import unmodelled_offload
+from simplan.spec.optimizer_rules import unmodelled_optimizers
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
 
 __all__ = ["check_job", "check_rehearsal", "runs_on_cuda"]
@@ -79,6 +80,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_expert_parallelism(job.model, plan)
     yield from unmodelled_offload(job.model, plan)
     yield from unmodelled_adapters(job.model, training, plan)
+    yield from unmodelled_optimizers(training, plan, job.software)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"

@@ -22,10 +22,10 @@ from executor.fsdp_timing import FsdpBench
 from executor.lora import trained_parameters
 from executor.loss import cross_entropy
 from executor.model import build_stage
+from executor.optimizers import make_optimizer
 from executor.parallel import Parallel
 from executor.precision import Autocast
 from executor.timing import TIMED_DTYPES, Stopwatch, sample_of, together
-from executor.trainer import make_optimizer
 from simplan.cost.calibration import LayerTiming, Sample, ShapeRequest, way_of_mixing
 from simplan.spec.layer import LayerKind
 

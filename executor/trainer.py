@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.activation_offload import ActivationOffload
+from executor.clipping import GradientClipper
 from executor.data import input_shape, model_batch
 from executor.ddp import wrap_ddp
 from executor.fsdp import shard_stage
@@ -20,6 +21,7 @@ from executor.lora import trained_parameters
 from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
 from executor.moe import SeparateOptimizers, average_expert_gradients, check_places, expert_parameters
+from executor.optimizers import Parts, held_alike, make_optimizer
 from executor.parallel import Parallel, Peers, partial_parameters, sum_partial_gradients
 from executor.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.recorder import Recorder
@@ -36,17 +38,7 @@ from simplan.spec.plan import RankMapping
 if TYPE_CHECKING:
     from executor.pipeline import PipelineEngine, StageModule
 
-__all__ = ["Trainer", "make_optimizer"]
-
-_LEARNING_RATE = 1e-3
-
-
-def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a job (``adam``, ``adamw`` or ``sgd``), its step one fused kernel."""
-    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer = kinds[name]([{"params": parameters}], lr=_LEARNING_RATE, fused=True)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -91,7 +83,13 @@ class Trainer:
         parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
+        self._parts = Parts(
+            Peers.of(groups.shard if plan.shards_parameters else None, rank, recorder),
+            self._parallel.tp,
+            frozenset().union(*(held_alike(stage, job.model, plan.shard) for stage in self.stages.values())),
+        )
         self.optimizer = self._make_optimizer(parameters)
+        self._clipper = self._make_clipper(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
         self._engine: LoopEngine | PipelineEngine
         if groups.pp is None:
@@ -150,6 +148,8 @@ class Trainer:
             check_places(self.stages.values(), model, model.seq_len // self._job.plan.cp)
         if self._tied:
             self._sum_tied_gradients()
+        if self._clipper is not None:
+            self._clipper.clip()
         self.update()
         return losses
 
@@ -197,7 +197,7 @@ class Trainer:
         self, parameters: list[nn.Parameter]
     ) -> torch.optim.Optimizer | StreamedOptimizer | ShardedOptimizer | SeparateOptimizers:
         def make_whole(some: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return make_optimizer(self._job.training.optimizer, some)
+            return make_optimizer(self._job.training.optimizer, some, self._parts)
 
         def make(some: list[nn.Parameter]) -> torch.optim.Optimizer | StreamedOptimizer:
             if not self._job.plan.offload_optimizer:
@@ -217,6 +217,16 @@ class Trainer:
             return make_sharded(parameters)
         others = [parameter for parameter in parameters if all(parameter is not expert for expert in experts)]
         return SeparateOptimizers(make_sharded(others), make(experts))
+
+    def _make_clipper(self, parameters: list[nn.Parameter]) -> GradientClipper | None:
+        max_norm = self._job.training.clip_grad_norm
+        if max_norm is None:
+            return None
+        last = self._job.plan.num_stages - 1
+        copies = self._tied[-1:] if last in self.stages else []
+        return GradientClipper(
+            max_norm, parameters, copies, self._parts, Peers.of(self._groups.pp, self._rank, self._recorder)
+        )
 
     def _wrap(self, stage: Stage) -> nn.Module:
         """A stage that is not sharded computes under autocast and is reduced by DDP."""

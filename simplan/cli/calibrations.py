@@ -78,7 +78,7 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     ranks = scenario.cluster.ranks_per_node
     cost = CalibratedCost(calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=ranks, mixed=shape.mixed)
     keys = {layer.key for layer in shape.model.layers_of(shape.shard)}
-    kinds = kinds_needed(plan, scenario.model) if ranks > 1 else frozenset()
+    kinds = kinds_needed(plan, scenario.model, scenario.training) if ranks > 1 else frozenset()
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
@@ -105,7 +105,7 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
             raise SpecError(problem, file=scenario.file)
         ranks, shape = num_ranks or scenario.cluster.ranks_per_node, _shape(scenario)
         shapes[ranks][shape.model_dump_json()] = shape
-        kinds[ranks] |= kinds_needed(scenario.plan, scenario.model)
+        kinds[ranks] |= kinds_needed(scenario.plan, scenario.model, scenario.training)
         if _copies_to_host(scenario):
             copies.add(ranks)
     return [

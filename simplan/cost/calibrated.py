@@ -28,7 +28,8 @@ __all__ = ["CalibratedCost"]
 _SYSTEMATIC_STD = 0.04
 """A timing of a layer alone differs from the layer inside a step by about so much, whatever its repeats say."""
 _EXTRAPOLATED_STD = 0.3
-_OF_PARAMETERS = (Phase.GATHER_COPY, Phase.REDUCE_COPY, Phase.SCALE, Phase.OPTIMIZER)
+_OF_PARAMETERS = (Phase.GATHER_COPY, Phase.REDUCE_COPY, Phase.SCALE, Phase.NORM, Phase.OPTIMIZER)
+_READ_ONLY = 0.5  # of what a division of gradients moves, their norm reads one half
 
 
 class CalibratedCost:
@@ -106,6 +107,8 @@ class CalibratedCost:
         if work.phase in _OF_PARAMETERS:
             timed = work.layer.num_parameters if work.phase is Phase.GATHER_COPY else work.layer.num_trained
             factor = work.num_parameters / (timed or 1)
+            if work.phase is Phase.NORM:
+                factor, provenance = _READ_ONLY * factor, Provenance.EXTRAPOLATED
         else:
             factor *= weight_share(work)
         std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5
@@ -221,6 +224,7 @@ def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
         Phase.GATHER_COPY: timing.gather_copy_s,
         Phase.REDUCE_COPY: timing.reduce_copy_s,
         Phase.SCALE: timing.scale_s,
+        Phase.NORM: timing.scale_s,
         Phase.OPTIMIZER: timing.optimizer_s,
     }[phase]
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from simplan.spec.base import Count, NonNegative, Positive, Spec
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
+from simplan.spec.optimizer import OptimizerName
 from simplan.spec.shard import Shard
 
 __all__ = [
@@ -98,7 +99,7 @@ class LayerTiming(Spec):
     dtype: TimedDtype
     mixed: Mixed = "autocast"
     num_ranks: Count
-    optimizer: Literal["adam", "adamw", "sgd"]
+    optimizer: OptimizerName
     forward_s: Sample
     backward_s: Sample
     backward_input_s: Sample | None
@@ -167,7 +168,7 @@ class ShapeRequest(Spec):
     microbatch_size: Count
     mixed: Mixed = "autocast"
     dtype: TimedDtype = "fp32"
-    optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
 
 
 class CalibrationRequest(Spec):

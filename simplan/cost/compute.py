@@ -13,6 +13,7 @@ from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
+from simplan.spec.optimizer import OPTIMIZERS, OptimizerName
 from simplan.spec.software import StateBytes
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
@@ -22,9 +23,8 @@ _BACKWARD_POINTWISE = 2
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-_OPTIMIZER_BYTES = 32  # Adam: read weight, gradient, two moments; write weight, two moments, zeroed gradient (fp32)
-_SGD_BYTES = 16
 _SCALE_BYTES = 8
+_NORM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class KernelCost:
     products: ProductRates
     attention: AttentionRates
     state: StateBytes
-    optimizer: str
+    optimizer: OptimizerName
     provenance: Provenance
     relative_std: float
     slowest: float = 1.0
@@ -146,7 +146,9 @@ class KernelCost:
             case Phase.SCALE:
                 return _SCALE_BYTES
             case Phase.OPTIMIZER:
-                return _SGD_BYTES if self.optimizer == "sgd" else _OPTIMIZER_BYTES
+                return OPTIMIZERS[self.optimizer].streamed_bytes
+            case Phase.NORM:
+                return _NORM_BYTES
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
                 return 0
 

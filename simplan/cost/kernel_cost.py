@@ -10,6 +10,7 @@ from simplan.cost.compute import KernelCost
 from simplan.cost.product import ProductRates
 from simplan.errors import Problem, SpecError
 from simplan.spec.hardware import DeviceSpec, Dtype
+from simplan.spec.optimizer import OptimizerName
 from simplan.spec.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import Precision
@@ -25,7 +26,7 @@ def kernel_cost(
     device: DeviceSpec,
     precision: Precision,
     state: StateBytes,
-    optimizer: str,
+    optimizer: OptimizerName,
     software: SoftwareSpec,
     *,
     num_devices: int,

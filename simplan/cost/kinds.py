@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from simplan.spec.layer import CollectiveKind, Exchange
 from simplan.spec.model import ModelSpec
+from simplan.spec.optimizer import LAYERWISE
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
 
 __all__ = ["kinds_needed"]
 
 
-def kinds_needed(plan: ParallelPlan, model: ModelSpec) -> frozenset[CollectiveKind]:
+def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -> frozenset[CollectiveKind]:
     """The kinds of all messages of a step.
 
     Args:
         plan: How the training is spread.
         model: Its layers say what tensor- and context-parallel ranks exchange.
+        training: Whether norms are taken over what ranks have parts of.
     """
     kinds = _of_layers(plan, model) | _of_gradients(plan)
     if plan.pp > 1:
         kinds.add(CollectiveKind.SEND)
         if model.tied_embeddings and not model.lora_rank:
             kinds.add(CollectiveKind.ALL_REDUCE)
+    split = plan.shards_parameters or plan.tp > 1
+    if (training.clip_grad_norm is not None and (split or plan.pp > 1)) or (training.optimizer in LAYERWISE and split):
+        kinds.add(CollectiveKind.ALL_REDUCE)
     return frozenset(kinds)
 
 

@@ -233,7 +233,8 @@ class _Job:
             check_plan(model, cluster, training, plan, software)  # says so
         many = num_microbatches(training, plan)
         waits = plan.schedule in software.synchronous_schedules
-        few = _few(plan, many, steps_overlap=steps_overlap, waits=waits)
+        clips = training.clip_grad_norm is not None
+        few = _few(plan, many, steps_overlap=steps_overlap, waits=waits, clips=clips)
         step = self.step(few)
         seconds = step.times_s(overlap=steps_overlap)
         if few == many:
@@ -284,7 +285,7 @@ class _Job:
         return seconds, added
 
 
-def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: bool) -> int:
+def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: bool, clips: bool) -> int:
     """Microbatches to write out: from so many on all others are like those between the first and the last."""
     if plan.pp == 1:
         return min(many, 3)
@@ -292,7 +293,8 @@ def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: bool) -> 
 
     if waits and many * plan.pp <= _MOST_WRITTEN_OUT:
         return many
-    return min(many, _FEW) if can_add(plan, _FEW) and not steps_overlap else many
+    known = can_add(plan, _FEW) and not clips  # clipping, ranks wait for each other
+    return min(many, _FEW) if known and not steps_overlap else many
 
 
 def _with(memory: RankMemory, more_bytes: int, reserved_share: float) -> RankMemory:

@@ -10,6 +10,7 @@ from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
 from simplan.program.hooks import DdpHooks, Hooks
+from simplan.program.norms import clip_gradients, norms_of_parameters
 from simplan.program.offload import ActivationOffload, LayerUpdate, stream_updates
 from simplan.program.program import (
     Excess,
@@ -88,8 +89,8 @@ def lower(
     RECV. A message is issued when the host gets to it, that is, after the computation before it. What data parallelism
     does in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums
     gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by the number of
-    microbatches. OPTIM waits for all sends, all-reduces gradients of tied embeddings that sit on two ranks, updates,
-    and hands sharded updates round, or gathers them (ZeRO-1).
+    microbatches. OPTIM waits for all sends, all-reduces gradients of tied embeddings that sit on two ranks, clips
+    gradients (``simplan.program.norms``), updates, and hands sharded updates round, or gathers them (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
@@ -343,6 +344,8 @@ class _RankLowering:
             message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
             waits = [*writer.blocking, writer.last_compute]
             writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
+        clip_gradients(action, stages, self.states, writer)
+        norms_of_parameters(action, stages, self.states, writer)
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         updated = self._update(action, release)

@@ -51,6 +51,7 @@ class Stream(StrEnum):
     EXPERT = "expert_parallel"
     EXPERT_DATA = "expert_data_parallel"
     TIED = "tied"
+    PIPELINE = "pipeline_parallel"
     SEND_F = "send_f"
     RECV_F = "recv_f"
     SEND_B = "send_b"
@@ -70,6 +71,7 @@ class Phase(StrEnum):
     GATHER_COPY = "gather_copy"
     REDUCE_COPY = "reduce_copy"
     SCALE = "scale"
+    NORM = "norm"
     OPTIMIZER = "optimizer"
 
 
@@ -80,7 +82,7 @@ class LayerWork(NamedTuple):
         layer: The layer, as one rank has it.
         phase: Forward, forward again, backward or one of its parts (gradients of activations, gradients of weights),
             what FSDP does around gathering its parameters or around reducing its gradients (copies, mostly), dividing
-            its gradients, or updating its parameters.
+            its gradients, summing up their squares, or updating its parameters.
         microbatch_size: Sequences (no matter to what is done to parameters and gradients only).
         num_parameters: Elements that phases of parameters and gradients touch; a tied weight that another layer of the
             rank owns is not among them.

@@ -113,6 +113,14 @@ class OptimizerStates:
             return self.work(stage, Phase.OPTIMIZER)
         return tuple(work for _, work in self._dealt_updates(stage))
 
+    @property
+    def num_updated_tensors(self) -> int:
+        """Parameters that it updates, or its shard of them, counted as tensors; a shard may be empty."""
+        if self._deal is None:
+            return len(self._trained_tensors())
+        keys = self._trained_tensors()
+        return list(partition_states([size for *_, size in keys], len(self._group))).count(self._shard_rank)
+
     def layer_updates(self, stage: int) -> list[tuple[int, LayerWork, int]]:
         """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
         if self._deal is not None:
@@ -174,23 +182,22 @@ class OptimizerStates:
         """Who owns what of a pipeline rank; the same for all its ranks, so made once."""
         found = self._stages.deals.get(pp_rank)
         if found is None:
-            keys = [
-                (stage, position, index)
-                for stage in self._mine
-                for position in self._positions(stage)
-                for index in self._own_indices(stage, position)
-                if not (
-                    self._stages.layers[stage][position].parameters[index].expert
-                    or self._stages.layers[stage][position].parameters[index].frozen
-                )
-            ]
-            sizes = [self._stages.layers[s][position].parameters[index].num_elements for s, position, index in keys]
+            keys = self._trained_tensors()
             found = self._stages.deals[pp_rank] = tuple({} for _ in self._group)
-            for (stage, position, _), size, owner in zip(
-                keys, sizes, partition_states(sizes, len(self._group)), strict=True
-            ):
+            owners = partition_states([size for *_, size in keys], len(self._group))
+            for (stage, position, size), owner in zip(keys, owners, strict=True):
                 found[owner][stage, position] = found[owner].get((stage, position), 0) + size
         return found
+
+    def _trained_tensors(self) -> list[tuple[int, int, int]]:
+        """Stage, position and elements of every parameter that is trained, experts excepted."""
+        return [
+            (stage, position, parameter.num_elements)
+            for stage in self._mine
+            for position in self._positions(stage)
+            for index in self._own_indices(stage, position)
+            if not ((parameter := self._stages.layers[stage][position].parameters[index]).expert or parameter.frozen)
+        ]
 
     def _positions(self, stage: int) -> range:
         return range(len(self._stages.layers[stage]))

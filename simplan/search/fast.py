@@ -19,6 +19,7 @@ from simplan.search.upkeep import Upkeep
 from simplan.sim.memory import whole_blocks
 from simplan.sim.pipeline.table import PipelineTable, Tables
 from simplan.spec.layer_style import LayerStyle
+from simplan.spec.optimizer import LAYERWISE
 from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["FastEvaluator", "covers_job"]
@@ -37,6 +38,8 @@ def covers_job(question: Question) -> bool:
     return (
         cluster.cores_per_node is None
         and cluster.device.kind != "cpu"
+        and question.training.clip_grad_norm is None
+        and question.training.optimizer not in LAYERWISE
         and software.holds_sends
         and not software.synchronous_schedules
         and software.tp_overlap == "none"

@@ -18,6 +18,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
 from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.offload_rules import offload_rules, unmodelled_offload
+from simplan.spec.optimizer_rules import unmodelled_optimizers
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedule_rules import schedule_rules, stage_rules
@@ -56,6 +57,7 @@ def check_plan(
         *unmodelled_adapters(model, training, plan),
         *_unmodelled_training(training, plan, software),
         *_unmodelled_here(cluster, software),
+        *unmodelled_optimizers(training, plan, software),
         *unmodelled_low_precision(model, training, plan, software),
     ]
     violated = [

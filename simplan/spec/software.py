@@ -18,6 +18,7 @@ from simplan.spec.low_precision import (
     QuantizedWeights,
     linear_format,
 )
+from simplan.spec.optimizer import OPTIMIZERS, OptimizerName
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rates import StackRates
 from simplan.spec.training import TrainingSpec
@@ -59,7 +60,7 @@ class StateBytes(Spec):
         frozen: Those of them that are not trained.
         gradient: The accumulated gradient.
         master: A separate fp32 copy of the weights, when there is one.
-        moment: Each of Adam's two moments.
+        moment: Each state of the optimizer, Adam's two moments for example.
         activation: Bytes of one activation element that the backward pass keeps.
         residual: The same for the residual stream.
         boundary: Bytes of one element sent between stages.
@@ -119,9 +120,9 @@ class StateBytes(Spec):
         widened = self.product + int(self.gradient) if self.product != self.gradient else 0
         return widened + 3 * int(self.gradient)
 
-    def optimizer_bytes(self, optimizer: str) -> int:
-        """Bytes of optimizer states for one parameter: two moments (Adam) or none, and the master copy."""
-        return (2 * self.moment if optimizer in ("adam", "adamw") else 0) + int(self.master)
+    def optimizer_bytes(self, optimizer: OptimizerName) -> int:
+        """Bytes of optimizer states for one parameter, and of the master copy."""
+        return OPTIMIZERS[optimizer].num_states * self.moment + int(self.master)
 
     @model_validator(mode="before")
     @classmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from simplan.spec.base import Count, Spec
+from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.low_precision import Fp8Recipe
+from simplan.spec.optimizer import OptimizerName
 
 __all__ = ["Precision", "TrainingSpec"]
 
@@ -20,7 +21,9 @@ class TrainingSpec(Spec):
         precision: Format of the linear layers' matmuls; fp16 and bf16 are mixed precision. fp8, mxfp8 and
             nvfp4 are bf16 but for the linear layers of blocks (``simplan.spec.low_precision``).
         fp8_recipe: How fp8 is scaled; None for one scale a tensor (``tensorwise``), and for other precisions.
-        optimizer: ``adam`` and ``adamw`` keep two fp32 states, ``sgd`` none.
+        optimizer: What it keeps, moves and needs to know is in ``simplan.spec.optimizer``.
+        clip_grad_norm: Gradients of the whole model are scaled to this norm where theirs is larger; None for as they
+            are.
         task: What the run is for. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
             ``sft`` computes what ``pretrain`` does: tokens of prompts and padding are masked in the loss, and their
             logits are computed all the same.
@@ -29,5 +32,6 @@ class TrainingSpec(Spec):
     global_batch_size: Count
     precision: Precision = "bf16"
     fp8_recipe: Fp8Recipe | None = None
-    optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
+    clip_grad_norm: Positive | None = None
     task: Literal["pretrain", "sft", "lora"] = "pretrain"

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from simplan.cost.kinds import kinds_needed
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+TRAINING = TrainingSpec(global_batch_size=8)
 
 
 def model(family: str) -> ModelSpec:
@@ -44,8 +48,24 @@ def model(family: str) -> ModelSpec:
     ],
 )
 def test_kinds_of_each_strategy(plan: dict[str, Any], kinds: str) -> None:
-    assert " ".join(sorted(kinds_needed(ParallelPlan(**plan), model("llama")))) == kinds
+    assert " ".join(sorted(kinds_needed(ParallelPlan(**plan), model("llama"), TRAINING))) == kinds
 
 
 def test_a_tied_embedding_is_summed_over_both_ends_of_a_pipeline() -> None:
-    assert " ".join(sorted(kinds_needed(ParallelPlan(pp=2), model("gpt")))) == "all_reduce send"
+    assert " ".join(sorted(kinds_needed(ParallelPlan(pp=2), model("gpt"), TRAINING))) == "all_reduce send"
+
+
+@pytest.mark.parametrize(
+    ("plan", "training", "sums"),
+    [
+        ({}, {"clip_grad_norm": 1.0}, False),
+        ({"dp_shard": 2, "zero_stage": 3}, {"clip_grad_norm": 1.0}, True),
+        ({"pp": 2}, {"clip_grad_norm": 1.0}, True),
+        ({"pp": 2}, {"optimizer": "lamb"}, False),
+        ({"dp_shard": 2}, {"optimizer": "lars"}, True),
+        ({"dp_shard": 2}, {"optimizer": "adamw"}, False),
+    ],
+)
+def test_norms_are_summed_over_ranks_with_parts(plan: dict[str, Any], training: dict[str, Any], sums: bool) -> None:
+    found = kinds_needed(ParallelPlan(**plan), model("llama"), TrainingSpec(global_batch_size=8, **training))
+    assert (CollectiveKind.ALL_REDUCE in found) == sums

@@ -50,8 +50,16 @@ def test_a_resumed_run_computes_the_same(make_job: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "lamb-fsdp": {
+        "plan": {"dp_shard": 2},
+        "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="lamb", clip_grad_norm=0.3),
+    },
+    "momentum-zero1": {
+        "plan": {"dp_shard": 2, "zero_stage": 1},
+        "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="sgd_momentum"),
+    },
     "fsdp": {"plan": {"dp_shard": 2}},
     "zero1": {"plan": {"dp_shard": 2, "zero_stage": 1}},
     "1f1b": {"schedule": "1f1b", "pp": 2},

@@ -16,14 +16,16 @@ from executor.run import run_job
 from simplan.program.job import Job
 from simplan.spec.plan import RankMapping
 from simplan.spec.training import TrainingSpec
+from tests.executor.conftest import Run
+from tests.executor.reference_optimizers import reference_optimizer
 
 RELATIVE = 1e-9
 
 
 def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then AdamW."""
+    """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then the update."""
     model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = reference_optimizer(job.training, list(model.parameters()))
     num_samples = job.training.global_batch_size
     num_parts = num_samples // job.plan.microbatch_size
     losses, gradients = [], []
@@ -34,8 +36,10 @@ def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, t
             cross_entropy(model(x), y) for x, y in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True)
         ]
         loss = torch.stack(parts).mean()
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        if job.training.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.training.clip_grad_norm)
         losses.append(loss.item())
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
@@ -52,7 +56,12 @@ def own_part(job: Job, rank: int, name: str, whole: torch.Tensor, found: torch.T
     return own_weights(whole, name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
 
 
-def test_losses_and_gradients_equal_one_process(finished_run: Any) -> None:
+def test_losses_and_gradients_equal_one_process(finished_run: Run) -> None:
+    assert_equal_to_one_process(finished_run)
+
+
+def assert_equal_to_one_process(finished_run: Run) -> None:
+    """Losses and gradients of every step."""
     job = finished_run.job
     num_steps = job.num_warmup_steps + job.num_steps
     losses, gradients = one_process(job, num_steps)

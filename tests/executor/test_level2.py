@@ -17,6 +17,7 @@ from simplan.spec.training import Precision, TrainingSpec
 from simplan.units import KIB
 from simplan.validate.compare import compare
 from simplan.validate.structure import Issued, issued_as_predicted, predicted_messages, ran_as_predicted
+from tests.executor.conftest import Run
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
 LLAMA = ModelSpec(
@@ -67,7 +68,11 @@ def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
     assert issued_as_predicted(measurement)
 
 
-def test_every_strategy_issues_what_is_predicted(finished_run: Any) -> None:
+def test_every_strategy_issues_what_is_predicted(finished_run: Run) -> None:
+    assert_issued_as_predicted(finished_run)
+
+
+def assert_issued_as_predicted(finished_run: Run) -> None:
     """These runs are in float64: as in float32 with buckets of half the bytes, but everything twice as wide."""
     job = finished_run.job
     assert ran_as_predicted(finished_run.measurement)

@@ -12,8 +12,8 @@ from executor.activation_offload import ActivationOffload
 from executor.host_link import HostLink
 from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
+from executor.optimizers import make_optimizer
 from executor.streamed_optimizer import StreamedOptimizer, by_layer
-from executor.trainer import make_optimizer
 from simplan.program.action import Action, ActionKind
 from tests.executor.accounting import SilentRecorder
 

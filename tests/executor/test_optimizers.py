@@ -1,0 +1,111 @@
+"""Every optimizer, and clipped gradients, over every way of holding parts of parameters: against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.run import run_job
+from simplan.errors import NotModelledError
+from simplan.program.program import MemoryCategory
+from simplan.spec.optimizer import OPTIMIZERS
+from simplan.spec.training import TrainingSpec
+from tests.executor.accounting import account, predicted_peak
+from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel, Run
+from tests.executor.test_equality import assert_equal_to_one_process
+from tests.executor.test_level2 import assert_issued_as_predicted
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("none", {}),
+    "ddp": ("none", {"dp_replicate": 2, "bucket_bytes": 40_000}),
+    "zero-1": ("none", {"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
+    "fsdp": ("none", {"dp_shard": 2}),
+    "hsdp": ("none", {"dp_shard": 2, "dp_replicate": 2}),
+    "tp": ("none", {"tp": 2}),
+    "tp x zero-1": ("none", {"tp": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
+    "tp x fsdp": ("none", {"tp": 2, "dp_shard": 2}),
+    "cp x fsdp": ("none", {"cp": 2, "cp_comm": "a2a", "dp_shard": 2}),
+    "1f1b": ("1f1b", {"pp": 2}),
+    "zb-v": ("zb-v", {"pp": 2}),
+    "1f1b x zero-1": ("1f1b", {"pp": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
+    "1f1b x fsdp": ("1f1b", {"pp": 2, "dp_shard": 2}),
+    "1f1b x tp": ("1f1b", {"pp": 2, "tp": 2}),
+}
+CLIP = 0.3  # below the norm in every step, so that gradients are scaled
+
+QUICK = {("tp x fsdp", "lamb"), ("zero-1", "lamb"), ("1f1b", "lars"), ("fsdp", "sgd_momentum")}
+NEW = ("sgd_momentum", "lars", "lamb")
+
+
+def job_of(plan: str, training: dict[str, Any], make_job: MakeJob, make_model: MakeModel) -> Any:
+    schedule, fields = PLANS[plan]
+    fields = dict(fields)
+    sharded_ends = "pp" in fields and "dp_shard" in fields and "zero_stage" not in fields
+    pp = fields.pop("pp", 1)
+    layers = 4 if schedule == "zb-v" else 2
+    model = make_model("llama" if sharded_ends else "gpt", vocab_size=96, num_hidden_layers=layers)
+    batch = 8 * fields.get("dp_shard", 1) * fields.get("dp_replicate", 1)
+    return make_job(
+        schedule,
+        pp=pp,
+        model=model,
+        plan=fields,
+        training=TrainingSpec(global_batch_size=batch, precision="fp32", **training),
+        dtype="fp64",
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        pytest.param(plan, optimizer, marks=[] if (plan, optimizer) in QUICK else [pytest.mark.slow])
+        for plan in PLANS
+        for optimizer in NEW
+    ],
+)
+def test_losses_gradients_and_collectives(
+    plan: str,
+    optimizer: str,
+    tmp_path: Path,
+    make_job: MakeJob,
+    make_model: MakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later losses follow from updates, gradients are as clipping leaves them."""
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
+    run = Run(job, run_job(job, tmp_path, rank_module="dumping_worker"), tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["one", "1f1b x fsdp"])
+def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel) -> None:
+    """Between steps, by torch's own account of allocations; and nothing else is made by the step."""
+    job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
+    job = job.model_copy(update={"dtype": "fp32"})
+    found, predicted = account(job, 0), predicted_peak(job, 0)
+    states = predicted.by_category.get(MemoryCategory.OPTIMIZER, 0)
+    assert found.by_category.get(MemoryCategory.OPTIMIZER, 0) == pytest.approx(states, abs=400)  # counts of steps
+    assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("training", "plan", "said"),
+    [
+        ({"clip_grad_norm": 1.0}, {"ep": 2, "dp_replicate": 2}, "training.clip_grad_norm = 1: clipping with experts"),
+        ({"optimizer": "lamb"}, {"offload_optimizer": True}, "training.optimizer = lamb: with states of one layer"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(
+    training: dict[str, Any], plan: dict[str, Any], said: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 48}
+    model = make_model("moe", **experts) if "ep" in plan else make_model()
+    batch = 8 * plan.get("dp_replicate", 1)
+    job = make_job(model=model, plan=plan, training=TrainingSpec(global_batch_size=batch, precision="fp32", **training))
+    with pytest.raises(NotModelledError, match=said):
+        run_job(job, tmp_path)
