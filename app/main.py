@@ -20,6 +20,7 @@ def main() -> None:
     pages = [
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
         st.Page(_PAGES / "timeline.py", title="Timeline", icon=":material/view_timeline:"),
+        st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ]
     st.navigation(pages, position="top").run()
 
