@@ -19,6 +19,7 @@ def main() -> None:
     state.open_link()
     pages = [
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
+        st.Page(_PAGES / "search.py", title="Search", icon=":material/search:"),
         st.Page(_PAGES / "timeline.py", title="Timeline", icon=":material/view_timeline:"),
         st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ]

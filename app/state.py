@@ -19,7 +19,7 @@ START: dict[str, Any] = {
     "model": {"preset": "llama3-70b", "seq_len": 8192},
     "cluster": {"preset": "dgx-h100", "num_devices": 64},
     "training": {"global_batch_size": 128, "precision": "bf16", "optimizer": "adamw"},
-    "software": "torchtitan",
+    "software": "torch",
     "plan": {"tp": 8, "dp_shard": 8, "recompute": "full"},
 }
 """What a session without a link starts with."""

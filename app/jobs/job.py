@@ -153,6 +153,11 @@ class Jobs:
         with self._lock:
             return self._jobs.get(key)
 
+    def busy(self) -> bool:
+        """Whether something runs or waits."""
+        with self._lock:
+            return any(job.state is not State.ENDED for job in self._jobs.values())
+
     def waiting(self) -> int:
         """How many wait for others to end."""
         with self._lock:

@@ -1,0 +1,211 @@
+"""What a search found: points, ranks, one plan in detail, and where the others went."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from app import basket, state
+from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.problems import escaped
+from app.fields import remembered_choice
+from app.figures.plans import (
+    AXES,
+    COLOURS,
+    plan_rows,
+    plans_figure,
+    shares_figure,
+    space_figure,
+    space_rows,
+)
+from app.words import meaning
+from simplan.report.search import search_plan_words
+from simplan.scenario import SearchScenario
+from simplan.search import NearestMiss, RankedPlan, SearchResult
+from simplan.units import format_bytes, format_percent, format_time
+
+__all__ = ["show_plans"]
+
+_RESOURCES = {
+    "flop_per_s": "FLOP/s",
+    "memory_bandwidth": "memory bandwidth",
+    "intra_link": "bandwidth within nodes",
+    "inter_link": "bandwidth between nodes",
+    "memory": "device memory",
+}
+
+
+def show_plans(asked: SearchScenario, result: SearchResult, *, live: bool) -> None:
+    """Everything about the plans of a search.
+
+    Args:
+        asked: The scenario.
+        result: Its plans.
+        live: The search goes on: nothing can be chosen yet that would be gone in a moment.
+    """
+    if result.ranked:
+        rows = plan_rows(result)
+        left, right = st.columns([3, 2], gap="medium")
+        with left:
+            _show_points(rows, live=live)
+        with right:
+            _show_detail(asked, result, live=live)
+        _show_ranked(rows)
+        if not live:
+            with st.container(horizontal=True):
+                download("Plans", f"{result.name} plans", "csv", csv_text(rows))
+                download("Search", f"{result.name} search", "json", lambda: json_text(result.to_json()))
+    if not live:
+        _show_others(result)
+
+
+def _show_points(rows: list[dict[str, object]], *, live: bool) -> None:
+    x, y, colour = "step_time_s", "device_gib", "schedule"
+    if not live:
+        one, two, three = st.columns(3)
+        with one:
+            x = remembered_choice("Across", "x", list(AXES), x, format_func=_label)
+        with two:
+            y = remembered_choice("Up", "y", list(AXES), y, format_func=_label)
+        with three:
+            colour = remembered_choice("Colour", "colour", list(COLOURS), colour, format_func=COLOURS.get)
+    figure = plans_figure(rows, x, y, colour, basket.pinned())
+    alt = f"Plans of the search by {_label(x)} and {_label(y)}"
+    show_figure(figure, "plans", alt=alt, key=f"plans {'live' if live else 'whole'}")
+
+
+def _label(axis: str) -> str:
+    return AXES[axis].label
+
+
+def _show_detail(asked: SearchScenario, result: SearchResult, *, live: bool) -> None:
+    plans = {f"{rank}. {search_plan_words(plan.plan)}": plan for rank, plan in enumerate(result.ranked, 1)}
+    number = 0
+    if not live:
+        number = remembered_choice(
+            "Plan", "plan", range(len(plans)), 0, format_func=lambda index: list(plans)[index], help="One in detail"
+        )
+    title, plan = list(plans.items())[number]
+    if live:
+        st.markdown(f"**{escaped(title)}**")
+    one, two, three = st.columns(3)
+    one.metric("Step time", format_time(plan.step_time_s), help=meaning("step_time_s"))
+    two.metric("Device memory", format_bytes(plan.device_bytes), help=meaning("device"))
+    unit = "images" if result.unit == "images" else "tokens"
+    three.metric(f"{unit.capitalize()}/s per device", f"{plan.tokens_per_s_per_device:,.0f}")
+    st.markdown("\n".join(f"- {line}" for line in _why(plan, result)))
+    if not live:
+        _show_actions(asked, plan)
+
+
+def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
+    """Why a plan is where it is, a sentence each."""
+    lines = []
+    if plan.headroom_bytes is not None:
+        lines.append(f"{format_bytes(plan.headroom_bytes)} of what plans may use is to spare.")
+    why = plan.explanation
+    if why is None:
+        return [*lines, "What limits it is being worked out."]
+    low_s, high_s = why.step_time_interval_s
+    lines.insert(0, f"In 9 of 10 cases a step takes {format_time(low_s)} to {format_time(high_s)}.")
+    parts = sorted(((share, name) for name, share in why.shares.items() if share >= 0.0005), reverse=True)
+    words = ", ".join(f"{name.replace('_', ' ')} {format_percent(share)}" for share, name in parts)
+    lines.append(f"**Limited by** {words} of the step of rank {why.busiest_rank}, which waits least.")
+    if why.saved:
+        saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)
+        helps = ", ".join(f"{_RESOURCES[name]} {format_percent(share, 2)}" for share, name in saved)
+        lines.append(f"**10 % more would save**: {helps} of the step.")
+    if why.mfu is not None:
+        lines.append(f"MFU {format_percent(why.mfu)}.")
+    best = result.ranked[0]
+    if plan is not best:
+        slower = plan.step_time_s / best.step_time_s - 1
+        memory = plan.device_bytes - best.device_bytes
+        more = "more" if memory >= 0 else "less"
+        lines.append(
+            f"Against the best: {slower:+.1%} step time, {format_bytes(abs(memory))} {more} memory of the worst device."
+        )
+    return lines
+
+
+def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
+    document = basket.with_plan(state.document(), plan.plan)
+    is_pinned = basket.key_of(plan.plan) in basket.pinned()
+    with st.container(horizontal=True):
+        if is_pinned:
+            if st.button("Unpin", icon=":material/keep_off:", key="unpin plan"):
+                basket.unpin(basket.key_of(plan.plan))
+                st.rerun()
+        elif st.button("Pin", icon=":material/keep:", key="pin plan", help="Into the basket, which links bring along"):
+            basket.pin(plan.plan)
+            st.rerun()
+        if st.button("Open as the plan", icon=":material/open_in_new:", key="open plan"):
+            state.set_document(document)
+            st.switch_page("views/plan.py")
+        text = state.document_text(document)
+        download(
+            "Scenario", f"{asked.name} plan", "yaml", text, about="`simplan predict` gives the same numbers for it"
+        )
+
+
+def _show_ranked(rows: list[dict[str, object]]) -> None:
+    frame = pd.DataFrame(rows)
+    shown = ["rank", "plan", "step_time_s", "to_the_best", "device_gib", "headroom_gib", "tokens_per_s_per_device"]
+    shown += ["mfu", "limit", "limit_share", "help", "help_share"]
+    if frame["num_devices"].nunique() > 1:
+        shown.insert(2, "num_devices")
+    if frame["cost_dollars"].notna().any():
+        shown.insert(4, "cost_dollars")
+    frame = frame[shown].astype({"rank": "Int64"})
+    for name in ("to_the_best", "mfu", "limit_share", "help_share"):
+        frame[name] = pd.to_numeric(frame[name]) * 100
+    column = st.column_config
+    st.dataframe(
+        frame,
+        hide_index=True,
+        height=min(36 * (len(frame) + 1), 420),
+        column_config={
+            "rank": column.NumberColumn("#", width=40, help="None: on the front, and not among the ranked"),
+            "plan": column.TextColumn("plan", width="large"),
+            "num_devices": column.NumberColumn("devices", format="localized"),
+            "step_time_s": column.NumberColumn("step, s", format="%.4g", help=meaning("step_time_s")),
+            "to_the_best": column.NumberColumn("to the best", format="%+.1f %%"),
+            "device_gib": column.NumberColumn("device GiB", format="%.2f", help=meaning("device")),
+            "headroom_gib": column.NumberColumn("to spare GiB", format="%.2f"),
+            "tokens_per_s_per_device": column.NumberColumn("per s and device", format="%,.0f"),
+            "cost_dollars": column.NumberColumn("dollars", format="dollar"),
+            "mfu": column.NumberColumn("MFU", format="%.1f %%", help=meaning("mfu")),
+            "limit": column.TextColumn("limited by"),
+            "limit_share": column.NumberColumn("of its step", format="%.0f %%"),
+            "help": column.TextColumn("helps most"),
+            "help_share": column.NumberColumn("10 % more saves", format="%.1f %%"),
+        },
+    )
+
+
+def _show_others(result: SearchResult) -> None:
+    explained = [(f"{rank}", plan) for rank, plan in enumerate(result.ranked, 1) if plan.explanation is not None]
+    left, right = st.columns(2, gap="medium")
+    with left:
+        if explained:
+            st.subheader("Where the steps go", help="Of the rank that waits least: the others wait for it")
+            show_figure(shares_figure(explained), "steps of the ranked plans", alt="Parts of the step of each plan")
+        if result.nearest_misses:
+            st.subheader("Nearest misses", help="Plans that break no rule but a limit")
+            st.markdown("\n".join(f"- {escaped(_miss(miss))}" for miss in result.nearest_misses))
+        if result.changes:
+            st.subheader("What would make a plan", help="Each was tried")
+            words = (f"{change.words}: {search_plan_words(change.plan)}" for change in result.changes)
+            st.markdown("\n".join(f"- {escaped(text)}" for text in words))
+    with right:
+        st.subheader(f"Where the {result.space.total:,} plans went")
+        show_figure(space_figure(result.space), "rejected plans", alt="Plans by the rule that rejected them")
+        with st.expander("The rules in words"):
+            st.dataframe(pd.DataFrame(space_rows(result.space)), hide_index=True)
+
+
+def _miss(miss: NearestMiss) -> str:
+    words = search_plan_words(miss.plan)
+    if miss.lacking_s is not None and miss.step_time_s is not None:
+        return f"{format_time(miss.lacking_s)} too long, at {format_time(miss.step_time_s)}: {words}"
+    return f"{format_bytes(miss.lacking_bytes or 0)} too much, {format_bytes(miss.device_bytes)} in all: {words}"

@@ -1,0 +1,181 @@
+"""Search: the best plans of the whole space, while they are found; why they are best, and what became of the others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import streamlit as st
+
+from app import basket, state
+from app.components.comparison import show_comparison
+from app.components.plans import show_plans
+from app.components.problems import escaped
+from app.components.question import show_question
+from app.fields import remembered_choice, remembered_number
+from app.jobs.job import Job, State
+from app.jobs.server import jobs
+from app.page import run_page
+from simplan.report.search import search_verdict
+from simplan.scenario import SearchScenario, parse_search
+from simplan.search import SearchResult
+from simplan.search.space import OBJECTIVES
+
+_WORDS = {
+    "step_time": "step time",
+    "tokens_per_s_per_device": "throughput per device",
+    "num_devices": "number of devices",
+    "memory": "device memory",
+    "cost": "cost of a token budget",
+}
+_TOP = 10
+_LOOK_S = 0.4
+_SAID_AFTER_S = 4.0
+
+
+def show() -> None:
+    """What to search for in the sidebar; progress and plans beside it."""
+    show_question(plan=False)
+    with st.sidebar:
+        section = _ask()
+    text = state.document_text(_document(section))
+    asked = parse_search(text, "scenario")
+    key = ("search", text)
+    _warm()
+    job = jobs().find(key)
+    if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
+        _show_start(asked, key, text)
+    elif job.state is State.ENDED:
+        _show_ended(asked, job, key, text)
+    else:
+        _show_running(asked, key)
+    st.divider()
+    show_comparison(asked, job.value if job is not None else None)
+
+
+def _ask() -> dict[str, Any]:
+    """The section ``search`` of the scenario."""
+    st.markdown("###### Search")
+    first = remembered_choice("Best by", "by", OBJECTIVES, "step_time", format_func=_WORDS.get)
+    others = [goal for goal in OBJECTIVES if goal != first]
+    default = "memory" if first != "memory" else "step_time"
+    second = remembered_choice(
+        "against", f"against-{first}", others, default, format_func=_WORDS.get, help="The front is of these two"
+    )
+    section: dict[str, Any] = {"objectives": [first, second], "top": _TOP}
+    share = remembered_number(
+        "Share of the device memory, %",
+        "share",
+        100.0,
+        least=1.0,
+        most=100.0,
+        help="Plans may need so much of it by the prediction",
+    )
+    if share < 100:
+        section["max_memory_fraction"] = share / 100
+    deadline_s = remembered_number("Longest step, s (0 for any)", "deadline", 0.0)
+    if deadline_s:
+        section["max_step_time_s"] = deadline_s
+    if "cost" in (first, second):
+        section["dollars_per_device_hour"] = remembered_number(
+            "Dollars per device and hour", "dollars", 2.5, least=0.01, help="Your price; simplan has none of its own"
+        )
+        billions = remembered_number("Billions of tokens", "billions", 1000.0, least=0.001)
+        section["token_budget"] = billions * 1e9
+    return section
+
+
+def _document(section: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in state.document().items() if key not in ("plan", "search", "expect")}
+    return {**kept, "search": section}
+
+
+def _warm() -> None:
+    """A worker is ready before the button is pressed."""
+    if not jobs().busy():
+        jobs().warm()
+
+
+def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
+    st.info(
+        f"**{escaped(asked.name)}**: every split of {asked.cluster.num_devices:,} devices into tensor, context, "
+        "pipeline and data parallelism, every ZeRO stage, schedule, microbatch size and recomputation. What a rule "
+        "forbids or memory cannot hold is counted under its reason; the best is exactly the best of what "
+        "`simplan predict` says."
+    )
+    if st.button("Search", type="primary", icon=":material/search:", key="search start"):
+        jobs().start(key, "search", text)
+        st.rerun()
+
+
+def _show_running(asked: SearchScenario, key: Any) -> None:
+    @st.fragment(run_every=_LOOK_S)
+    def progress() -> None:
+        job = jobs().find(key)
+        if job is None or job.state is State.ENDED:
+            st.rerun()
+        job.watch()
+        bar, stop = st.columns([5, 1], vertical_alignment="center")
+        with bar:
+            _show_progress(job)
+        if stop.button("Stop", icon=":material/stop:", key="search stop", width="stretch"):
+            job.stop()
+        if isinstance(job.value, SearchResult):
+            show_plans(asked, job.value, live=True)
+
+    progress()
+
+
+def _show_progress(job: Job) -> None:
+    update = job.update
+    if job.state is State.WAITING:
+        ahead = jobs().waiting()
+        st.progress(0.0, text=f"waiting for other searches on this server to end ({ahead} wait)")
+    elif job.state is State.STOPPING:
+        st.progress(1.0, text="stopping with the best so far")
+    elif update is None:
+        st.progress(0.0, text="starting")
+    elif update.doing == "searching":
+        share = update.done / max(1, update.total)
+        st.progress(min(1.0, share), text=f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
+    else:
+        st.progress(1.0, text=f"{update.total:,} plans looked at; {escaped(update.doing)}")
+
+
+def _left(job: Job, share: float) -> str:
+    """The time left, once it is worth a word."""
+    passed_s = time.monotonic() - job.started_s
+    if passed_s < _SAID_AFTER_S or not share:
+        return ""
+    minutes = passed_s * (1 - share) / share / 60
+    words = f"{minutes:.0f} min" if minutes >= 1 else "less than a minute"
+    return (
+        f", about {words} left; plans of this software or model are priced one by one"
+        if minutes > 3
+        else (f", about {words} left")
+    )
+
+
+def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
+    job.watch()
+    if job.error is not None:
+        if st.button("Search again", icon=":material/refresh:", key="search again"):
+            jobs().start(key, "search", text)
+            st.rerun()
+        raise job.error
+    result = job.value
+    assert isinstance(result, SearchResult), "a search that ends well has a result"
+    line, again = st.columns([5, 1], vertical_alignment="center")
+    with line:
+        found = f"**{escaped(search_verdict(result))}** (in {job.seconds:,.1f} s)"
+        (st.success if result.best is not None else st.error)(found)
+    if result.interrupted and again.button("Search on", icon=":material/refresh:", key="search again", width="stretch"):
+        jobs().start(key, "search", text)
+        st.rerun()
+    show_plans(asked, result, live=False)
+    for name in basket.pinned():
+        st.caption(f":material/keep: pinned: {escaped(name)}")
+
+
+if __name__ == "__main__":
+    run_page(show)

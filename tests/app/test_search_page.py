@@ -1,0 +1,131 @@
+"""The page Search: nothing starts by itself, plans appear, and no combination of inputs shows an exception."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streamlit.testing.v1 import AppTest
+
+from app import basket
+from app.figures.plans import AXES, COLOURS
+from app.jobs.server import jobs
+from simplan.scenario import parse_scenario
+from simplan.search.space import OBJECTIVES
+from simplan.spec.plan import ParallelPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "model": {
+        "family": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 96,
+        "seq_len": 32,
+    },
+    "cluster": {"preset": "dgx-h100", "num_devices": 4},
+    "training": {"global_batch_size": 8},
+    "plan": {"dp_shard": 4},
+}
+PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedule="1f1b"), ParallelPlan(tp=4)]
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("app.jobs.job.Jobs.warm", lambda _: None)
+    yield
+    jobs().close()
+    jobs.clear()
+
+
+def opened(view: dict[str, Any] | None = None, document: dict[str, Any] = SMALL) -> AppTest:
+    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
+    page.session_state["simplan document"] = document
+    page.session_state["simplan view"] = view or {}
+    page.switch_page("views/search.py")
+    return page.run()
+
+
+def button(page: AppTest, label: str) -> Any:
+    return next(button for button in page.button if button.label == label)
+
+
+def complaints(page: AppTest) -> list[str]:
+    return [str(element.value) for element in (*page.exception, *page.error)]
+
+
+def test_a_link_starts_no_search() -> None:
+    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
+    page.query_params.update({"v.compare": "true", "v.start": "true", "v.by": "step_time"})
+    page.switch_page("views/search.py")
+    page.run()
+    assert complaints(page) == []
+    assert button(page, "Search")
+    assert not jobs().busy()
+
+
+def test_plans_are_found_pinned_and_compared() -> None:
+    page = button(opened(), "Search").click().run()
+    deadline_s = time.monotonic() + 100
+    while not page.success:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.3)
+        page.run()
+    assert complaints(page) == []
+    assert "best of" in page.success[0].value
+    button(page, "Pin").click().run()
+    button(page, "Compare").click().run()
+    assert complaints(page) == []
+    assert any("a step (" in markdown.value for markdown in page.markdown)
+    [pinned] = page.session_state["simplan view"]["pins"]
+    again = opened({"pins": [pinned, "nonsense", {"tp": -1}]})
+    assert complaints(again) == []
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
+    document = basket.with_plan({**SMALL, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
+    assert parse_scenario(yaml.safe_dump(document)).plan == plan
+
+
+def numbers(least: float, most: float) -> st.SearchStrategy[Any]:
+    return st.one_of(st.floats(least, most), st.integers(-5, 5), st.text(max_size=3), st.none())
+
+
+views = st.fixed_dictionaries(
+    {},
+    optional={
+        "by": st.sampled_from([*OBJECTIVES, "nonsense"]),
+        "share": numbers(-10, 200),
+        "deadline": numbers(-1, 100),
+        "dollars": numbers(-1, 100),
+        "x": st.sampled_from([*AXES, "y"]),
+        "y": st.sampled_from([*AXES, 3]),
+        "colour": st.sampled_from([*COLOURS, None]),
+        "compare": st.booleans(),
+        "pins": st.lists(st.sampled_from([{"tp": 4}, {"dp_shard": 4}, {"tp": 0}, 7, None, {"pp": 3}]), max_size=8),
+        "plan": st.integers(-2, 12),
+    },
+)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(views)
+def test_no_view_shows_an_exception(view: dict[str, Any]) -> None:
+    assert complaints(opened(view)) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(views)
+def test_no_view_of_many_shows_an_exception(view: dict[str, Any]) -> None:
+    assert complaints(opened(view)) == []
