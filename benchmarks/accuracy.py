@@ -104,7 +104,6 @@ def _calibrate(found: list[Case]) -> Calibration:
             num_ranks=num_ranks,
             budget_s=budget_s,
             communication=tuple(sorted(kinds)),
-            matmuls=False,
         )
         timed = calibrate(request)
         total = timed if total is None else total.merged(timed)

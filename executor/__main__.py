@@ -98,12 +98,11 @@ def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
 def _calibrate(file: Path, out: Path) -> None:
     from executor.calibrate import calibrate
     from simplan.cost.calibration import CalibrationRequest
-    from simplan.files import write_whole
 
     def tell(done: int, of: int, what: str) -> None:
         _tell({"event": "progress", "done": done, "of": of, "what": what})
 
-    write_whole(out, calibrate(_parse(CalibrationRequest, file), tell).model_dump_json(indent=1))
+    calibrate(_parse(CalibrationRequest, file), tell, out)
 
 
 def _tell(event: dict[str, str | int]) -> None:

@@ -1,4 +1,4 @@
-"""Calibrates this machine: starts ranks that time layers, matmuls and links, and gathers a Calibration."""
+"""Calibrates this machine: starts ranks that time layers, kernels and links, and gathers a Calibration."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ Progress = Callable[[int, int, str], None]
 _PATIENCE_S = 120.0
 
 
-def calibrate(request: CalibrationRequest, on_progress: Progress | None = None) -> Calibration:
+def calibrate(
+    request: CalibrationRequest, on_progress: Progress | None = None, result_file: Path | None = None
+) -> Calibration:
     """Times what the request names on ``num_ranks`` ranks at once.
+
+    Args:
+        request: What to measure.
+        on_progress: Is told how far it is.
+        result_file: Gets what was measured so far after every part, so that an interruption loses only one of them.
 
     Raises:
         SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started.
@@ -40,7 +47,7 @@ def calibrate(request: CalibrationRequest, on_progress: Progress | None = None) 
 
     with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
         out_dir = Path(folder)
-        request_file, result_file = out_dir / "request.json", out_dir / "calibration.json"
+        request_file, result_file = out_dir / "request.json", (result_file or out_dir / "calibration.json").resolve()
         request_file.write_text(request.model_dump_json())
         launch_ranks(
             "executor.calibrate_worker",

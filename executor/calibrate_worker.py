@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,121 +18,143 @@ import torch.distributed as dist
 from executor.environment import environment
 from executor.heartbeat import Heartbeat, RankState
 from executor.host_timing import time_host_copies
+from executor.kernel_timing import time_kernels
 from executor.layer_timing import time_layers
 from executor.link_timing import time_links
-from executor.matmul_timing import time_matmuls
 from executor.memory import context_bytes
+from executor.overlap_timing import time_overlap
 from executor.rank import live_as_rank
+from executor.timing import of_rank_0
 from executor.worker import start_rank, use_device
-from simplan.cost.calibration import (
-    Calibration,
-    CalibrationRequest,
-    CommunicationTiming,
-    HostCopyTiming,
-    LayerTiming,
-    MatmulTiming,
-    TimedDtype,
-)
+from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest, TimedDtype
+from simplan.files import write_whole
 
 __all__ = ["main"]
 
 _LEAST_ROUNDS = 5
 _MOST_OVERRUN = 3  # times the share of the budget that the least rounds may take
 _MOST_ROUNDS = 200
-_SHARES = {"layers": 0.6, "matmuls": 0.1, "links": 0.3, "copies": 0.1}
+
+Found = dict[str, tuple[Any, ...]]
+KeepGoing = Callable[[int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One part of a calibration.
+
+    Attributes:
+        name: What is timed, the same from one calibration to the next.
+        share: Of the budget, relative to the others'.
+        run: Times it; gives fields of ``Calibration``.
+    """
+
+    name: str
+    share: float
+    run: Callable[[KeepGoing], Found]
 
 
 def main(argv: list[str]) -> None:
-    """Measures what the request in ``argv[0]`` names; rank 0 writes ``argv[1]``."""
+    """Measures what the request in ``argv[0]`` names; rank 0 writes ``argv[1]``, anew after every part."""
     request_file, result_file = Path(argv[0]), Path(argv[1])
     live_as_rank(request_file.parent, lambda heartbeat, rank: _run(request_file, result_file, heartbeat, rank))
 
 
 def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int) -> None:
     request = CalibrationRequest.model_validate_json(request_file.read_bytes())
-    num_ranks = request.num_ranks
-    device = use_device(request.device, num_ranks)
+    device = use_device(request.device, request.num_ranks)
     start_rank(device, request.budget_s + 60)
     dist.barrier()  # so that the connections count
-    context = context_bytes(device)
-    layers: list[LayerTiming] = []
-    matmuls: list[MatmulTiming] = []
-    links: list[CommunicationTiming] = []
-    copies: list[HostCopyTiming] = []
-    with_links = bool(request.communication) and num_ranks > 1
-    wanted = {
-        "layers": bool(request.shapes),
-        "matmuls": request.matmuls,
-        "links": with_links,
-        "copies": request.host_copies,
-    }
-    total = sum(_SHARES[part] for part, is_wanted in wanted.items() if is_wanted) or 1.0
+    result = Calibration(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=environment(request.num_ranks, cuda=device.type == "cuda"),
+        device_kind="gpu" if device.type == "cuda" else "cpu",
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(device),
+        context_bytes=context_bytes(device),
+    )
+    parts = list(_parts(request, device))
+    left = [part for part in parts if part.name in request.pending]
+    parts = left or parts
+    total = sum(part.share for part in parts)
     spent = 0.0
-
-    def budget(what: str, share: float) -> Callable[[int], bool]:
-        """Whether to do another round of one part; tells the heartbeat."""
-        nonlocal spent
-        first_percent, percent = 100 * spent / total, 100 * share / total
-        spent += share
-        allowed_s = request.budget_s * share / total
-        started_s = time.perf_counter()
-
-        def keep_going(done: int) -> bool:
-            elapsed_s = time.perf_counter() - started_s
-            heartbeat.beat(
-                RankState.RUNNING, f"timing {what}", int(first_percent + percent * min(1.0, elapsed_s / allowed_s))
-            )
-            overdue = elapsed_s >= (allowed_s if done >= _LEAST_ROUNDS else _MOST_OVERRUN * allowed_s)
-            enough = done >= _MOST_ROUNDS or (done >= 1 and overdue)
-            return not _of_rank_0(enough)
-
-        return keep_going
-
-    for shape in request.shapes:
-        _compute_in(shape.dtype)
-        going = budget(f"layers of {shape.model.name}", _SHARES["layers"] / len(request.shapes))
-        layers += time_layers(shape, num_ranks, device, going)
-    if request.matmuls:
-        # products in fp8 are timed with the layers that they are in
-        dtypes = sorted({"bf16" if shape.dtype == "fp8" else shape.dtype for shape in request.shapes}) or ["fp32"]
-        for dtype in dtypes:
-            _compute_in(dtype)
-            going = budget(f"matmuls in {dtype}", _SHARES["matmuls"] / len(dtypes))
-            matmuls += time_matmuls(dtype, num_ranks, device, going)
-    if with_links:
-        going = budget("collectives and sends", _SHARES["links"])
-        links += time_links(request.communication, num_ranks, device, going)
-    if request.host_copies:
-        going = budget("copies between device and host", _SHARES["copies"])
-        copies += time_host_copies(num_ranks, device, going)
-    if rank == 0:
-        result = Calibration(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            environment=environment(num_ranks, cuda=device.type == "cuda"),
-            device_kind="gpu" if device.type == "cuda" else "cpu",
-            num_cores=len(os.sched_getaffinity(0)),
-            memory_bytes=_memory_bytes(device),
-            context_bytes=context,
-            layers=tuple(layers),
-            matmuls=tuple(matmuls),
-            communication=tuple(links),
-            host_copies=tuple(copies),
-        )
-        result_file.write_text(result.model_dump_json())
+    for index, part in enumerate(parts):
+        first, share = spent / total, part.share / total
+        found = part.run(_keep_going(part.name, heartbeat, first, share, request.budget_s))
+        spent += part.share
+        pending = tuple(later.name for later in parts[index + 1 :])
+        merged = {name: (*getattr(result, name), *timings) for name, timings in found.items()}
+        result = result.model_copy(update={**merged, "pending": pending})
+        if rank == 0:
+            write_whole(result_file, result.model_dump_json())
+    if rank == 0 and not parts:
+        write_whole(result_file, result.model_dump_json())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]:
+    """What the request names."""
+    n, small = request.num_ranks, request.small_grid
+    on = f"on {n} {device.type} rank{'s' if n > 1 else ''}"
+
+    def layers(shape: ShapeRequest, going: KeepGoing) -> Found:
+        _compute_in(shape.dtype)
+        return {"layers": tuple(time_layers(shape, n, device, going))}
+
+    def kernels(dtype: TimedDtype, going: KeepGoing) -> Found:
+        _compute_in(dtype)
+        return {"kernels": tuple(time_kernels(dtype, n, device, going, small=small))}
+
+    def links(going: KeepGoing) -> Found:
+        return {"communication": tuple(time_links(request.communication, n, device, going))}
+
+    def copies(going: KeepGoing) -> Found:
+        return {"host_copies": tuple(time_host_copies(n, device, going))}
+
+    def overlap(going: KeepGoing) -> Found:
+        return {"overlaps": tuple(time_overlap(request.grid[0], n, device, going, small=small))}
+
+    for shape in request.shapes:
+        name = f"layers of {shape.model.name} in {shape.dtype}, microbatch {shape.microbatch_size}, {on}"
+        yield _Part(name, 6 / len(request.shapes), partial(layers, shape))
+    for dtype in request.grid:
+        yield _Part(f"kernels in {dtype} {on}", 6 / len(request.grid), partial(kernels, dtype))
+    if request.communication and n > 1:
+        yield _Part(f"collectives and messages {on}", 3, links)
+    if request.host_copies:
+        yield _Part(f"copies between device and host {on}", 1, copies)
+    if request.overlap and request.grid and n > 1:
+        yield _Part(f"computing beside collectives {on}", 1, overlap)
+
+
+def _keep_going(name: str, heartbeat: Heartbeat, first: float, share: float, budget_s: float) -> KeepGoing:
+    """Whether to do another round of one part, the same on all ranks; tells the heartbeat.
+
+    Args:
+        name: What is timed.
+        heartbeat: Is told.
+        first: Part of the budget that is spent.
+        share: This one's.
+        budget_s: The whole.
+    """
+    allowed_s = budget_s * share
+    started_s = time.perf_counter()
+
+    def keep_going(done: int) -> bool:
+        elapsed_s = time.perf_counter() - started_s
+        percent = 100 * (first + share * min(1.0, elapsed_s / allowed_s))
+        heartbeat.beat(RankState.RUNNING, f"timing {name}", int(percent))
+        overdue = elapsed_s >= (allowed_s if done >= _LEAST_ROUNDS else _MOST_OVERRUN * allowed_s)
+        enough = done >= _MOST_ROUNDS or (done >= 1 and overdue)
+        return not of_rank_0(enough)
+
+    return keep_going
 
 
 def _compute_in(dtype: TimedDtype) -> None:
     """tf32 is fp32 whose matrix products may round their factors."""
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-
-
-def _of_rank_0(value: bool) -> bool:
-    """What rank 0 says, so that all ranks do the same number of rounds."""
-    flag = [value]
-    dist.broadcast_object_list(flag, src=0)
-    return flag[0]
 
 
 def _memory_bytes(device: torch.device) -> int:

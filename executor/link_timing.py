@@ -10,50 +10,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor.timing import Stopwatch, sample_of, together
+from executor.timing import Stopwatch, of_rank_0, sample_of, together, wide
 from simplan.cost.calibration import CommunicationTiming
 from simplan.spec.layer import CollectiveKind
 from simplan.units import KIB, MIB
 
-__all__ = ["group_sizes", "time_links"]
+__all__ = ["group_shapes", "time_links"]
 
 _SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 _MESSAGES_PER_TIMING = 4
 _ELEMENT_BYTES = 4  # fp32
 
 
-def group_sizes(num_ranks: int) -> list[int]:
-    """Sizes of groups that divide the ranks evenly, smallest first."""
-    return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
+def group_shapes(num_ranks: int, ranks_per_node: int) -> dict[tuple[int, int], list[tuple[int, ...]]]:
+    """Groups by shape: (ranks, nodes they are spread over) -> all groups of that shape, which cover all ranks.
+
+    Neighbours of every even division, and, where there are several nodes, one rank of each node.
+
+    >>> sorted(group_shapes(8, 4))
+    [(2, 1), (2, 2), (4, 1), (8, 2)]
+    """
+    shapes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for size in range(2, num_ranks + 1):
+        if num_ranks % size == 0:
+            groups = [tuple(range(first, first + size)) for first in range(0, num_ranks, size)]
+            spread = {len({rank // ranks_per_node for rank in group}) for group in groups}
+            if len(spread) == 1:  # groups that are not alike have no time in common
+                shapes[size, spread.pop()] = groups
+    if num_ranks > ranks_per_node and num_ranks % ranks_per_node == 0:
+        across = [tuple(range(first, num_ranks, ranks_per_node)) for first in range(ranks_per_node)]
+        shapes.setdefault((len(across[0]), len(across[0])), across)
+    return shapes
 
 
 def time_links(
-    kinds: Sequence[CollectiveKind], num_ranks: int, device: torch.device, keep_going: Callable[[int], bool]
+    kinds: Sequence[CollectiveKind],
+    num_ranks: int,
+    device: torch.device,
+    keep_going: Callable[[int], bool],
+    *,
+    ranks_per_node: int | None = None,
 ) -> list[CommunicationTiming]:
-    """Times collectives in groups of every even division, and sends between neighbours.
+    """Times collectives in groups of every shape, and messages between neighbours, inside of nodes and across.
 
     Args:
         kinds: What to time.
-        num_ranks: Ranks of the machine.
+        num_ranks: Ranks, all of which take part.
         device: Where the buffers are.
         keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
+        ranks_per_node: How many of them share a node; None for all.
     """
-    watch = Stopwatch(device)
+    watch, per_node = Stopwatch(device), ranks_per_node or num_ranks
     buffers = [
         (torch.zeros(b // _ELEMENT_BYTES, device=device), torch.zeros(b // _ELEMENT_BYTES, device=device))
         for b in _SIZES_BYTES
     ]
     links: list[_Link] = []
     if set(kinds) - {CollectiveKind.SEND}:
-        for size in group_sizes(num_ranks):
-            group = _my_group(size, num_ranks)
+        for (_, num_nodes), groups in group_shapes(num_ranks, per_node).items():
+            group = _my_group(groups)
             for whole, spare in buffers:
-                links += _collectives(kinds, group, whole, spare)
+                links += _collectives(kinds, group, num_nodes, whole, spare)
     if CollectiveKind.SEND in kinds:
-        links += (_send(whole, num_ranks) for whole, _ in buffers)
-    done = -1  # the first round warms up
-    while done < 0 or keep_going(done):
-        for link in links:
+        distances = [1, per_node] if 1 < per_node < num_ranks else [1]
+        for distance in distances:
+            links += (_send(whole, num_ranks, distance, per_node) for whole, _ in buffers)
+    done, still_open = -1, links  # the first round warms up
+    while done < 0 or (still_open and keep_going(done)):
+        for link in still_open:
             together()
             if link.run is not None:
                 link.seconds.append(watch(link.run) / link.repeats)
@@ -61,6 +85,8 @@ def time_links(
             for link in links:
                 link.seconds.clear()
         done += 1
+        are_wide = of_rank_0([done == 0 or wide(link.seconds) for link in still_open])
+        still_open = [link for link, is_wide in zip(still_open, are_wide, strict=True) if is_wide]
     return [
         CommunicationTiming(
             kind=link.kind,
@@ -68,6 +94,7 @@ def time_links(
             world_size=num_ranks,
             num_bytes=link.num_bytes,
             seconds=sample_of(link.seconds),
+            num_nodes=link.num_nodes,
         )
         for link in links
     ]
@@ -78,7 +105,7 @@ class _Link:
     """One thing to time.
 
     Attributes:
-        kind, num_ranks, num_bytes: As in ``CommunicationTiming``.
+        kind, num_ranks, num_nodes, num_bytes: As in ``CommunicationTiming``.
         run: Does it; None for a rank that has no part in it.
         repeats: How often ``run`` does it.
         seconds: What it took, by round.
@@ -86,18 +113,18 @@ class _Link:
 
     kind: CollectiveKind
     num_ranks: int
+    num_nodes: int
     num_bytes: int
     run: Callable[[], object] | None
     repeats: int = 1
     seconds: list[float] = field(default_factory=list)
 
 
-def _my_group(size: int, num_ranks: int) -> dist.ProcessGroup:
-    """This rank's group of neighbours; every rank makes all groups."""
+def _my_group(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+    """This rank's of them; every rank makes all."""
     mine = None
-    for first in range(0, num_ranks, size):
-        members = list(range(first, first + size))
-        group = dist.new_group(members)
+    for members in groups:
+        group = dist.new_group(list(members))
         if dist.get_rank() in members:
             mine = group
     assert isinstance(mine, dist.ProcessGroup)
@@ -105,7 +132,7 @@ def _my_group(size: int, num_ranks: int) -> dist.ProcessGroup:
 
 
 def _collectives(
-    kinds: Sequence[CollectiveKind], group: dist.ProcessGroup, whole: Tensor, spare: Tensor
+    kinds: Sequence[CollectiveKind], group: dist.ProcessGroup, num_nodes: int, whole: Tensor, spare: Tensor
 ) -> Iterator[_Link]:
     """Every kind on buffers of one size, cut to a multiple of the group's size."""
     members = dist.get_process_group_ranks(group)
@@ -121,7 +148,7 @@ def _collectives(
         CollectiveKind.BROADCAST: partial(dist.broadcast, whole, members[0], group=group),
         CollectiveKind.RING: partial(_pass_on, whole, spare, members[(mine + 1) % n], members[(mine - 1) % n], group),
     }
-    return (_Link(kind, n, whole.nbytes, calls[kind]) for kind in kinds if kind in calls)
+    return (_Link(kind, n, num_nodes, whole.nbytes, calls[kind]) for kind in kinds if kind in calls)
 
 
 def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:
@@ -131,12 +158,14 @@ def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.P
         work.wait()
 
 
-def _send(buffer: Tensor, num_ranks: int) -> _Link:
-    """There and back between neighbours, several times: half of it is one way."""
+def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) -> _Link:
+    """There and back between pairs of ranks so far apart, several times: half of it is one way."""
     rank = dist.get_rank()
-    pair = rank ^ 1
-    run = partial(_there_and_back, buffer, pair, first=rank < pair) if pair < num_ranks else None
-    return _Link(CollectiveKind.SEND, 2, buffer.nbytes, run, repeats=2 * _MESSAGES_PER_TIMING)
+    first = rank // distance % 2 == 0
+    pair = rank + distance if first else rank - distance
+    num_nodes = 1 if distance < ranks_per_node else 2
+    run = partial(_there_and_back, buffer, pair, first=first) if pair < num_ranks else None
+    return _Link(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * _MESSAGES_PER_TIMING)
 
 
 def _there_and_back(buffer: Tensor, pair: int, *, first: bool) -> None:

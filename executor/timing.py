@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from simplan.cost.calibration import Sample, TimedDtype
 
-__all__ = ["TIMED_DTYPES", "Stopwatch", "sample_of", "together"]
+__all__ = ["TIMED_DTYPES", "Stopwatch", "gathered", "of_rank_0", "sample_of", "together", "wide"]
+
+_Value = TypeVar("_Value")
 
 TIMED_DTYPES: dict[TimedDtype, torch.dtype] = {
     "fp64": torch.float64,
@@ -21,6 +25,8 @@ TIMED_DTYPES: dict[TimedDtype, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,  # all but the linear layers of blocks
 }
+_FEWEST = 8
+_NARROW = 0.015  # of the median
 _P10_TO_P90 = 2.563  # of a normal distribution, in standard deviations
 
 
@@ -47,6 +53,35 @@ def together() -> None:
         dist.barrier()
 
 
+def gathered(value: _Value) -> list[_Value]:
+    """The values of all ranks; every rank must call this."""
+    found: list[_Value] = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def of_rank_0(value: _Value) -> _Value:
+    """What rank 0 says, so that all ranks do the same."""
+    told = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def wide(seconds: Sequence[float]) -> bool:
+    """Whether the median is not known well yet: its 95 % interval, from quartiles, is wider than 1.5 % either way.
+
+    The half-width is 1.57 (q3 - q1) / sqrt(n) (McGill, Tukey and Larsen 1978). Nothing timed is known well.
+    """
+    if not seconds:
+        return False
+    if len(seconds) < _FEWEST:
+        return True
+    ordered = sorted(seconds)
+    quartiles_s = _quantile(ordered, 0.75) - _quantile(ordered, 0.25)
+    return 1.57 * quartiles_s / math.sqrt(len(ordered)) > _NARROW * _quantile(ordered, 0.5)
+
+
 def sample_of(seconds: Sequence[float], per_round: int = 1) -> Sample:
     """What the timings of all ranks come to; every rank must call this.
 
@@ -54,13 +89,12 @@ def sample_of(seconds: Sequence[float], per_round: int = 1) -> Sample:
         seconds: This rank's timings in order.
         per_round: How many of them belong to one round.
     """
-    gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, list(seconds))
-    ordered = sorted(value for values in gathered for value in values)
+    of_ranks = gathered(list(seconds))
+    ordered = sorted(value for values in of_ranks for value in values)
     low_s, high_s = _quantile(ordered, 0.05), _quantile(ordered, 0.95)
     rounds = sorted(
         statistics.fmean(values[first : first + per_round])
-        for values in gathered
+        for values in of_ranks
         for first in range(0, len(values), per_round)
     )
     mean_s = statistics.fmean(min(max(value, low_s), high_s) for value in ordered)

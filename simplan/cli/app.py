@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,6 +28,16 @@ CalibrationFile = Annotated[
         "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
     ),
 ]
+
+
+class _TimedPrecision(StrEnum):
+    """Values of an option that may be given several times."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP64 = "fp64"
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=False)
@@ -220,16 +231,32 @@ def calibrate(
         typer.Option(min=1, max=4096, help="Ranks that run at the same time (default: as the scenario's plan)."),
     ] = None,
     budget: Annotated[
-        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Time to spend on measurements.")
-    ] = 60.0,
+        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Most time to spend on measurements.")
+    ] = 240.0,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Of the ranks (default: GPUs where there are any).")
+    ] = None,
+    dtype: Annotated[
+        list[_TimedPrecision] | None,
+        typer.Option(help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs)."),
+    ] = None,
     calibration: CalibrationFile = None,
     json: AsJson = False,
 ) -> int:
-    """Measure this machine's kernels and links: single layers, matrix products, collectives and sends."""
+    """Measure this machine: the layers of scenarios, or, without any, kernels over a grid of sizes for any model.
+
+    Collectives and messages are timed with both. An interrupted calibration goes on where it stopped.
+    """
+    from simplan.cli.calibrations import Wanted
     from simplan.cli.commands import calibrate_command
 
     return calibrate_command(
-        scenarios or [], as_json=json, num_ranks=ranks, budget_s=budget, calibration_file=calibration
+        scenarios or [],
+        as_json=json,
+        num_ranks=ranks,
+        budget_s=budget,
+        calibration_file=calibration,
+        wanted=Wanted(device, tuple(map(str, dtype or ()))),
     )
 
 

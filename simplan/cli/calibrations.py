@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from simplan.cli.processes import require_executor, run_executor
 from simplan.cli.progress import Progress
@@ -17,26 +19,39 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.scenario import Scenario, SearchScenario
 from simplan.spec.layer import CollectiveKind
-from simplan.spec.machine import THIS_MACHINE
+from simplan.spec.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 
-__all__ = ["covers", "ensure", "is_needed", "measure", "read", "refuse_unneeded", "requests_for"]
+__all__ = ["Wanted", "covers", "ensure", "is_needed", "measure", "read", "refuse_unneeded", "requests_for"]
 
 QUICK_BUDGET_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a calibration is of, where no scenario says it.
+
+    Attributes:
+        device: Of the ranks; None for GPUs where there are any.
+        dtypes: Precisions of the grid; empty for the usual one of the device.
+    """
+
+    device: Literal["cpu", "cuda"] | None = None
+    dtypes: tuple[str, ...] = ()
 
 
 def is_needed(scenario: Scenario | SearchScenario) -> bool:
     """Whether the scenario is priced from a calibration: its ranks are processes that share this machine's cores.
 
-    Everything else is priced from the catalogue, devices of this machine that a scenario names included.
+    Everything else is priced from the catalogue, unless a calibration of the same device is given.
     """
     return scenario.cluster.cores_per_node is not None
 
 
 def refuse_unneeded(scenario: Scenario | SearchScenario, file: Path | None) -> None:
-    """Refuses a calibration that was given for a scenario that is not priced from one.
+    """Refuses a calibration that was given for a search on devices of the catalogue.
 
     Raises:
-        SpecError: The scenario needs none; or the file is missing or is no calibration.
+        SpecError: The search would not use it; or the file is missing or is no calibration.
     """
     if file is None or is_needed(scenario):
         return
@@ -44,9 +59,8 @@ def refuse_unneeded(scenario: Scenario | SearchScenario, file: Path | None) -> N
     problem = Problem(
         field="--calibration",
         value=str(file),
-        rule=f"{scenario.cluster.device.id} devices are not priced from a calibration in this version, only CPU ranks "
-        "of this-machine are",
-        fix="leave the option out",
+        rule=f"a search on {scenario.cluster.device.id} devices is not priced from a calibration in this version",
+        fix="leave the option out; `simplan predict --calibration FILE` prices single plans from it",
     )
     raise SpecError(problem, file=scenario.file)
 
@@ -82,19 +96,36 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
-def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float) -> list[CalibrationRequest]:
+def requests_for(
+    scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float, wanted: Wanted = Wanted()
+) -> list[CalibrationRequest]:
     """What to measure, a request for each number of ranks; the budget is shared among them.
 
     Args:
-        scenarios: Whose shapes and kinds of collectives to time; without any, matrix products, all-reduces and sends.
-        num_ranks: Ranks that run at the same time; None takes each scenario's own.
+        scenarios: Whose shapes and kinds of collectives to time; without any, the grid and all that it takes to price
+            any model.
+        num_ranks: Ranks that run at the same time; None takes each scenario's own, and for the grid all devices.
         budget_s: Time for all measurements.
+        wanted: Device and precisions.
 
     Raises:
         SpecError: A scenario is not about CPU ranks of this machine and ``num_ranks`` is not given.
     """
+    device = wanted.device or ("cuda" if num_nvidia_devices() else "cpu")
     if not scenarios:
-        return [CalibrationRequest(shapes=(), num_ranks=num_ranks or 2, budget_s=budget_s)]
+        dtypes = wanted.dtypes or (("bf16",) if device == "cuda" else ("fp32",))
+        all_ranks = num_nvidia_devices() if device == "cuda" else num_cores()
+        asked = {
+            "shapes": (),
+            "num_ranks": num_ranks or max(1, all_ranks),
+            "device": device,
+            "budget_s": budget_s,
+            "communication": tuple(CollectiveKind),
+            "grid": dtypes,
+            "host_copies": True,
+            "overlap": True,
+        }
+        return [CalibrationRequest.model_validate(asked)]
     shapes: dict[int, dict[str, ShapeRequest]] = defaultdict(dict)
     kinds: dict[int, set[CollectiveKind]] = defaultdict(set)
     copies: set[int] = set()
@@ -112,6 +143,7 @@ def requests_for(scenarios: Sequence[Scenario], num_ranks: int | None, budget_s:
         CalibrationRequest(
             shapes=tuple(found.values()),
             num_ranks=ranks,
+            device=wanted.device or "cpu",
             budget_s=budget_s / len(shapes),
             communication=tuple(sorted(kinds[ranks])),
             host_copies=ranks in copies,
@@ -134,18 +166,21 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None) -> Calibr
     require_executor()
     target = file or default_path()
     total = load(target)
-    for request in requests:
+    for asked in requests:
+        request = asked.model_copy(update={"pending": total.pending if total is not None else ()})
         with tempfile.TemporaryDirectory(prefix="simplan-") as folder, Progress(_title(request)) as progress:
             request_file, result_file = Path(folder) / "request.json", Path(folder) / "calibration.json"
             write_model(request_file, request)
-            run_executor(
-                ["calibrate", str(request_file), "--out", str(result_file)],
-                lambda event: progress.update(event["done"], event["of"], event.get("what", "")),
-            )
-            found = load(result_file)
-        assert found is not None, "the executor ended well without writing its result"
-        total = found if total is None else total.merged(found)
-        save(target, total)
+            try:
+                run_executor(
+                    ["calibrate", str(request_file), "--out", str(result_file)],
+                    lambda event: progress.update(event["done"], event["of"], event.get("what", "")),
+                )
+            finally:  # what an interrupted calibration has measured is kept
+                found = load(result_file)
+                if found is not None:
+                    total = found if total is None else total.merged(found)
+                    save(target, total)
     assert total is not None, "there is at least one request"
     return total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from simplan.cli.calibrations import covers, ensure, is_needed, measure, read, refuse_unneeded, requests_for
+from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
 from simplan.cli.nodes import Meeting, join, nodes_of
@@ -114,13 +114,13 @@ def run_command(
     """``simplan run``."""
     scenario = load_scenario(file)
     refuse_other_software(scenario)
-    refuse_unneeded(scenario, calibration_file)
     folder = output or default_folder(scenario)
     nodes = nodes_of(scenario, options, meeting)
     if nodes is not None and nodes.node_rank != 0:
         join(nodes, folder)
         return 0
-    calibration = ensure([scenario], calibration_file)
+    needed = is_needed(scenario)
+    calibration = ensure([scenario], calibration_file) if needed else _calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
     for note in outcome.measurement.notes:
         say(f"note: {note}")
@@ -131,35 +131,42 @@ def run_command(
         f"{scenario.name}: {verdict(outcome.prediction)}\n\n{comparison_text(outcome.comparison)}\n\n"
         f"Files in {folder}: prediction, job, measurement, comparison, predicted.trace, measured.trace (.json)\n"
         "Next\n  open both traces at ui.perfetto.dev and see where they part\n"
-        f"  simplan compare {folder / 'prediction.json'} {folder / 'measurement.json'}"
+        f"  simplan compare {folder / 'prediction.json'} {folder / 'measurement.json'} --plot steps.svg"
     )
     return 0
 
 
 def calibrate_command(
-    files: list[Path], *, as_json: bool, num_ranks: int | None, budget_s: float, calibration_file: Path | None
+    files: list[Path],
+    *,
+    as_json: bool,
+    num_ranks: int | None,
+    budget_s: float,
+    calibration_file: Path | None,
+    wanted: Wanted,
 ) -> int:
     """``simplan calibrate``."""
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
-    calibration = measure(requests_for(scenarios, num_ranks, budget_s), calibration_file)
+    calibration = measure(requests_for(scenarios, num_ranks, budget_s, wanted), calibration_file)
     where = calibration_file or default_path()
     if as_json:
         print_json(calibration.model_dump(mode="json"))
         return 0
     parts = (
         f"{len(calibration.layers)} layers",
-        f"{len(calibration.matmuls)} matrix products",
-        f"{len(calibration.communication)} collectives and sends",
+        f"{len(calibration.kernels)} kernels of the grid",
+        f"{len(calibration.communication)} collectives and messages",
     )
-    print_result(f"{where} holds {', '.join(parts)}, timed on {calibration.num_cores} cores")
+    device = calibration.environment.get("device") or "this machine"
+    print_result(f"{where} holds {', '.join(parts)}, timed on {device}, {calibration.num_cores} cores")
     return 0
 
 
 def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
-    refuse_unneeded(scenario, file)
     if not is_needed(scenario):
-        return None
+        return None if file is None else read(file)
     calibration = read(file)
     if calibration is not None and not covers(calibration, scenario):
-        say(f"note: not everything here was timed; `simplan calibrate {scenario.file}` makes the prediction surer")
+        surer = f"`simplan calibrate {scenario.file}` makes the prediction surer"
+        say(f"note: not every layer here was timed itself; {surer}")
     return calibration

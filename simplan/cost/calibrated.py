@@ -1,21 +1,25 @@
-"""Costs from this machine's calibration."""
+"""Costs from a calibration: layers that were timed, kernels of its grid for all others, collectives and copies."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from simplan.cost.base import Price, Provenance
+from simplan.cost.base import CostModel, Price, Provenance
 from simplan.cost.calibration import (
     Calibration,
     CommunicationTiming,
     HostCopyTiming,
+    KernelTiming,
     LayerTiming,
     Mixed,
     Sample,
     way_of_mixing,
 )
 from simplan.cost.collectives import bus_factor, message_price
+from simplan.cost.grid import KernelGrid
+from simplan.cost.grid_cost import GridCost
 from simplan.cost.kernel_weights import weight_share
 from simplan.errors import Problem, SpecError
 from simplan.program.program import HostCopy, LayerWork, Message, Phase
@@ -44,7 +48,10 @@ class CalibratedCost:
         optimizer: Optimizer of the run.
         num_ranks: Ranks of the run on each machine.
         mixed: How the run comes by half precision; no matter to others.
-        cluster: Where messages go; those between its machines are priced from its network. None for one machine.
+        cluster: Where messages go; groups that were not timed across its nodes are priced from its network. None for
+            one machine.
+        otherwise: Prices messages and copies that were not timed, of devices that the catalogue knows.
+        traffic: As of ``GridCost``.
     """
 
     def __init__(
@@ -56,11 +63,20 @@ class CalibratedCost:
         num_ranks: int,
         mixed: Mixed = "autocast",
         cluster: ClusterSpec | None = None,
+        otherwise: CostModel | None = None,
+        traffic: float = 1.0,
     ) -> None:
         self._calibration = calibration
         self._dtype = dtype
         self._num_ranks = num_ranks
         self._cluster = cluster
+        self._otherwise = otherwise
+        timed = _grid_timings(calibration, dtype, num_ranks)
+        self._grid_ranks = timed[0].num_ranks if timed else num_ranks
+        self._grid = None
+        if timed:
+            accumulates = way_of_mixing(dtype, sharded=mixed == "cast") != "cast"
+            self._grid = GridCost(KernelGrid(timed), optimizer=optimizer, accumulates=accumulates, traffic=traffic)
         self._layers: dict[tuple[str, int], LayerTiming] = {
             (timing.key, timing.microbatch_size): timing
             for timing in calibration.layers
@@ -76,7 +92,7 @@ class CalibratedCost:
         *,
         host_copies: bool = False,
     ) -> bool:
-        """Whether all of this was timed with so many ranks on the machine.
+        """Whether all of this was timed with so many ranks on the machine; kernels of a grid do not count as layers.
 
         Args:
             layer_keys: Layers.
@@ -97,7 +113,7 @@ class CalibratedCost:
         """
         timing = self._layers.get((work.layer.key, work.microbatch_size))
         if timing is None:
-            return self._extrapolated_compute(work)
+            return self._untimed_compute(work)
         return self._priced(work, timing, 1.0, Provenance.CALIBRATED)
 
     def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
@@ -132,18 +148,26 @@ class CalibratedCost:
             return 1.0
         return max(1.0, num_ranks * threads / self._calibration.num_cores)
 
-    def _extrapolated_compute(self, work: LayerWork) -> Price:
-        """From the nearest timed microbatch size of the same layer; a layer never timed here has no honest price."""
+    def _untimed_compute(self, work: LayerWork) -> Price:
+        """From the grid, else from the nearest timed microbatch size of the same layer."""
+        if self._grid is not None:
+            price = self._grid.price(work)
+            threads = max(1, self._calibration.num_cores // self._grid_ranks)
+            return replace(price, seconds=price.seconds / self._crowding(self._grid_ranks, threads))
         same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
         if same:
             nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
             factor = work.microbatch_size / nearest.microbatch_size
             return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
+        others = sorted({t.dtype for t in self._calibration.kernels})
+        grid = f", and its kernels are in {' and '.join(others)} or of ranks with another number of threads"
         raise SpecError(
             Problem(
                 field="calibration",
-                rule=f"has no timing of the layer {work.layer.key} in {self._dtype} on {self._num_ranks} ranks",
-                fix="run `simplan calibrate SCENARIO` with this scenario",
+                rule=f"has no timing of the layer {work.layer.key} in {self._dtype} on {self._num_ranks} ranks"
+                f"{grid if others else ''}",
+                fix=f"run `simplan calibrate SCENARIO` with this scenario, or `simplan calibrate --dtype {self._dtype} "
+                f"--ranks {self._num_ranks}` for any",
             )
         )
 
@@ -156,9 +180,12 @@ class CalibratedCost:
         kind, n = message.kind, len(message.ranks)
         if n == 1:
             return Price(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
-        if self._cluster is not None and len({self._cluster.node_of(rank) for rank in message.ranks}) > 1:
+        num_nodes = 1 if self._cluster is None else len({self._cluster.node_of(rank) for rank in message.ranks})
+        timings = [t for t in self._calibration.communication if t.kind == kind and t.num_nodes == num_nodes]
+        if self._otherwise is not None and not any(t.num_ranks == n for t in timings):
+            return self._otherwise.message(message)
+        if self._cluster is not None and num_nodes > 1 and not timings:
             return message_price(message, self._cluster)
-        timings = [t for t in self._calibration.communication if t.kind == kind]
         if not timings:
             raise SpecError(
                 Problem(
@@ -193,6 +220,8 @@ class CalibratedCost:
             SpecError: No such copy was timed with so many ranks.
         """
         curve = self._host_copies()
+        if not curve and self._otherwise is not None:
+            return self._otherwise.host_copy(copy)
         if not curve:
             rule = f"has no timing of copies between device and host on {self._num_ranks} ranks"
             fix = "run `simplan calibrate SCENARIO` with this scenario"
@@ -211,6 +240,19 @@ class CalibratedCost:
         """Timings with as many ranks, smallest first."""
         found = (t for t in self._calibration.host_copies if t.world_size == self._num_ranks)
         return sorted(found, key=lambda timing: timing.num_bytes)
+
+
+def _grid_timings(calibration: Calibration, dtype: str, num_ranks: int) -> list[KernelTiming]:
+    """The grid of a precision; on CPUs, of ranks with as many threads, of those the one of the nearest number."""
+    cores = calibration.num_cores
+    found = [
+        t
+        for t in calibration.kernels
+        if t.dtype == dtype
+        and (calibration.device_kind == "gpu" or max(1, cores // t.num_ranks) == max(1, cores // num_ranks))
+    ]
+    nearest = min({t.num_ranks for t in found}, key=lambda ranks: abs(ranks - num_ranks), default=0)
+    return [t for t in found if t.num_ranks == nearest]
 
 
 def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:

@@ -1,7 +1,7 @@
 """The calibration format: what this machine's kernels and links were measured to take.
 
-The executor writes it (``simplan calibrate``), the cost model reads it. It holds single layers, matrix products,
-collectives and sends; never a stage, a schedule or a step of a plan.
+The executor writes it (``simplan calibrate``), the cost model reads it. It holds single layers, single kernels
+over a grid of sizes, collectives and sends; never a stage, a schedule or a step of a plan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ __all__ = [
     "CalibrationRequest",
     "CommunicationTiming",
     "HostCopyTiming",
+    "KernelName",
+    "KernelTiming",
     "LayerTiming",
-    "MatmulTiming",
     "Mixed",
+    "OverlapTiming",
     "Sample",
     "ShapeRequest",
     "TimedDtype",
@@ -35,8 +37,35 @@ Mixed = Literal["autocast", "cast"]
 """How half precision comes about: fp32 weights under torch.autocast, or weights cast to it, as FSDP gathers them."""
 
 
+KernelName = Literal[
+    "linear",
+    "linear_input_gradient",
+    "linear_weight_gradient",
+    "attention",
+    "layer_norm",
+    "rms_norm",
+    "gelu",
+    "silu_multiply",
+    "add",
+    "rotary",
+    "lookup",
+    "cross_entropy",
+    "accumulate",
+    "scale",
+    "adamw",
+    "sgd",
+    "gather_copy",
+    "reduce_copy",
+    "copy",
+    "launch",
+]
+"""Kernels of the grid, as the executor's layers run them; ``launch`` is the least time of any, ``copy`` the bandwidth
+of the memory."""
+Slowdown = Annotated[float, Field(ge=1.0)]
+
 _Timing = TypeVar("_Timing", bound=Spec)
-_CONDITIONS = ("device", "num_cores", "backend", "torch")
+_SLOWDOWNS = ("compute_slowdown", "communication_slowdown")
+_CONDITIONS = ("device", "num_cores", "backend", "torch", "driver", "nccl")
 
 
 def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
@@ -110,15 +139,25 @@ class LayerTiming(Spec):
     reduce_copy_s: Sample
 
 
-class MatmulTiming(Spec):
-    """A matrix product (m x k) by (k x n)."""
+class KernelTiming(Spec):
+    """A kernel of the grid, from which layers that were not timed themselves are priced.
 
-    m: Count
-    n: Count
-    k: Count
+    Attributes:
+        kernel: What it does.
+        sizes: Of a product ``rows, columns, depth``; of attention ``heads of all sequences, seq_len, head_dim``; of all
+            others the elements that it makes (of the optimizer and of FSDP's copies, parameters).
+        dtype: Precision.
+        num_ranks: Ranks that did the same at the same time.
+        seconds: One of them, weights not in any cache.
+        backward_s: Its backward; None where that is a kernel of its own.
+    """
+
+    kernel: KernelName
+    sizes: tuple[Count, ...]
     dtype: TimedDtype
     num_ranks: Count
     seconds: Sample
+    backward_s: Sample | None = None
 
 
 class CommunicationTiming(Spec):
@@ -129,6 +168,7 @@ class CommunicationTiming(Spec):
         num_ranks: Ranks in the group (2 for a send).
         world_size: Ranks on the machine, all taking part in groups like this one at the same time.
         num_bytes: As ``CollectiveKind`` counts them.
+        num_nodes: Nodes that the group is spread over.
     """
 
     kind: CollectiveKind
@@ -136,6 +176,25 @@ class CommunicationTiming(Spec):
     world_size: Count
     num_bytes: Count
     seconds: Sample
+    num_nodes: Count = 1
+
+
+class OverlapTiming(Spec):
+    """How much computing and a collective slow each other down.
+
+    Attributes:
+        kind: Of the collective.
+        num_ranks: In its group, all ranks of the machine.
+        num_bytes: Its size.
+        compute_slowdown: Time of matrix products while it runs, over their time alone; at least 1.
+        communication_slowdown: Its time beside matrix products, over its time alone; at least 1.
+    """
+
+    kind: CollectiveKind
+    num_ranks: Count
+    num_bytes: Count
+    compute_slowdown: Slowdown
+    communication_slowdown: Slowdown
 
 
 class HostCopyTiming(Spec):
@@ -180,8 +239,12 @@ class CalibrationRequest(Spec):
         device: What they compute on.
         budget_s: Time to spend on the measurements, start-up excluded.
         communication: Kinds of collectives and messages to time too.
-        matmuls: Time a grid of matrix products too.
+        grid: Precisions in which to time kernels over sizes, for layers of any model.
         host_copies: Time copies between device and host too.
+        overlap: Time how computing and collectives slow each other down.
+        small_grid: Fewer and smaller sizes, for a first look.
+        pending: What an interrupted calibration has left to do: of the parts of this one only these are measured, if
+            any of them is among these.
     """
 
     schema_version: Literal[1] = 1
@@ -190,8 +253,11 @@ class CalibrationRequest(Spec):
     device: Literal["cpu", "cuda"] = "cpu"
     budget_s: Positive = 60.0
     communication: tuple[CollectiveKind, ...] = (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND)
-    matmuls: bool = True
+    grid: tuple[TimedDtype, ...] = ()
     host_copies: bool = False
+    overlap: bool = False
+    small_grid: bool = False
+    pending: tuple[str, ...] = ()
 
 
 class Calibration(Spec):
@@ -205,7 +271,9 @@ class Calibration(Spec):
         memory_bytes: Memory of the machine (CPU) or of one device (GPU).
         context_bytes: What a rank takes of it before it holds a tensor: the program (CPU) or the driver's context,
             and the communication library.
-        layers, matmuls, communication, host_copies: The timings.
+        layers, kernels, communication, host_copies, overlaps: The timings.
+        pending: Parts that were to be measured and have not been, where a calibration was interrupted; the next one
+            goes on with them.
     """
 
     schema_version: Literal[1] = 1
@@ -216,9 +284,11 @@ class Calibration(Spec):
     memory_bytes: Count
     context_bytes: Annotated[int, Field(ge=0)] = 0
     layers: tuple[LayerTiming, ...] = ()
-    matmuls: tuple[MatmulTiming, ...] = ()
+    kernels: tuple[KernelTiming, ...] = ()
     communication: tuple[CommunicationTiming, ...] = ()
     host_copies: tuple[HostCopyTiming, ...] = ()
+    overlaps: tuple[OverlapTiming, ...] = ()
+    pending: tuple[str, ...] = ()
 
     def merged(self, newer: Calibration) -> Calibration:
         """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts.
@@ -233,9 +303,10 @@ class Calibration(Spec):
         return newer.model_copy(
             update={
                 "layers": _merge(self.layers, newer.layers, layer_values),
-                "matmuls": _merge(self.matmuls, newer.matmuls, seconds),
+                "kernels": _merge(self.kernels, newer.kernels, seconds | {"backward_s"}),
                 "communication": _merge(self.communication, newer.communication, seconds),
                 "host_copies": _merge(self.host_copies, newer.host_copies, seconds),
+                "overlaps": _merge(self.overlaps, newer.overlaps, frozenset(_SLOWDOWNS)),
             }
         )
 

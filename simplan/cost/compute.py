@@ -17,7 +17,7 @@ from simplan.spec.optimizer import OPTIMIZERS, OptimizerName
 from simplan.spec.software import StateBytes
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-__all__ = ["KernelCost"]
+__all__ = ["KernelCost", "running_kernels"]
 
 _BACKWARD_POINTWISE = 2
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
@@ -84,26 +84,11 @@ class KernelCost:
 
     def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Kernels that run: linear layers in low precision, and the others."""
-        kernels = self._kernels(work)
+        kernels = running_kernels(work)
         if self.low is None:
             return [], kernels
         low = set(linears(work.layer))
         return [k for k in kernels if isinstance(k, Gemm) and k in low], [k for k in kernels if k not in low]
-
-    @staticmethod
-    def _kernels(work: LayerWork) -> list[Kernel]:
-        """Those that run in a phase."""
-        all_kernels = work.layer.kernels
-        indices = range(len(all_kernels)) if work.kernels is None else work.kernels
-        kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
-        if work.phase is Phase.BACKWARD_WEIGHT:
-            weighted = weighted_kernels(work.layer)
-            kernels = [kernel for kernel in kernels if kernel in weighted]
-        elif work.phase is Phase.BACKWARD_INPUT:
-            kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
-        if work.phase in _BACKWARD:
-            kernels = [kernel for kernel in kernels if has_backward(kernel)]
-        return kernels
 
     def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
         """Of linear layers in low precision."""
@@ -194,6 +179,21 @@ class KernelCost:
             sizes.append((n, k, rows))
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
         return [Product(*each, groups, num_bytes, operands) for each in sizes]
+
+
+def running_kernels(work: LayerWork) -> list[Kernel]:
+    """Kernels of a layer that run in a phase, exchanges left out."""
+    all_kernels = work.layer.kernels
+    indices = range(len(all_kernels)) if work.kernels is None else work.kernels
+    kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
+    if work.phase is Phase.BACKWARD_WEIGHT:
+        weighted = weighted_kernels(work.layer)
+        kernels = [kernel for kernel in kernels if kernel in weighted]
+    elif work.phase is Phase.BACKWARD_INPUT:
+        kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
+    if work.phase in _BACKWARD:
+        kernels = [kernel for kernel in kernels if has_backward(kernel)]
+    return kernels
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:

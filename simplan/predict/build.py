@@ -7,6 +7,7 @@ from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration, way_of_mixing
 from simplan.cost.kernel_cost import kernel_cost
+from simplan.cost.suits import refuse_other_device
 from simplan.errors import Problem, SpecError
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction
@@ -93,26 +94,13 @@ def cost_model(
     software: SoftwareSpec,
     calibration: Calibration | None,
 ) -> CostModel:
-    """Calibrated costs on this machine, datasheet costs elsewhere.
+    """Calibrated costs where there is a calibration, datasheet costs elsewhere.
 
     Raises:
-        SpecError: The cluster is this machine and there is no calibration, or a datasheet lacks a value.
+        SpecError: The cluster is this machine and there is no calibration, the calibration is of another device, or a
+            datasheet lacks a value.
     """
-    if cluster.cores_per_node is None:
-        state = software.state(training, plan)
-        return AnalyticCost(
-            cluster,
-            kernel_cost(
-                cluster.device,
-                training.precision,
-                state,
-                training.optimizer,
-                software,
-                num_devices=cluster.num_devices,
-                shards_parameters=plan.shards_parameters,
-            ),
-        )
-    if calibration is None:
+    if calibration is None and cluster.cores_per_node is not None:
         raise SpecError(
             Problem(
                 field="cluster.preset",
@@ -121,6 +109,9 @@ def cost_model(
                 fix="run `simplan calibrate SCENARIO` first (`simplan run` does it by itself)",
             )
         )
+    if calibration is None:
+        return _datasheet_cost(cluster, training, plan, software)
+    refuse_other_device(calibration, cluster)
     return CalibratedCost(
         calibration,
         dtype=training.precision,
@@ -128,6 +119,25 @@ def cost_model(
         num_ranks=cluster.ranks_per_node,
         mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
         cluster=cluster,
+        otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(cluster, training, plan, software),
+        traffic=software.traffic,
+    )
+
+
+def _datasheet_cost(
+    cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> AnalyticCost:
+    return AnalyticCost(
+        cluster,
+        kernel_cost(
+            cluster.device,
+            training.precision,
+            software.state(training, plan),
+            training.optimizer,
+            software,
+            num_devices=cluster.num_devices,
+            shards_parameters=plan.shards_parameters,
+        ),
     )
 
 

@@ -48,7 +48,7 @@ def predict(
     Args:
         name: For people.
         model, cluster, training, plan, software: What is asked.
-        calibration: Timings of this machine; needed when the cluster is this machine, unused otherwise.
+        calibration: Timings of the cluster's device; needed when the cluster is this machine.
 
     Raises:
         SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
@@ -150,8 +150,8 @@ def rank_memory(
         cluster, software, calibration: As in ``predict``.
     """
     context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
-    if cluster.cores_per_node is not None and calibration is not None:
-        context_bytes = calibration.context_bytes
+    if calibration is not None:
+        context_bytes = calibration.context_bytes or context_bytes
     found = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)
@@ -224,7 +224,11 @@ def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
 def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing) -> tuple[str, ...]:
     found = []
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
-    if Provenance.DATASHEET in provenances or Provenance.PUBLISHED in provenances:
+    known = {Provenance.DATASHEET, Provenance.PUBLISHED}
+    if provenances & known and Provenance.CALIBRATED in provenances:
+        names = sorted({t.name for t in pricing.terms if t.price.provenance in known and t.price.seconds > 0})
+        found.append(f"not timed, so priced from datasheets: {', '.join(names)}")
+    elif provenances & known:
         found.append(_priced_from(cluster, software))
     if Provenance.EXTRAPOLATED in provenances:
         names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})

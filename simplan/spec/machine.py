@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from simplan.errors import Problem, SpecError
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
@@ -15,6 +16,7 @@ __all__ = [
     "machine_memory_bytes",
     "max_ranks",
     "num_cores",
+    "num_nvidia_devices",
     "this_machine",
 ]
 
@@ -29,6 +31,12 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def num_nvidia_devices() -> int:
+    """NVIDIA GPUs of this machine, by what their driver tells Linux."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def machine_memory_bytes() -> int:

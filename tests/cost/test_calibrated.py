@@ -8,7 +8,7 @@ import pytest
 
 from simplan.cost.base import Provenance
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, MatmulTiming, Mixed, Sample
+from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
 from simplan.cost.store import load, save
 from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Message, Phase
@@ -65,7 +65,6 @@ CALIBRATION = Calibration(
             reduce_copy_s=sample(0.003),
         ),
     ),
-    matmuls=(MatmulTiming(m=100, n=100, k=100, dtype="fp32", num_ranks=2, seconds=sample(2e-5)),),  # 100 GFLOP/s
     communication=(
         link(CollectiveKind.ALL_REDUCE, 1000, 0.001),
         link(CollectiveKind.ALL_REDUCE, 3000, 0.003),
@@ -251,7 +250,7 @@ def test_covers_says_whether_a_calibration_is_enough() -> None:
 
 
 def test_what_was_never_timed_is_refused() -> None:
-    empty = CALIBRATION.model_copy(update={"layers": (), "matmuls": (), "communication": ()})
+    empty = CALIBRATION.model_copy(update={"layers": (), "communication": ()})
     cost = CalibratedCost(empty, dtype="fp32", optimizer="adamw", num_ranks=2)
     with pytest.raises(SpecError, match="run `simplan calibrate SCENARIO`"):
         cost.compute(work(Phase.FORWARD))

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from executor.calibrate import calibrate
 from executor.layer_timing import time_layers
-from executor.link_timing import group_sizes
-from executor.timing import sample_of
+from executor.link_timing import group_shapes
+from executor.timing import sample_of, wide
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
+from simplan.cost.store import load
 from simplan.errors import SpecError
+from simplan.program.program import LayerWork, Phase
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.shard import Shard
@@ -63,7 +65,6 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
         (kind, 2, num_bytes) for kind in CollectiveKind for num_bytes in sizes
     }
     assert all(t.seconds.mean_s > 0 for t in found.communication)
-    assert found.matmuls
     # a process that has imported torch and trained takes hundreds of MB, and less than the machine
     assert 100e6 < found.context_bytes < found.memory_bytes
     cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
@@ -71,6 +72,38 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
     layers_told = [done for done, what in told if "layers" in what]
     assert len(layers_told) > 1
     assert layers_told == sorted(set(layers_told))
+
+
+def test_a_grid_prices_a_model_that_was_never_timed_and_an_interrupted_one_goes_on(tmp_path: Path) -> None:
+    request = CalibrationRequest(
+        shapes=(),
+        num_ranks=2,
+        budget_s=1.0,
+        communication=(CollectiveKind.ALL_REDUCE, CollectiveKind.SEND),
+        grid=("fp32",),
+        small_grid=True,
+        host_copies=True,
+        overlap=True,
+    )
+    found = calibrate(request)
+    assert found.pending == ()
+    cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
+    for layer, phase in itertools.product(MODEL.layers, Phase):
+        if "embedding" not in layer.key or phase is not Phase.BACKWARD_INPUT:  # tokens have no gradient
+            price = cost.compute(LayerWork(layer, phase, 2, layer.num_parameters))
+            assert 0 < price.seconds < 1
+    larger = cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 32, 0)).seconds
+    assert larger > cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 2, 0)).seconds
+    (overlap,) = found.overlaps
+    assert min(overlap.compute_slowdown, overlap.communication_slowdown) >= 1
+    assert found.host_copies
+
+    # one part was left to do: it is done, and no other; what was measured is in the file
+    file = tmp_path / "calibration.json"
+    rest = calibrate(request.model_copy(update={"pending": ("collectives and messages on 2 cpu ranks",)}), None, file)
+    assert rest.communication
+    assert not rest.kernels
+    assert load(file) == rest
 
 
 def test_a_request_that_this_machine_cannot_serve_is_refused() -> None:
@@ -87,9 +120,25 @@ def test_a_request_that_this_machine_cannot_serve_is_refused() -> None:
         calibrate(CalibrationRequest(shapes=(shape,), num_ranks=1))
 
 
-@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [2]), (3, [3]), (4, [2, 4]), (6, [2, 3, 6])])
-def test_groups_divide_the_ranks(num_ranks: int, sizes: list[int]) -> None:
-    assert group_sizes(num_ranks) == sizes
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node", "shapes"),
+    [
+        (2, 2, {(2, 1)}),
+        (6, 6, {(2, 1), (3, 1), (6, 1)}),
+        (8, 4, {(2, 1), (4, 1), (8, 2), (2, 2)}),
+        (6, 3, {(3, 1), (6, 2), (2, 2)}),  # pairs of neighbours are in one node or in two
+        (4, 1, {(2, 2), (4, 4)}),
+    ],
+)
+def test_groups_of_one_shape_cover_all_ranks_and_are_alike(
+    num_ranks: int, ranks_per_node: int, shapes: set[tuple[int, int]]
+) -> None:
+    found = group_shapes(num_ranks, ranks_per_node)
+    assert set(found) == shapes
+    for (size, num_nodes), groups in found.items():
+        assert sorted(rank for group in groups for rank in group) == list(range(num_ranks))
+        assert {len(group) for group in groups} == {size}
+        assert {len({rank // ranks_per_node for rank in group}) for group in groups} == {num_nodes}
 
 
 @pytest.fixture
@@ -133,6 +182,16 @@ def test_every_kind_of_block_is_timed_once() -> None:
     timings = time_layers(ShapeRequest(model=model, microbatch_size=2), 1, torch.device("cpu"), lambda done: done < 1)
     assert [t.key for t in timings] == [model.layers[index].key for index in (0, 1, 2, 4)]
     assert len({t.key for t in timings}) == 4
+
+
+def test_an_interval_is_narrow_once_there_are_enough_timings() -> None:
+    """McGill's notch by hand: quartiles at 0.98 and 1.02, so 1.57 x 0.04 / sqrt(n) is 1.5 % of 1 from n = 18 on."""
+    assert not wide([])
+    assert wide([1.0] * 7)
+    assert not wide([1.0] * 8)
+    spread = [0.98, 0.98, 1.0, 1.02, 1.02]
+    assert wide(spread * 3)
+    assert not wide(spread * 4)
 
 
 @pytest.mark.usefixtures("alone")

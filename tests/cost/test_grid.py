@@ -1,0 +1,200 @@
+"""Layers priced from kernels over sizes: power laws, sums by hand, and what is said where the grid ends."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.cost.base import Provenance
+from simplan.cost.calibrated import CalibratedCost
+from simplan.cost.calibration import Calibration, CommunicationTiming, KernelName, KernelTiming, Sample
+from simplan.cost.grid import KernelGrid
+from simplan.cost.grid_cost import GridCost
+from simplan.errors import SpecError
+from simplan.predict import predict
+from simplan.program.program import LayerWork, Phase
+from simplan.spec import catalogue
+from simplan.spec.layer import CollectiveKind, Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+DIMS = (64, 256, 1024)
+PRODUCTS: tuple[KernelName, ...] = ("linear", "linear_input_gradient", "linear_weight_gradient")
+ELEMENTS = (2**12, 2**16, 2**20)
+FLOP_PER_S, BYTES_PER_S = 1e12, 1e11
+
+
+def sample(seconds: float) -> Sample:
+    return Sample(mean_s=seconds, low_s=0.9 * seconds, high_s=1.1 * seconds, round_std=0.05, num_repeats=20)
+
+
+def kernel(name: KernelName, sizes: tuple[int, ...], seconds: float, backward_s: float | None = None) -> KernelTiming:
+    return KernelTiming(
+        kernel=name,
+        sizes=sizes,
+        dtype="bf16",
+        num_ranks=8,
+        seconds=sample(seconds),
+        backward_s=None if backward_s is None else sample(backward_s),
+    )
+
+
+def grid_timings() -> list[KernelTiming]:
+    """A device without launches: products at a rate, all else at a bandwidth, backwards twice as long."""
+    found = []
+    for rows, columns, depth in itertools.product(DIMS, repeat=3):
+        seconds = 2 * rows * columns * depth / FLOP_PER_S
+        found += [kernel(name, (rows, columns, depth), seconds) for name in PRODUCTS]
+    for heads, length, width in itertools.product((8, 64), (256, 1024), (64, 128)):
+        seconds = 2 * heads * length**2 * width / FLOP_PER_S
+        found.append(kernel("attention", (heads, length, width), seconds, 2.5 * seconds))
+    both: tuple[KernelName, ...] = ("layer_norm", "rms_norm", "gelu", "silu_multiply", "add", "lookup")
+    both += ("cross_entropy", "rotary")
+    alone: tuple[KernelName, ...] = ("accumulate", "scale", "copy", "adamw", "sgd", "gather_copy", "reduce_copy")
+    for elements in ELEMENTS:
+        seconds = 4 * elements / BYTES_PER_S
+        found += [kernel(name, (elements,), seconds, 2 * seconds) for name in both]
+        found += [kernel(name, (elements,), 3 * seconds) for name in alone]
+    return found
+
+
+GRID = KernelGrid(grid_timings())
+H100: dict[str, Any] = {"device": "NVIDIA H100 80GB HBM3", "backend": "nccl"}
+CALIBRATION = Calibration(
+    created="2026-01-01T00:00:00+00:00",
+    environment=H100,
+    device_kind="gpu",
+    num_cores=64,
+    memory_bytes=85_000_000_000,
+    context_bytes=10**9,
+    kernels=tuple(grid_timings()),
+    communication=tuple(
+        CommunicationTiming(kind=kind, num_ranks=8, world_size=8, num_bytes=num_bytes, seconds=sample(num_bytes / 1e11))
+        for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        for num_bytes in (2**20, 2**30)
+    ),
+)
+
+
+@given(st.tuples(*[st.floats(64, 1024)] * 3))
+def test_power_laws_are_met_between_sizes(sizes: tuple[float, float, float]) -> None:
+    found = GRID.time("linear", sizes)
+    assert found.seconds == pytest.approx(2 * sizes[0] * sizes[1] * sizes[2] / FLOP_PER_S)
+    assert found.inside
+
+
+@given(st.tuples(*[st.floats(1, 10**5)] * 3), st.floats(1.0, 8.0), st.integers(0, 2))
+def test_more_work_never_takes_less_time(sizes: tuple[float, ...], factor: float, axis: int) -> None:
+    more = tuple(size * factor if index == axis else size for index, size in enumerate(sizes))
+    assert GRID.time("linear", more).seconds >= GRID.time("linear", sizes).seconds * (1 - 1e-12)
+
+
+def test_small_kernels_are_bound_by_their_launch_and_large_ones_grow_with_their_work() -> None:
+    smallest = GRID.time("gelu", (2**12,))
+    assert GRID.time("gelu", (1,)) == smallest
+    largest, beyond = GRID.time("gelu", (2**20,)), GRID.time("gelu", (2**25,))
+    assert beyond.seconds == pytest.approx(32 * largest.seconds)
+    assert (largest.inside, beyond.inside) == (True, False)
+    long = GRID.time("attention", (64, 8192, 128))
+    assert long.seconds == pytest.approx(64 * GRID.time("attention", (64, 1024, 128)).seconds)  # 8 times the length
+    assert not long.inside
+
+
+def test_a_corner_that_was_too_large_to_time_has_its_work() -> None:
+    known = [timing for timing in grid_timings() if timing.kernel == "linear" and timing.sizes != (1024, 1024, 1024)]
+    found = KernelGrid(known).time("linear", (1024, 1024, 1024))
+    assert found.seconds == pytest.approx(2 * 1024**3 / FLOP_PER_S)
+    assert found.inside  # four times what was timed, the distance of two sizes
+
+
+def layer() -> LayerSpec:
+    """A norm, a matrix and its activation."""
+    weights = (ParameterSpec("norm.weight", (512,)), ParameterSpec("up.weight", (1024, 512)))
+    kernels = (Pointwise("norm", 256 * 512, 256 * 512), Gemm("up", 256, 1024, 512), Pointwise("gelu", 2**18, 2**18))
+    return LayerSpec(
+        key="x", kind=LayerKind.BLOCK, parameters=weights, kernels=kernels, saved=(), output_elements=256 * 1024
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "products", "elements"),
+    [
+        (Phase.FORWARD, 1, 512 * 512 + 2**19),
+        (Phase.RECOMPUTE, 1, 512 * 512 + 2**19),
+        (Phase.BACKWARD, 2, 2 * (512 * 512 + 2**19) + 3 * 1024 * 512),
+        (Phase.BACKWARD_INPUT, 1, 2 * (512 * 512 + 2**19)),
+        (Phase.BACKWARD_WEIGHT, 1, 3 * 1024 * 512),
+        (Phase.OPTIMIZER, 0, 3 * 1024 * 513),
+        (Phase.SCALE, 0, 3 * 1024 * 513),
+        (Phase.GATHER_COPY, 0, 3 * 1024 * 513),
+    ],
+)
+def test_a_layer_is_the_sum_of_its_kernels(phase: Phase, products: int, elements: int) -> None:
+    """Two sequences of 256 tokens, counted by hand; new gradients are added to those that are there."""
+    price = GridCost(GRID, optimizer="adamw").price(LayerWork(layer(), phase, 2, 1024 * 513))
+    expected = products * 2 * 512 * 1024 * 512 / FLOP_PER_S + elements * 4 / BYTES_PER_S
+    assert price.seconds == pytest.approx(expected)
+    assert price.provenance is Provenance.CALIBRATED
+    assert price.relative_std == pytest.approx((0.12**2 + 0.05**2) ** 0.5)
+
+
+def test_gradients_that_are_new_are_not_added_up() -> None:
+    work = LayerWork(layer(), Phase.BACKWARD_WEIGHT, 2, 1024 * 513)
+    new = GridCost(GRID, optimizer="adamw", accumulates=False).price(work)
+    assert new.seconds == pytest.approx(2 * 512 * 1024 * 512 / FLOP_PER_S)
+
+
+def test_what_lies_outside_is_named() -> None:
+    price = GridCost(GRID, optimizer="adamw").price(LayerWork(layer(), Phase.FORWARD, 10**4, 0))
+    assert price.provenance is Provenance.EXTRAPOLATED
+    assert price.relative_std == 0.3
+    assert price.formula.endswith("larger than timed: norm, up, gelu")
+
+
+def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration() -> None:
+    """Nothing of gpt2 was timed; its gathers were, over 8 ranks; 16 ranks were not."""
+    model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
+    training, software = TrainingSpec(global_batch_size=16, precision="bf16"), catalogue.software("torch")
+    one = catalogue.cluster("dgx-h100", num_devices=8)
+    found = predict("x", model, one, training, ParallelPlan(dp_shard=8), software, CALIBRATION)
+    by_name = {term.name: term.provenance for term in found.terms}
+    assert by_name["block forward"] == "calibrated"
+    assert by_name["all_gather over 8 ranks"] == "calibrated"
+    assert found.memory[0].device_bytes - found.memory[0].reserved_bytes == 10**9
+    assert not any("datasheet" in text for text in found.assumptions)
+    two = catalogue.cluster("dgx-h100", num_devices=16)
+    found = predict("x", model, two, training, ParallelPlan(dp_shard=16), software, CALIBRATION)
+    by_name = {term.name: term.provenance for term in found.terms}
+    assert by_name["block forward"] == "calibrated"
+    assert by_name["all_gather over 16 ranks"] == "published"
+    assert any(
+        text.startswith("not timed, so priced from datasheets: all_gather over 16") for text in found.assumptions
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "told"),
+    [
+        ({}, "dgx-a100-80gb", "was measured on NVIDIA H100 80GB HBM3 of 79 GiB, .* nothing about a100-sxm-80gb"),
+        ({"memory_bytes": 2**35}, "dgx-h100", "of 32 GiB, which tells nothing about h100-sxm-80gb"),
+        ({"device_kind": "cpu", "environment": {"device": "AMD EPYC"}}, "dgx-h100", "was measured on AMD EPYC, which"),
+        ({}, "this-machine", "tells nothing about this-machine-cpu"),
+    ],
+)
+def test_a_calibration_of_another_device_is_refused(changes: dict[str, Any], cluster: str, told: str) -> None:
+    other = CALIBRATION.model_copy(update=changes)
+    model = catalogue.model("gpt2-124m")
+    training = TrainingSpec(global_batch_size=2, precision="bf16")
+    asked = catalogue.cluster(cluster, num_devices=2)
+    with pytest.raises(SpecError, match=told):
+        predict("x", model, asked, training, ParallelPlan(dp_replicate=2), catalogue.software("torch"), other)
+
+
+def test_another_precision_is_refused_in_a_sentence() -> None:
+    cost = CalibratedCost(CALIBRATION, dtype="fp32", optimizer="adamw", num_ranks=8)
+    with pytest.raises(SpecError, match="has no timing of the layer x in fp32 on 8 ranks, and its kernels are in bf16"):
+        cost.compute(LayerWork(layer(), Phase.FORWARD, 2, 0))
