@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import streamlit as st
 
@@ -17,12 +17,13 @@ from simplan.io import MAX_YAML_BYTES
 from simplan.spec import catalogue
 from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.numbers import divisors
+from simplan.spec.plan import Recompute
 from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.training import Precision, TrainingSpec
 
 __all__ = ["show_question"]
 
-_PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4")
-_RECOMPUTE = ("none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded")
+_OPTIMIZERS = get_args(TrainingSpec.model_fields["optimizer"].annotation)
 _SHARDING = {
     0: "none (DDP)",
     1: "ZeRO-1: optimizer states",
@@ -148,9 +149,11 @@ def _training() -> None:
     left, right = st.columns(2)
     with left:
         number("Global batch", ("training", "global_batch_size"), None, most=10**7, help="Sequences per optimizer step")
-        choice("Optimizer", ("training", "optimizer"), ("adamw", "adam", "sgd"), "adamw")
+        choice("Optimizer", ("training", "optimizer"), _OPTIMIZERS, "adamw")
     with right:
-        choice("Precision", ("training", "precision"), _PRECISIONS, "bf16", help="Of the linear layers' matmuls")
+        choice(
+            "Precision", ("training", "precision"), get_args(Precision), "bf16", help="Of the linear layers' matmuls"
+        )
         choice(
             "Software", ("software",), catalogue.names("software"), "torch", help="Its kernels, fusions and overlaps"
         )
@@ -183,7 +186,7 @@ def _plan() -> None:
         facts = SCHEDULE_FACTS.get(str(get(("plan", "schedule"), "1f1b")))
         if facts is not None and facts.virtual_stages is None:
             number("Stages per rank", ("plan", "virtual_stages"), 2, least=2, most=1000)
-    choice("Recompute", ("plan", "recompute"), _RECOMPUTE, "none", help="What the forward pass does not keep")
+    choice("Recompute", ("plan", "recompute"), get_args(Recompute), "none", help="What the forward pass does not keep")
     with st.expander("More of the plan"):
         number("Replicas of the shards", ("plan", "dp_replicate"), 1, most=10**6, then=_fit, help="dp_replicate (HSDP)")
         number("Expert parallel", ("plan", "ep"), 1, most=10**6, help="ep: ranks that have different experts")
