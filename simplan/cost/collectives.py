@@ -5,7 +5,7 @@ taken. Which ways there are is said by the library that runs on the link inside 
 
 - ``nccl``: rings, double binary trees, reduction in the switch, each with its protocols (``simplan.cost.nccl``);
 - ``xla``: the axes of a torus (``simplan.cost.torus``);
-- ``gloo``: rings, step by step, between processes.
+- ``gloo``: rings and trees between processes, over TCP (``simplan.cost.gloo``).
 
 How much of a datasheet's bandwidth a link reaches and how long a step takes is in the catalogue, fitted on published
 measurements by ``make fit``, with the spread that remains. Groups that share a node have a device's
@@ -17,10 +17,11 @@ Sources: Patarasuk and Yuan 2009 (rings), Thakur et al. 2005 (pairwise exchange)
 from __future__ import annotations
 
 from simplan.cost.base import Price, Provenance
-from simplan.cost.nccl import LAPS, nccl_ways
+from simplan.cost.gloo import gloo_way
+from simplan.cost.nccl import nccl_ways
 from simplan.cost.route import Route, route_of
 from simplan.cost.torus import torus_way
-from simplan.cost.way import Move, Way
+from simplan.cost.way import Way
 from simplan.program.program import Message
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
@@ -91,15 +92,4 @@ def _ways(message: Message, route: Route, cluster: ClusterSpec) -> list[Way]:
         case "xla":
             return [torus_way(message, route)]
         case "gloo":
-            return [_step_by_step(message.kind, route)]
-
-
-def _step_by_step(kind: CollectiveKind, route: Route) -> Way:
-    """A ring whose steps are whole messages, and pairwise exchange, between processes."""
-    n, tier = route.num_ranks, route.slowest
-    steps, move = 1, Move(1.0, tier.pair_bytes_per_s)
-    if kind not in (CollectiveKind.SEND, CollectiveKind.RING):
-        steps = LAPS.get(kind, 1) * (n - 1)
-        if kind is not CollectiveKind.BROADCAST:
-            move = Move(steps / n, tier.pair_bytes_per_s, f"{steps}/{{n}} x ", n)
-    return Way("step by step", 0.0, ((steps, tier.latency_s),), (move,))
+            return [gloo_way(message.kind, route)]

@@ -15,7 +15,7 @@ from simplan.program.action import Table
 from simplan.program.folding import Folding, fold, unfolded
 from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers, balanced_assignment
-from simplan.program.program import LayerWork, Phase, Program, Stream
+from simplan.program.program import LayerWork, Op, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
@@ -144,17 +144,20 @@ def _datasheet_cost(
 def core_use(program: Program, cluster: ClusterSpec) -> CoreUse | None:
     """How the ranks of a CPU machine share its cores; None for devices of their own.
 
-    A rank computes on ``max(1, cores // ranks)`` threads; a message keeps one core busy on each member.
+    A rank computes on ``max(1, cores // ranks)`` threads; a message keeps one core busy on each member, but for one
+    between nodes, which waits for the network.
     """
     cores = cluster.cores_per_node
     if cores is None:
         return None
     threads = max(1, cores // cluster.ranks_per_node)
-    return CoreUse(
-        cores,
-        [cluster.node_of(op.rank) for op in program.ops],
-        [1.0 if op.stream is not Stream.COMPUTE else float(threads) for op in program.ops],
-    )
+
+    def demand(op: Op) -> float:
+        if op.message is not None and len({cluster.node_of(rank) for rank in op.message.ranks}) > 1:
+            return 0.0
+        return float(threads) if op.stream is Stream.COMPUTE else 1.0
+
+    return CoreUse(cores, [cluster.node_of(op.rank) for op in program.ops], [demand(op) for op in program.ops])
 
 
 def assign_layers(model: ModelSpec, plan: ParallelPlan, cost: CostModel) -> StageAssignment:

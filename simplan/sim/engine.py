@@ -137,7 +137,7 @@ class _Run:
         completion = self.completion[leader]
         assert completion is not None
         duration_s = self.durations_s[leader]
-        if self.cores is None or duration_s <= 0.0:
+        if self.cores is None or duration_s <= 0.0 or self.demand[leader] <= 0.0:
             completion.after(duration_s)
         else:
             self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
