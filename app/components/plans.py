@@ -12,6 +12,7 @@ from app.fields import remembered_choice
 from app.figures.plans import (
     AXES,
     COLOURS,
+    RESOURCES,
     plan_rows,
     plans_figure,
     shares_figure,
@@ -26,12 +27,19 @@ from simplan.units import format_bytes, format_percent, format_time
 
 __all__ = ["show_plans"]
 
-_RESOURCES = {
-    "flop_per_s": "FLOP/s",
-    "memory_bandwidth": "memory bandwidth",
-    "intra_link": "bandwidth within nodes",
-    "inter_link": "bandwidth between nodes",
-    "memory": "device memory",
+_FORMS = {
+    "num_devices": "{:,.0f}",
+    "step_time_s": "{:,.4g}",
+    "to_the_best": "{:+.1%}",
+    "device_gib": "{:,.2f}",
+    "headroom_gib": "{:,.2f}",
+    "tokens_per_s_per_device": "{:,.0f}",
+    "cost_dollars": "{:,.0f}",
+    "mfu": "{:.1%}",
+    "limit_share": "{:.0%}",
+    "help_share": "{:.1%}",
+    "limit": str,
+    "help": str,
 }
 
 
@@ -113,7 +121,7 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     lines.append(f"**Limited by** {words} of the step of rank {why.busiest_rank}, which waits least.")
     if why.saved:
         saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)
-        helps = ", ".join(f"{_RESOURCES[name]} {format_percent(share, 2)}" for share, name in saved)
+        helps = ", ".join(f"{RESOURCES[name]} {format_percent(share, 2)}" for share, name in saved)
         lines.append(f"**10 % more would save**: {helps} of the step.")
     if why.mfu is not None:
         lines.append(f"MFU {format_percent(why.mfu)}.")
@@ -156,29 +164,28 @@ def _show_ranked(rows: list[dict[str, object]]) -> None:
         shown.insert(2, "num_devices")
     if frame["cost_dollars"].notna().any():
         shown.insert(4, "cost_dollars")
-    frame = frame[shown].astype({"rank": "Int64"})
-    for name in ("to_the_best", "mfu", "limit_share", "help_share"):
-        frame[name] = pd.to_numeric(frame[name]) * 100
+    frame = frame[shown]
+    frame["rank"] = ["front" if pd.isna(rank) else f"{rank:.0f}" for rank in frame["rank"]]
     column = st.column_config
     st.dataframe(
-        frame,
+        frame.style.format({name: form for name, form in _FORMS.items() if name in shown}, na_rep=""),
         hide_index=True,
         height=min(36 * (len(frame) + 1), 420),
         column_config={
-            "rank": column.NumberColumn("#", width=40, help="None: on the front, and not among the ranked"),
+            "rank": column.TextColumn("#", width=50, help="front: nothing is better in both objectives"),
             "plan": column.TextColumn("plan", width="large"),
-            "num_devices": column.NumberColumn("devices", format="localized"),
-            "step_time_s": column.NumberColumn("step, s", format="%.4g", help=meaning("step_time_s")),
-            "to_the_best": column.NumberColumn("to the best", format="%+.1f %%"),
-            "device_gib": column.NumberColumn("device GiB", format="%.2f", help=meaning("device")),
-            "headroom_gib": column.NumberColumn("to spare GiB", format="%.2f"),
-            "tokens_per_s_per_device": column.NumberColumn("per s and device", format="%,.0f"),
-            "cost_dollars": column.NumberColumn("dollars", format="dollar"),
-            "mfu": column.NumberColumn("MFU", format="%.1f %%", help=meaning("mfu")),
+            "num_devices": column.NumberColumn("devices"),
+            "step_time_s": column.NumberColumn("step, s", help=meaning("step_time_s")),
+            "to_the_best": column.NumberColumn("to the best"),
+            "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
+            "headroom_gib": column.NumberColumn("to spare GiB"),
+            "tokens_per_s_per_device": column.NumberColumn("per s and device"),
+            "cost_dollars": column.NumberColumn("dollars"),
+            "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
             "limit": column.TextColumn("limited by"),
-            "limit_share": column.NumberColumn("of its step", format="%.0f %%"),
+            "limit_share": column.NumberColumn("of its step"),
             "help": column.TextColumn("helps most"),
-            "help_share": column.NumberColumn("10 % more saves", format="%.1f %%"),
+            "help_share": column.NumberColumn("10 % more saves"),
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,17 @@ from simplan.search import RankedPlan, SearchResult, SpaceCount
 from simplan.search.rules import RULES
 from simplan.units import GIB
 
-__all__ = ["AXES", "COLOURS", "Axis", "plan_rows", "plans_figure", "shares_figure", "space_figure", "space_rows"]
+__all__ = [
+    "AXES",
+    "COLOURS",
+    "RESOURCES",
+    "Axis",
+    "plan_rows",
+    "plans_figure",
+    "shares_figure",
+    "space_figure",
+    "space_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,17 @@ COLOURS: Mapping[str, str] = MappingProxyType(
 )
 """What can tell points apart."""
 
+RESOURCES: Mapping[str, str] = MappingProxyType(
+    {
+        "flop_per_s": "FLOP/s",
+        "memory_bandwidth": "memory bandwidth",
+        "intra_link": "bandwidth within nodes",
+        "inter_link": "bandwidth between nodes",
+        "memory": "device memory",
+    }
+)
+"""What there could be more of."""
+
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
 
@@ -93,7 +115,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "mfu": why.mfu if why else None,
         "limit": why.limit.replace("_", " ") if why else None,
         "limit_share": why.shares[why.limit] if why else None,
-        "help": why.help.replace("_", " ") if why and why.help else None,
+        "help": RESOURCES[why.help] if why and why.help else None,
         "help_share": why.saved[why.help] if why and why.help else None,
         "num_devices": plan.num_devices,
         "cost_dollars": plan.cost_dollars,
@@ -254,15 +276,14 @@ def space_figure(space: SpaceCount) -> go.Figure:
         x=[row["plans"] for row in rows],
         y=[f"{row['rule'].replace('_', ' ')} " for row in rows],
         text=[f"{row['plans']:,}" for row in rows],
-        textposition="auto",
-        marker={
-            "color": [MUTED if is_rejected else PLANS[0] for is_rejected in rejected],
-            "pattern": {"shape": ["/" if is_rejected else "" for is_rejected in rejected], "solidity": 0.15},
-        },
+        textposition="outside",
+        cliponaxis=False,
+        marker={"color": [MUTED if is_rejected else PLANS[0] for is_rejected in rejected], "line": {"width": 0}},
         customdata=[[row["why"]] for row in rows],
         hovertemplate="%{x:,} plans: %{customdata[0]}<extra></extra>",
     )
     styled(figure, height=70 + 24 * len(rows), bargap=0.25)
-    figure.update_xaxes(type="log", title_text="plans", dtick=1)
+    most = max(row["plans"] for row in rows)
+    figure.update_xaxes(type="log", title_text="plans", dtick=1, range=[-0.2, math.log10(most) + 0.9])
     figure.update_yaxes(autorange="reversed", type="category")
     return figure

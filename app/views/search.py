@@ -31,6 +31,7 @@ _WORDS = {
 _TOP = 10
 _LOOK_S = 0.4
 _SAID_AFTER_S = 4.0
+_LONG_MIN = 3
 
 
 def show() -> None:
@@ -148,12 +149,10 @@ def _left(job: Job, share: float) -> str:
     if passed_s < _SAID_AFTER_S or not share:
         return ""
     minutes = passed_s * (1 - share) / share / 60
-    words = f"{minutes:.0f} min" if minutes >= 1 else "less than a minute"
-    return (
-        f", about {words} left; plans of this software or model are priced one by one"
-        if minutes > 3
-        else (f", about {words} left")
-    )
+    if minutes < 1:
+        return ", less than a minute left"
+    slowly = "; plans of this software or model are priced one by one" if minutes > _LONG_MIN else ""
+    return f", about {minutes:,.0f} min left{slowly}"
 
 
 def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:

@@ -44,9 +44,8 @@ def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> No
 @pytest.mark.parametrize("colour", COLOURS)
 def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResult, colour: str) -> None:
     rows = plan_rows(result)
-    for x in AXES:
-        for y in AXES:
-            plans_figure(rows, x, y, colour).to_dict()
+    for x, y in zip(AXES, reversed(list(AXES)), strict=True):
+        plans_figure(rows, x, y, colour).to_dict()
     figure = plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]])
     hover = [text for t in figure.data if t.customdata is not None for [text] in t.customdata]
     best = next(text for text in hover if text.startswith("<b>1."))

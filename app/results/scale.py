@@ -1,0 +1,235 @@
+"""What if: the same plan with more or less of one thing, what a little more is worth, and what a slow rank costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from app.state import document_text
+from simplan.document import parse_yaml
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.predict import Resource, marginal_values, predict, simulate_again
+from simplan.predict.brief import predict_brief
+from simplan.predict.sensitivity import MarginalValue, improved
+from simplan.scenario import Scenario, parse_scenario
+from simplan.sim.compiled import compile_program
+
+__all__ = ["AXES", "Point", "ScaleAxis", "SlowRank", "slow_ranks", "sweep", "worth"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAxis:
+    """Something to have more or less of.
+
+    Attributes:
+        label: On the axis, with its unit.
+        factors: Over what the scenario has.
+        path: Keys of the scenario, of a whole number; None for a rate of the hardware.
+        resource: The rate; None for a number of the scenario.
+    """
+
+    label: str
+    factors: tuple[float, ...]
+    path: tuple[str, str] | None = None
+    resource: Resource | None = None
+
+
+_WIDE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+AXES: Mapping[str, ScaleAxis] = MappingProxyType(
+    {
+        "devices": ScaleAxis("devices", _WIDE, ("cluster", "num_devices")),
+        "batch": ScaleAxis("global batch size, sequences", _WIDE, ("training", "global_batch_size")),
+        "sequence": ScaleAxis("sequence length, tokens", _WIDE, ("model", "seq_len")),
+        "microbatch": ScaleAxis("microbatch size, sequences", _WIDE, ("plan", "microbatch_size")),
+        "inter_link": ScaleAxis("bandwidth between nodes, times what it is", _RATES, resource=Resource.INTER_LINK),
+        "intra_link": ScaleAxis("bandwidth within nodes, times what it is", _RATES, resource=Resource.INTRA_LINK),
+        "compute": ScaleAxis("FLOP/s of the device, times what it is", _RATES, resource=Resource.COMPUTE),
+        "memory_bandwidth": ScaleAxis(
+            "memory bandwidth of the device, times what it is", _RATES, resource=Resource.MEMORY_BANDWIDTH
+        ),
+    }
+)
+"""What can stand on the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The plan with one thing changed.
+
+    Attributes:
+        value: What stands on the axis.
+        refused: Why there is no answer there; empty where there is one.
+        num_devices: Devices.
+        step_time_s, step_time_interval_s: As of a prediction.
+        samples_per_s, tokens_per_s: Of all devices together.
+        device_bytes: Of the worst rank.
+        fits: Whether that is within the capacity; None where it is unknown.
+    """
+
+    value: float
+    refused: str = ""
+    num_devices: int = 0
+    step_time_s: float = 0.0
+    step_time_interval_s: tuple[float, float] = (0.0, 0.0)
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    device_bytes: int = 0
+    fits: bool | None = None
+
+
+def sweep(text: str, axis: str, batch_follows: bool) -> tuple[Point, ...]:
+    """The plan of a scenario over one axis; every point is predicted anew.
+
+    Args:
+        text: The scenario's YAML.
+        axis: A key of ``AXES``.
+        batch_follows: More devices get a larger global batch (weak scaling) instead of the same one.
+
+    Raises:
+        SpecError: The scenario is wrong, or its ranks share cores.
+    """
+    asked = _own_devices(text)
+    what = AXES[axis]
+    if what.resource is not None:
+        return tuple(_with_rate(asked, what.resource, factor) for factor in what.factors)
+    assert what.path is not None
+    data = parse_yaml(text, "scenario").data
+    values = {
+        "devices": asked.cluster.num_devices,
+        "batch": asked.training.global_batch_size,
+        "sequence": asked.model.seq_len,
+        "microbatch": asked.plan.microbatch_size,
+    }
+
+    def change(value: int) -> dict[str, Any]:
+        if axis == "devices":
+            return _on_devices(data, asked, value, batch_follows=batch_follows)
+        assert what.path is not None
+        section, key = what.path
+        return {**data, section: {**(data.get(section) or {}), key: value}}
+
+    sizes = {int(values[axis] * factor) for factor in what.factors if values[axis] * factor >= 1}
+    return tuple(_point(float(size), partial(_parsed, change, size)) for size in sorted(sizes))
+
+
+def _parsed(change: Callable[[int], dict[str, Any]], value: int) -> Scenario:
+    return parse_scenario(document_text(change(value)))
+
+
+def _own_devices(text: str) -> Scenario:
+    asked = parse_scenario(text)
+    if asked.cluster.cores_per_node is not None:
+        rule = "shares its cores among ranks; what more of something would do there is not modelled"
+        problem = Problem(field="cluster.preset", value=asked.cluster.id, rule=rule, fix="choose another cluster")
+        raise NotModelledError(problem)
+    return asked
+
+
+def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
+    """More devices are more data parallelism: shards where there are some, else replicas."""
+    plan, before = asked.plan, asked.cluster.num_devices
+    axis = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
+    scaled = getattr(plan, axis) * devices / before
+    if scaled != int(scaled):
+        rule = f"leaves {scaled:.3g} {axis} beside tp {plan.tp}, cp {plan.cp} and pp {plan.pp}"
+        raise SpecError(Problem(field="cluster.num_devices", value=str(devices), rule=rule))
+    cluster = {key: value for key, value in data["cluster"].items() if key != "num_nodes"}
+    section = {**data["plan"], axis: int(scaled)}
+    if axis == "dp_shard" and int(scaled) == 1:
+        section.pop("dp_shard")
+    found = {**data, "cluster": {**cluster, "num_devices": devices}, "plan": section}
+    if batch_follows:
+        batch = asked.training.global_batch_size * devices // before
+        found["training"] = {**data["training"], "global_batch_size": max(1, batch)}
+    return found
+
+
+def _with_rate(asked: Scenario, resource: Resource, factor: float) -> Point:
+    cluster = improved(asked.cluster, resource, factor)
+    if cluster is None:
+        return Point(factor, "the cluster has no such link, or its rate is unknown")
+    return _point(factor, lambda: replace(asked, cluster=cluster))
+
+
+def _point(value: float, scenario: Callable[[], Scenario]) -> Point:
+    try:
+        asked = scenario()
+        found = predict_brief(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    except SpecError as error:
+        return Point(value, "; ".join(problem.sentence() for problem in error.problems))
+    samples_per_s = asked.training.global_batch_size / found.step_time_s
+    tokens = 0 if asked.model.sample == "image" else asked.model.seq_len
+    return Point(
+        value,
+        "",
+        asked.cluster.num_devices,
+        found.step_time_s,
+        found.step_time_interval_s,
+        samples_per_s,
+        samples_per_s * tokens,
+        found.device_bytes,
+        found.fits,
+    )
+
+
+def worth(text: str) -> tuple[MarginalValue, ...]:
+    """What one percent more of each rate of the hardware is worth.
+
+    Raises:
+        SpecError: The scenario is wrong, or its ranks share cores.
+    """
+    asked = _own_devices(text)
+    prediction = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    return marginal_values(prediction, simulate_again(prediction))
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank that computes more slowly.
+
+    Attributes:
+        ranks: The rank and those that are written out as one with it.
+        relative_change: Of the step time.
+    """
+
+    ranks: tuple[int, ...]
+    relative_change: float
+
+
+def slow_ranks(text: str, slower: float) -> tuple[SlowRank, ...]:
+    """How much longer a step takes when one rank, of each kind of ranks, needs so much longer to compute.
+
+    Ranks that do the same are simulated as one, so all of them are slow here; as they wait for each other at every
+    exchange, one of them alone costs the step as much.
+
+    Args:
+        text: The scenario's YAML.
+        slower: E.g. 0.1 for 10 % longer.
+
+    Raises:
+        SpecError: The scenario is wrong, or its ranks share cores.
+    """
+    asked = _own_devices(text)
+    prediction = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    simulated = simulate_again(prediction)
+    program = simulated.program
+    before_s = simulated.times.step_time_s
+    durations_s = [
+        [
+            seconds * (1 + slower) if op.rank == rank and op.stream == "compute" else seconds
+            for op, seconds in zip(program.ops, simulated.pricing.durations_s, strict=True)
+        ]
+        for rank in program.ranks
+    ]
+    after_s = compile_program(program).step_times_s(durations_s)
+    alike: dict[int, list[int]] = {}
+    for rank, stands_in in enumerate(program.stands_for):
+        alike.setdefault(stands_in, []).append(rank)
+    return tuple(
+        SlowRank(tuple(alike.get(rank, [rank])), seconds / before_s - 1)
+        for rank, seconds in zip(program.ranks, after_s, strict=True)
+    )

@@ -1,0 +1,97 @@
+"""Scale and what-if: the plan of the scenario with more or less of one thing, and what would help or hurt it."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import answers, state
+from app.components.downloads import csv_text, download, show_figure
+from app.components.problems import escaped
+from app.components.question import show_question
+from app.components.verdict import show_budget
+from app.fields import remembered_choice
+from app.figures.scale import scale_figure, scale_rows, slow_figure, worth_figure
+from app.page import run_page
+from app.results.scale import AXES, Point, slow_ranks, sweep, worth
+from app.work import awaited
+from simplan.scenario import Scenario
+
+_NAMES = {
+    "devices": "devices",
+    "batch": "global batch size",
+    "sequence": "sequence length",
+    "microbatch": "microbatch size",
+    "inter_link": "bandwidth between nodes",
+    "intra_link": "bandwidth within nodes",
+    "compute": "FLOP/s of the device",
+    "memory_bandwidth": "memory bandwidth of the device",
+}
+_BATCH = {"same": "the same global batch (strong scaling)", "follows": "a batch in proportion (weak scaling)"}
+_SLOWER = {5: "5 % slower", 10: "10 % slower", 25: "25 % slower", 50: "50 % slower", 100: "half as fast"}
+
+
+def show() -> None:
+    """Curves, then what more is worth, then what a slow rank costs."""
+    show_question()
+    document = state.document()
+    asked = answers.scenario(document)
+    with st.sidebar:
+        st.markdown("###### Budget")
+        budget, price = show_budget(asked.model.sample == "image")
+    text = answers.text(document)
+    left, right = st.columns(2)
+    with left:
+        axis = remembered_choice("What changes", "axis", list(AXES), "devices", format_func=_NAMES.get)
+    batch = "same"
+    if axis == "devices":
+        with right:
+            batch = remembered_choice("More devices train", "batch", list(_BATCH), "same", format_func=_BATCH.get)
+    points = awaited("predicting every point", sweep, text, axis, batch == "follows")
+    _show_curves(asked, axis, points, budget, price)
+    one, two = st.columns(2, gap="medium")
+    with one:
+        st.subheader("What more would be worth", help="Along the critical path: the step again with 1 % more of each")
+        show_figure(worth_figure(awaited("pricing better hardware", worth, text)), "worth", alt="What 1 % more saves")
+    with two:
+        _show_slow(text)
+
+
+def _show_curves(asked: Scenario, axis: str, points: tuple[Point, ...], budget: float, price: float | None) -> None:
+    unit = "images" if asked.model.sample == "image" else "tokens"
+    rows = scale_rows(points, budget, price)
+    now = {
+        "devices": asked.cluster.num_devices,
+        "batch": asked.training.global_batch_size,
+        "sequence": asked.model.seq_len,
+        "microbatch": asked.plan.microbatch_size,
+    }.get(axis, 1.0)
+    figure = scale_figure(rows, AXES[axis].label, now, asked.cluster.device.memory_bytes, unit=unit)
+    show_figure(figure, f"{asked.name} over {_NAMES[axis]}", alt=f"Time, throughput and memory over {_NAMES[axis]}")
+    words = ["The plan stays as it is; every point is predicted anew. A cross does not fit."]
+    if axis == "devices":
+        words.append("More devices are more data parallelism.")
+    if price is None:
+        words.append("Give a price in the sidebar to see the cost.")
+    st.caption(" ".join(words))
+    refused = [point for point in points if point.refused]
+    if refused:
+        with st.expander(f"{len(refused)} values have no answer"):
+            st.markdown("\n".join(f"- {escaped(f'{point.value:,.4g}: {point.refused}')}" for point in refused))
+    if rows:
+        download("Curve", f"{asked.name} over {_NAMES[axis]}", "csv", csv_text(rows))
+
+
+def _show_slow(text: str) -> None:
+    st.subheader("What a slow rank costs", help="Others wait for it: how much of its delay reaches the step")
+    percent = remembered_choice("A rank is", "slower", list(_SLOWER), 10, format_func=_SLOWER.get)
+    found = awaited("slowing one rank after the other", slow_ranks, text, percent / 100)
+    show_figure(slow_figure(found, percent / 100), "slow ranks", alt="How much longer a step takes by slow rank")
+    st.caption(
+        "Of ranks that do the same one is drawn: they wait for each other at every exchange. A slower link is the "
+        "bandwidth axis above, for all links of a kind at once; a single slow link among equal ones, jitter and ranks "
+        "that come and go are not modelled."
+    )
+
+
+if __name__ == "__main__":
+    run_page(show)

@@ -1,0 +1,75 @@
+"""What if: points are what predict says, and a slow rank costs at most its own delay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.figures.scale import scale_figure, scale_rows, slow_figure, worth_figure
+from app.results.scale import AXES, slow_ranks, sweep, worth
+from simplan.errors import NotModelledError
+from simplan.predict import predict
+from simplan.scenario import parse_scenario
+from tests.app.questions import text_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def data_of(name: str) -> dict:
+    found: dict = yaml.safe_load(text_of(name))
+    return found
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
+    text = text_of("pipeline-ddp")
+    asked = parse_scenario(text)
+    found = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    points = sweep(text, axis, False)
+    now = {
+        "devices": asked.cluster.num_devices,
+        "batch": asked.training.global_batch_size,
+        "sequence": asked.model.seq_len,
+        "microbatch": asked.plan.microbatch_size,
+    }.get(axis, 1.0)
+    [here] = [point for point in points if point.value == now]
+    if not here.refused:
+        assert here.step_time_s == pytest.approx(found.step_time_s, rel=1e-2)
+        assert here.device_bytes == found.worst_memory.device_bytes
+    figure = scale_figure(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, found.capacity_bytes)
+    assert sum(trace.mode == "lines+markers" for trace in figure.data) in (0, 4)
+
+
+def test_weak_scaling_keeps_what_each_device_does() -> None:
+    data = data_of("ddp")
+    text = yaml.safe_dump(data)
+    asked = parse_scenario(text)
+    points = [point for point in sweep(text, "devices", True) if not point.refused]
+    assert len(points) > 2
+    each = asked.training.global_batch_size / asked.cluster.num_devices
+    assert [point.samples_per_s * point.step_time_s / point.num_devices for point in points] == pytest.approx(
+        [each] * len(points)
+    )
+
+
+def test_a_slow_rank_costs_something_and_at_most_its_delay() -> None:
+    found = slow_ranks(text_of("1f1b"), 0.2)
+    asked = parse_scenario(text_of("1f1b"))
+    assert sorted(rank for one in found for rank in one.ranks) == list(range(asked.cluster.num_devices))
+    assert all(0 < one.relative_change <= 0.2 + 1e-9 for one in found)
+    assert len(slow_figure(found, 0.2).data[0].x) == len(found)
+
+
+def test_what_more_is_worth_is_a_saving() -> None:
+    values = worth(text_of("1f1b"))
+    assert values[0].relative_change < 0
+    assert len(worth_figure(values).data[0].x) == sum(value.relative_change < 0 for value in values)
+
+
+def test_ranks_that_share_cores_are_refused_by_name() -> None:
+    data = {**data_of("ddp"), "cluster": {"preset": "this-machine", "num_devices": 2}, "plan": {"dp_replicate": 2}}
+    data.pop("expect", None)
+    with pytest.raises(NotModelledError, match="shares its cores"):
+        sweep(yaml.safe_dump(data), "batch", False)
