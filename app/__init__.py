@@ -8,8 +8,8 @@ Every page is a file in ``app/views`` (a folder ``pages`` means something else t
 
     def show() -> None:
         scenario = answers.scenario(state.document())      # raises SpecError: run_page shows it as a sentence
-        brief = answers.brief(state.document())             # cached; step time and memory, in tens of milliseconds
-        prediction = answers.prediction(state.document())   # cached; everything that ``simplan predict`` says
+        numbers = answers.quick_numbers(state.document())   # cached; step time and memory in milliseconds, or None
+        result = answers.plan(state.document())             # worked out in another process, awaited politely, kept
         show_figure(memory_figure(...), "memory by rank", alt="...")
 
 

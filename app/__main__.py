@@ -59,12 +59,13 @@ def _warm_up() -> None:
     """Loads what the first page needs: simplan, its compiled engine, and figures."""
     import plotly.graph_objects as go
 
+    from app.results.quick import quick
     from app.state import START, document_text
-    from simplan.predict.brief import predict_brief
     from simplan.scenario import parse_scenario
 
-    asked = parse_scenario(document_text(START))
-    predict_brief(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    pipeline = START | {"plan": {"tp": 8, "pp": 2, "dp_shard": 4}}
+    for document in (START, pipeline):
+        quick(parse_scenario(document_text(document)))
     go.Figure().add_bar(x=[0], y=[0]).to_json()
 
 

@@ -8,17 +8,27 @@ from typing import Any
 import streamlit as st
 
 from app.results.plan import PlanResult, plan_result
+from app.results.quick import Quick, quick
 from app.results.timeline import TimelineResult, timeline_result, trace_result
 from app.state import document_text
 from app.work import awaited, done
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path, load
 from simplan.predict import predict
-from simplan.predict.brief import Brief, predict_brief
 from simplan.prediction import Prediction
 from simplan.scenario import Scenario, parse_scenario
 
-__all__ = ["brief", "calibrated_at", "calibration_for", "plan", "prediction", "scenario", "text", "timeline", "trace"]
+__all__ = [
+    "calibrated_at",
+    "calibration_for",
+    "plan",
+    "prediction",
+    "quick_numbers",
+    "scenario",
+    "text",
+    "timeline",
+    "trace",
+]
 
 Document = dict[str, Any]
 
@@ -32,13 +42,13 @@ def scenario(document: Document) -> Scenario:
     return _scenario(_key(document))
 
 
-def brief(document: Document) -> Brief:
-    """Step time and memory alone, soon; of devices of their own only.
+def quick_numbers(document: Document) -> Quick | None:
+    """Step time and memory alone, in milliseconds; None for plans that have to be simulated.
 
     Raises:
         SpecError: As ``scenario``, or a price cannot be had.
     """
-    return _brief(_key(document))
+    return _quick(_key(document))
 
 
 def prediction(document: Document) -> Prediction:
@@ -123,9 +133,8 @@ def _scenario(key: str) -> Scenario:
 
 
 @st.cache_resource(max_entries=256, show_spinner=False)
-def _brief(key: str) -> Brief:
-    asked = _scenario(key)
-    return predict_brief(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+def _quick(key: str) -> Quick | None:
+    return quick(_scenario(key))
 
 
 @st.cache_resource(max_entries=12, show_spinner=False)

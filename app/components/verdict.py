@@ -22,7 +22,8 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
         headline: The answer.
         host_words: What does not fit into memory of the host, if anything.
     """
-    needs = f"rank {headline.worst_rank} needs {format_bytes(headline.device_bytes)}"
+    rank = "the worst rank" if headline.worst_rank is None else f"rank {headline.worst_rank}"
+    needs = f"{rank} needs {format_bytes(headline.device_bytes)}"
     capacity = headline.capacity_bytes
     if host_words:
         st.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
@@ -58,7 +59,6 @@ def show_budget(images: bool) -> tuple[float, float | None]:
 
 def show_numbers(asked: Scenario, headline: Headline, budget: float, price: float | None) -> None:
     """Step time with its interval, throughput, utilization, and a whole training."""
-    low_s, high_s = headline.step_time_interval_s
     devices = asked.cluster.num_devices
     whole = training_of(headline, devices, budget, price)
     images = asked.model.sample == "image"
@@ -68,7 +68,7 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
         (
             "Step time",
             format_time(headline.step_time_s),
-            f"{format_time(low_s)} to {format_time(high_s)}",
+            _interval(headline),
             f"{meaning('step_time_s')}. Below it the interval, which {meaning('interval')}",
         ),
         (
@@ -99,3 +99,10 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
     with st.container(horizontal=True, gap="medium"):
         for label, value, below, about in cells:
             st.metric(label, value, below, delta_color="off", delta_arrow="off", help=about)
+
+
+def _interval(headline: Headline) -> str:
+    if headline.step_time_interval_s is None:
+        return "how sure: in a moment"
+    low_s, high_s = headline.step_time_interval_s
+    return f"{format_time(low_s)} to {format_time(high_s)}"

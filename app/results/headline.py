@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simplan.predict.brief import Brief
+from app.results.quick import Quick
 from simplan.prediction import Prediction
 from simplan.scenario import Scenario
 
-__all__ = ["Headline", "Training", "headline_of_brief", "headline_of_prediction", "training_of"]
+__all__ = ["Headline", "Training", "headline_of_prediction", "headline_of_quick", "training_of"]
 
 _HOURS_A_DAY = 24
 _SECONDS_AN_HOUR = 3600.0
@@ -20,9 +20,9 @@ class Headline:
 
     Attributes:
         step_time_s: Time of one optimizer step.
-        step_time_interval_s: Holds the truth in 9 of 10 cases.
+        step_time_interval_s: Holds the truth in 9 of 10 cases; None while it is worked out.
         fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
-        worst_rank: The rank that needs most.
+        worst_rank: The rank that needs most; None while it is worked out.
         device_bytes: What it needs.
         capacity_bytes: What a device has; None when unknown.
         samples_per_s: Sequences or images, all devices together.
@@ -31,9 +31,9 @@ class Headline:
     """
 
     step_time_s: float
-    step_time_interval_s: tuple[float, float]
+    step_time_interval_s: tuple[float, float] | None
     fits: bool | None
-    worst_rank: int
+    worst_rank: int | None
     device_bytes: int
     capacity_bytes: int | None
     samples_per_s: float
@@ -56,18 +56,19 @@ class Training:
     cost: float | None
 
 
-def headline_of_brief(asked: Scenario, brief: Brief) -> Headline:
-    """Of a brief prediction; throughput follows from the step time."""
-    samples_per_s = asked.training.global_batch_size / brief.step_time_s
+def headline_of_quick(asked: Scenario, numbers: Quick) -> Headline:
+    """Of step time and memory alone; throughput follows from the step time."""
+    samples_per_s = asked.training.global_batch_size / numbers.step_time_s
+    capacity = asked.cluster.device.memory_bytes
     peak = asked.cluster.device.peak_flop_per_s.get(asked.training.precision)
     flop_per_s = samples_per_s * asked.model.flops_per_sequence(full_attention=False)
     return Headline(
-        step_time_s=brief.step_time_s,
-        step_time_interval_s=brief.step_time_interval_s,
-        fits=brief.fits,
-        worst_rank=brief.worst_rank,
-        device_bytes=brief.device_bytes,
-        capacity_bytes=asked.cluster.device.memory_bytes,
+        step_time_s=numbers.step_time_s,
+        step_time_interval_s=None,
+        fits=None if capacity is None else numbers.device_bytes <= capacity,
+        worst_rank=None,
+        device_bytes=numbers.device_bytes,
+        capacity_bytes=capacity,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * asked.model.seq_len,
         mfu=None if peak is None else flop_per_s / (peak * asked.cluster.num_devices),

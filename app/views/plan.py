@@ -16,7 +16,7 @@ from app.fields import remembered_choice
 from app.figures.memory import memory_bars, memory_figure, memory_rows
 from app.figures.waterfall import waterfall_figure
 from app.page import run_page
-from app.results.headline import Headline, headline_of_brief, headline_of_prediction
+from app.results.headline import Headline, headline_of_prediction, headline_of_quick
 from app.results.plan import PlanResult
 from app.words import meaning
 from simplan.prediction import Prediction, Term
@@ -27,7 +27,7 @@ from simplan.units import GIB, format_bytes, format_percent, format_time
 
 
 def show() -> None:
-    """The verdict from a brief prediction, at once; then what takes longer to work out."""
+    """The verdict at once, where a search knows the plan; then what takes longer to work out."""
     show_question()
     document = state.document()
     with st.sidebar:
@@ -37,8 +37,9 @@ def show() -> None:
     asked = answers.scenario(document)
     top = st.empty()
     quick = None
-    if asked.cluster.cores_per_node is None:
-        quick = headline_of_brief(asked, answers.brief(document))
+    numbers = answers.quick_numbers(document)
+    if numbers is not None:
+        quick = headline_of_quick(asked, numbers)
         _show_top(top, asked, quick, budget, price)
     result = answers.plan(document)
     prediction = result.prediction

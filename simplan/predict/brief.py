@@ -55,7 +55,6 @@ class Brief:
         step_time_s, step_time_interval_s: As of ``Prediction``.
         allocated_bytes, reserved_bytes, device_bytes: Peaks of the rank that has most of each.
         fits: Whether the device bytes are within the capacity; None where that is unknown.
-        worst_rank: The rank that has most device bytes, the lowest where several have the same.
     """
 
     step_time_s: float
@@ -64,7 +63,6 @@ class Brief:
     reserved_bytes: int
     device_bytes: int
     fits: bool | None
-    worst_rank: int
 
 
 class Term(NamedTuple):
@@ -148,8 +146,7 @@ def predict_brief(
             _with(rank, by_rank[other], share) for rank, other in zip(memory, step.program.stands_for, strict=True)
         )
     step_time_s, *moved_s = (float(value) for value in seconds)
-    worst = max(memory, key=lambda rank: (rank.device_bytes, -rank.rank))
-    device_bytes = worst.device_bytes
+    device_bytes = max(rank.device_bytes for rank in memory)
     capacity = cluster.device.memory_bytes
     return Brief(
         step_time_s=step_time_s,
@@ -158,7 +155,6 @@ def predict_brief(
         reserved_bytes=max(rank.reserved_bytes for rank in memory),
         device_bytes=device_bytes,
         fits=None if capacity is None else device_bytes <= capacity,
-        worst_rank=worst.rank,
     )
 
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from app.figures.waterfall import waterfall_figure
-from app.results.headline import headline_of_brief, headline_of_prediction, training_of
+from app.results.headline import headline_of_prediction, headline_of_quick, training_of
 from app.results.plan import BETWEEN, WITHIN, plan_result
-from simplan.predict.brief import predict_brief
+from app.results.quick import quick
 from simplan.scenario import parse_scenario
 from tests.app.questions import text_of
 
@@ -45,14 +45,23 @@ def test_tiers_are_those_of_the_nodes() -> None:
     assert f"exposed {BETWEEN}" not in names
 
 
-@pytest.mark.parametrize("name", ["tensor-fsdp", "zb-h1"])
-def test_brief_and_whole_predictions_say_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", ["tensor-fsdp", "zb-h1", "interleaved", "pipeline-hsdp"])
+def test_quick_and_whole_predictions_say_the_same(name: str) -> None:
     asked = parse_scenario(text_of(name))
-    brief = predict_brief(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    quick = asdict(headline_of_brief(asked, brief))
+    numbers = quick(asked)
+    assert numbers is not None
+    early = asdict(headline_of_quick(asked, numbers))
     final = asdict(headline_of_prediction(plan_result(text_of(name), 0).prediction))
-    assert quick.pop("step_time_interval_s") == pytest.approx(final.pop("step_time_interval_s"), rel=1e-6)
-    assert quick == pytest.approx(final, rel=1e-6)
+    for later in ("step_time_interval_s", "worst_rank"):
+        assert early.pop(later) is None
+        del final[later]
+    assert early == pytest.approx(final, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["lora", "offload-optimizer", "zb-2p", "reduced often"])
+def test_what_a_search_does_not_know_has_no_quick_numbers(name: str) -> None:
+    reduced_often = text_of("fsdp").replace("plan: {", "plan: {grad_sync: microbatch, ")
+    assert quick(parse_scenario(reduced_often if name == "reduced often" else text_of(name))) is None
 
 
 def test_a_whole_training_costs_what_its_hours_cost() -> None:
