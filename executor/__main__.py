@@ -74,7 +74,7 @@ def _run(file: Path, out_dir: Path, nodes_file: Path | None) -> None:
         _tell({"event": "step", "step": step, "of": of})
 
     nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
-    run_job(_parse(Job, file), out_dir, tell, nodes=nodes)
+    run_job(_parse(Job, file), out_dir, tell, nodes=nodes, on_note=lambda text: _tell({"event": "note", "text": text}))
 
 
 def _join(file: Path, out_dir: Path) -> None:

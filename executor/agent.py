@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from executor.processes import PARENT_VARIABLE, die_with_parent
-from executor.rank import FIRST_RANK_VARIABLE
+from executor.rank import ATTEMPT_VARIABLE, FIRST_RANK_VARIABLE
 
 __all__ = ["main"]
 
@@ -21,25 +22,53 @@ __all__ = ["main"]
 def main(argv: list[str]) -> int:
     """Runs torchrun with ``argv[1:]``; returns its exit code.
 
-    ``argv[0]`` is the file that gets a JSON list of ``{rank, exitcode}`` when ranks fail; a negative exit code is a
-    signal.
+    ``argv[0]`` is the file that gets a line when ranks fail, each time: a JSON list of ``{rank, exitcode}``; a negative
+    exit code is a signal.
     """
     die_with_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
+    api.LocalElasticAgent = _telling_agent(Path(argv[0]))  # type: ignore[assignment, attr-defined]
     try:
         run(parse_args(argv[1:]))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        first = int(os.environ[FIRST_RANK_VARIABLE])
-        failures = [{"rank": first + f.local_rank, "exitcode": f.exitcode} for f in error.failures.values()]
-        Path(argv[0]).write_text(json.dumps(failures))
+    except ChildFailedError:
         return 1
     except SignalException as error:
         return 128 + int(signal.Signals(error.sigval))
     return 0
+
+
+def _telling_agent(failures_file: Path) -> type:
+    """Torchrun's agent, which tells its ranks which attempt they are, and us at once which ranks of it failed.
+
+    Both methods are those that torch has for agents of one's own (``SimpleElasticAgent``).
+    """
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class TellingAgent(LocalElasticAgent):
+        attempt = -1
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            self.attempt += 1
+            os.environ[ATTEMPT_VARIABLE] = str(self.attempt)
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                first = int(os.environ[FIRST_RANK_VARIABLE])
+                failed = [{"rank": first + f.local_rank, "exitcode": f.exitcode} for f in result.failures.values()]
+                with failures_file.open("a") as file:
+                    file.write(json.dumps(failed) + "\n")
+            return result
+
+    return TellingAgent
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 __all__ = ["Beat", "Heartbeat", "RankState", "Unwatched", "read_beat"]
 
-_RECORD = struct.Struct("<qdqq64s")  # pid, time of the beat, step, state, what it does
+_RECORD = struct.Struct("<qqdqq64s")  # pid, attempt, time of the beat, step, state, what it does
 
 
 class RankState(IntEnum):
@@ -26,6 +26,7 @@ class RankState(IntEnum):
     RUNNING = 1
     WAITING = 2
     FINISHED = 3
+    FAILED = 4
 
 
 class Beat(NamedTuple):
@@ -37,6 +38,7 @@ class Beat(NamedTuple):
         step: Steps it has finished.
         state: What it is doing.
         doing: The action it runs or waits to start, or a phrase (``building the model``).
+        attempt: How often the ranks had been started before.
     """
 
     pid: int
@@ -44,6 +46,7 @@ class Beat(NamedTuple):
     step: int
     state: RankState
     doing: str
+    attempt: int = 0
 
 
 class Heartbeat:
@@ -51,13 +54,15 @@ class Heartbeat:
 
     Args:
         path: The file, made anew.
+        attempt: How often the ranks have been started before.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, attempt: int = 0) -> None:
         path.write_bytes(bytes(_RECORD.size))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _RECORD.size)
         self._pid = os.getpid()
+        self._attempt = attempt
         self._step = 0
         self.beat(RankState.STARTING, "starting")
 
@@ -66,7 +71,9 @@ class Heartbeat:
         if step is not None:
             self._step = step
         # one copy: pack_into would clear the record first, and the launcher reads at any time
-        self._memory[:] = _RECORD.pack(self._pid, time.monotonic(), self._step, state, doing.encode()[:64])
+        self._memory[:] = _RECORD.pack(
+            self._pid, self._attempt, time.monotonic(), self._step, state, doing.encode()[:64]
+        )
 
 
 class Unwatched(Heartbeat):
@@ -86,7 +93,7 @@ def read_beat(path: Path) -> Beat | None:
         return None
     if len(data) != _RECORD.size:
         return None
-    pid, time_s, step, state, doing = _RECORD.unpack(data)
+    pid, attempt, time_s, step, state, doing = _RECORD.unpack(data)
     if pid == 0:
         return None
-    return Beat(pid, time_s, step, RankState(state), doing.rstrip(b"\0").decode(errors="replace"))
+    return Beat(pid, time_s, step, RankState(state), doing.rstrip(b"\0").decode(errors="replace"), attempt)

@@ -64,12 +64,15 @@ def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
     log = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    heartbeat = Heartbeat(files.heartbeat)
+    heartbeat = Heartbeat(files.heartbeat, attempt())
     try:
         body(heartbeat, rank)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends a rank early is told
-        told = {"time_s": time.monotonic(), "type": type(error).__name__, "message": str(error)}
-        write_whole(files.error, json.dumps(told))
+        told = {"time_s": time.monotonic(), "type": type(error).__name__, "message": str(error), "attempt": attempt()}
+        try:
+            write_whole(files.error, json.dumps(told))
+        except OSError as full:  # the heartbeat has its place on the disk already
+            heartbeat.beat(RankState.FAILED, f"{full.strerror} in the folder of the run")
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -13,7 +13,7 @@ from executor.meeting import meet
 from executor.rank import RankFiles
 from executor.results import gather
 from executor.team import Failure, OtherNodeError, Team
-from simplan.errors import SimplanError
+from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
@@ -32,6 +32,7 @@ def run_job(
     *,
     nodes: Nodes | None = None,
     rank_module: str = "executor.worker",
+    on_note: Callable[[str], None] | None = None,
 ) -> Measurement:
     """Runs a job and writes ``job.json``, ``measurement.json`` and the ranks' logs to ``out_dir``.
 
@@ -44,20 +45,30 @@ def run_job(
         on_progress: Told about every finished step.
         nodes: How to meet the other nodes, of which this is node 0; None to run all ranks on this machine.
         rank_module: The program of one rank; takes the job file and the folder.
+        on_note: Told what a user should know, a sentence at a time: where the run begins, restarts, checkpoints that
+            were not written. The measurement has the same.
 
     Raises:
         SpecError, ProgramError: The job cannot be run here, or the nodes were not asked the same; nothing was started.
         RunError: Ranks failed or hung, or nodes did not come; all are ended.
     """
     check_job(job, None if nodes is None else nodes.ranks_per_node)
-    notes = check_resume(job)
+    notes: list[str] = []
+
+    def note(sentence: str) -> None:
+        notes.append(sentence)
+        if on_note is not None:
+            on_note(sentence)
+
+    for found in check_resume(job):
+        note(found)
     team = None if nodes is None else meet(nodes, job.model_dump_json())
     out_dir = _folder(out_dir)
     failure: str | None = "the run was interrupted"
     readings: dict[int, tuple[ClockReading, ...]] = {}
     try:
         if team is None:
-            _run_here(job, out_dir, on_progress, rank_module, None)
+            _run_here(job, out_dir, on_progress, rank_module, None, note)
         else:
             _run_on_all(team, job, out_dir, on_progress, rank_module, readings)
         failure = None
@@ -66,7 +77,9 @@ def run_job(
         raise
     finally:
         measurement = gather(job, out_dir, failure, readings, notes)
-        write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
+        for unwritten in measurement.notes[len(notes) :]:
+            note(unwritten)
+        _keep(out_dir / "measurement.json", measurement, failure)
     return measurement
 
 
@@ -90,6 +103,14 @@ def _folder(out_dir: Path) -> Path:
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
     return out_dir
+
+
+def _keep(file: Path, measurement: Measurement, failure: str | None) -> None:
+    try:
+        write_whole(file, measurement.model_dump_json(indent=1))
+    except OSError as error:
+        said = f"{file} cannot be written: {error.strerror}"
+        raise RunError(said if failure is None else f"{failure}; and {said}") from None
 
 
 def _run_on_all(
@@ -137,7 +158,14 @@ def _steps_of(team: Team, out_dir: Path) -> dict[int, str]:
     return {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
 
-def _run_here(job: Job, out_dir: Path, on_progress: Progress | None, rank_module: str, team: Team | None) -> None:
+def _run_here(
+    job: Job,
+    out_dir: Path,
+    on_progress: Progress | None,
+    rank_module: str,
+    team: Team | None,
+    on_restart: Callable[[str], None] | None = None,
+) -> None:
     job_file = out_dir / "job.json"
     write_whole(job_file, job.model_dump_json(indent=1))
     num_steps = job.num_all_steps
@@ -159,4 +187,6 @@ def _run_here(job: Job, out_dir: Path, on_progress: Progress | None, rank_module
         timeout_s=job.timeout_s,
         on_poll=on_poll,
         team=team,
+        max_restarts=0 if job.checkpointing is None or team is not None else job.checkpointing.max_restarts,
+        on_restart=on_restart,
     )

@@ -145,12 +145,14 @@ def run(
         float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
     ] = 300.0,
     checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep the state of the training here, also for a later --resume."),
+        Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default 10).")
     ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, max=1000, metavar="K", help="How often ranks that fail go on from a checkpoint.")
+    ] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")
     ] = False,
@@ -170,7 +172,9 @@ def run(
         num_steps=steps,
         num_warmup_steps=warmup,
         timeout_s=timeout,
-        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, resume=resume),
+        checkpointing=checkpointing(
+            checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume, num_nodes=nodes
+        ),
     )
     meeting = Meeting(nodes, rdzv, node_rank, interface, join_timeout)
     return run_command(

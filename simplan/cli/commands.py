@@ -122,8 +122,6 @@ def run_command(
     needed = is_needed(scenario)
     calibration = ensure([scenario], calibration_file) if needed else _calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
-    for note in outcome.measurement.notes:
-        say(f"note: {note}")
     if as_json:
         print_json(outcome.to_json())
         return 0

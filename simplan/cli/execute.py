@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simplan.cli.output import say
 from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
 from simplan.cli.traces import write_measured_trace, write_predicted_trace
@@ -144,7 +145,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
                 arguments += ["--nodes", str(folder / "nodes.json")]
             run_executor(
                 arguments,
-                lambda event: progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}"),
+                lambda event: _show(event, progress),
             )
     except RunError as error:
         raise RunError(f"{error}\nwhat was measured until then is in {folder}") from None
@@ -153,6 +154,13 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     write_json(folder / "comparison.json", comparison.to_json())
     write_measured_trace(folder / "measured.trace.json", measurement)
     return Outcome(prediction, measurement, comparison, folder)
+
+
+def _show(event: dict[str, Any], progress: Progress) -> None:
+    if event["event"] == "note":
+        say(f"note: {event['text']}")
+    else:
+        progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}")
 
 
 def job_of_scenario(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job:

@@ -70,9 +70,17 @@ class ForkedAgent:
     """What subprocess.Popen is to torchrun."""
 
     def __init__(
-        self, failures: Path, module: str, args: Sequence[str], num_ranks: int, log: Path, team: None = None
+        self,
+        failures: Path,
+        module: str,
+        args: Sequence[str],
+        num_ranks: int,
+        log: Path,
+        team: None = None,
+        max_restarts: int = 0,
     ) -> None:
         assert team is None, "only torchrun meets other nodes"
+        assert max_restarts == 0, "only torchrun restarts"
         start = {"failures": str(failures), "log": str(log), "module": module, "args": list(args)}
         environment = executor.launch.rank_environment()
         self.pid: int = server().ask({"start": {**start, "num_ranks": num_ranks, "environment": environment}})

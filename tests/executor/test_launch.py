@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from executor.causes import cause_of, read_exits
 from executor.heartbeat import Beat, RankState
-from executor.launch import _stalled, _why
 from executor.rank import RankFiles
+from executor.stalls import find_stall
 
 RUNNING, WAITING, FINISHED = RankState.RUNNING, RankState.WAITING, RankState.FINISHED
 TIMEOUT_S = 10.0
@@ -47,7 +48,8 @@ def test_the_first_cause_is_told(
     files = [RankFiles(tmp_path, rank) for rank in range(2)]
     for rank, (time_s, message) in errors.items():
         files[rank].error.write_text(json.dumps({"time_s": time_s, "type": "RuntimeError", "message": message}))
-    assert _why(failures, files, (None, None), tmp_path / "torchrun.log").sentence.startswith(said)
+    found = (read_exits(failures) or [{}])[0]
+    assert cause_of(found, files, (None, None), tmp_path / "torchrun.log").sentence.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +90,12 @@ def test_a_hang_is_a_silent_rank_that_does_not_wait_or_silence_of_all(
 ) -> None:
     now_s = time.monotonic()
     beats = tuple(rank and Beat(1, now_s - rank[1], 2, rank[0], rank[2]) for rank in ranks)
-    assert _stalled(beats, now_s, TIMEOUT_S) == said
+    stall = find_stall(beats, now_s, TIMEOUT_S)
+    assert (stall and stall.sentence) == said
 
 
 def test_a_rank_that_never_starts_is_named() -> None:
     now_s = time.monotonic()
     beats = (Beat(1, now_s, 0, WAITING, "waiting for step 1 to start"), None)
     said = "rank 1 did not start within 10 s; rank 0 was waiting for step 1 to start"
-    assert _stalled(beats, now_s - 11.0, TIMEOUT_S) == said
+    assert find_stall(beats, now_s - 11.0, TIMEOUT_S) == (1, said)

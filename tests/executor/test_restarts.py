@@ -1,0 +1,98 @@
+"""Ranks that die or hang are started again and go on from the newest checkpoint, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.heartbeat import read_beat
+from executor.rank import RankFiles
+from executor.run import run_job
+from simplan.errors import RunError
+from simplan.program.job import Job
+from simplan.program.measurement import Measurement
+from tests.executor.forked import forked_ranks
+from tests.executor.test_checkpoints import with_checkpoints
+from tests.executor.test_faults import wait_until_gone
+
+pytestmark = pytest.mark.usefixtures("torchrun")
+NUM_STEPS = 60
+"""Enough that a rank which is hit after some of them has not finished."""
+
+
+def run_and_hit(job: Job, number: signal.Signals, times: int, out_dir: Path, rank: int) -> Measurement:
+    """A run of which a rank gets a signal, some times, each time when all ranks have done some more steps."""
+    hit: list[int] = []
+
+    def hit_it(step: int, of: int) -> None:
+        beat = read_beat(RankFiles(out_dir, rank).heartbeat)
+        if len(hit) < times and step == 20 * (len(hit) + 1) and beat is not None:
+            os.kill(beat.pid, number)
+            hit.append(beat.pid)
+
+    measurement = run_job(job, out_dir, hit_it)
+    assert len(set(hit)) == times
+    wait_until_gone(out_dir)
+    return measurement
+
+
+def with_restarts(job: Job, folder: Path, max_restarts: int) -> Job:
+    return with_checkpoints(job, folder, NUM_STEPS, every=5, max_restarts=max_restarts)
+
+
+def undisturbed(job: Job, folder: Path) -> Measurement:
+    with forked_ranks():
+        return run_job(job.model_copy(update={"num_steps": NUM_STEPS - job.num_warmup_steps}), folder)
+
+
+def test_a_killed_rank_is_restarted(tmp_path: Path, make_job: Any) -> None:
+    job = make_job(dp=2)
+    whole = undisturbed(job, tmp_path / "whole")
+    kept = run_and_hit(with_restarts(job, tmp_path / "kept", 1), signal.SIGKILL, 1, tmp_path / "out", 1)
+    assert kept.complete
+    assert kept.losses == whole.losses
+    (note,) = kept.notes
+    assert note.startswith("rank 1 was killed by signal 9")
+    assert note.endswith("; restart 1 of 1")
+    assert len(kept.warmup_step_times_s) == 2, "one at the beginning and one after the restart"
+    assert kept.checkpoints[-1].step == NUM_STEPS
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ddp": {"dp": 2},
+    "fsdp": {"plan": {"dp_shard": 2}},
+    "1f1b": {"schedule": "1f1b", "pp": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_every_strategy_survives_two_faults(
+    strategy: dict[str, Any], number: signal.Signals, tmp_path: Path, make_job: Any
+) -> None:
+    job = make_job(**strategy, timeout_s=25.0)
+    whole = undisturbed(job, tmp_path / "whole")
+    last = job.plan.num_devices - 1
+    kept = run_and_hit(with_restarts(job, tmp_path / "kept", 2), number, 2, tmp_path / "out", last)
+    assert kept.complete
+    assert kept.losses == whole.losses
+    said = "was killed by signal 9" if number == signal.SIGKILL else "progress for 25 s"
+    assert [said in note for note in kept.notes] == [True, True]
+
+
+@pytest.mark.slow
+def test_when_no_restart_is_left_the_last_fault_ends_the_run(tmp_path: Path, make_job: Any) -> None:
+    job = with_restarts(make_job(dp=2), tmp_path / "kept", 1)
+    with pytest.raises(RunError, match=r"^rank 1 was killed by signal 9"):
+        run_and_hit(job, signal.SIGKILL, 2, tmp_path / "out", 1)
+    wait_until_gone(tmp_path)
+    left = Measurement.model_validate_json((tmp_path / "out" / "measurement.json").read_bytes())
+    assert not left.complete
+    assert len(left.notes) == 1
+    assert len(left.losses) >= 35
