@@ -9,6 +9,23 @@ from typing import Annotated, Literal
 import typer
 
 import simplan
+from simplan.cli.options import (
+    AsJson,
+    CalibrationFile,
+    CheckpointDir,
+    CheckpointEvery,
+    Interface,
+    JoinTimeout,
+    Largest,
+    NodeRank,
+    Objectives,
+    Rendezvous,
+    Restarts,
+    Resume,
+    ScenarioFile,
+    StageTimes,
+    Timeout,
+)
 
 __all__ = ["app"]
 
@@ -19,15 +36,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help, the same on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-CalibrationFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
-    ),
-]
 
 
 class _TimedPrecision(StrEnum):
@@ -81,21 +89,11 @@ def search(
     scenario: ScenarioFile,
     json: AsJson = False,
     top: Annotated[int | None, typer.Option(min=1, max=1000, help="Plans to rank (default: 5).")] = None,
-    objective: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front."
-        ),
-    ] = None,
+    objective: Objectives = None,
     fewest_devices: Annotated[
         bool, typer.Option("--fewest-devices", help="The same as --objective num_devices.")
     ] = False,
-    largest: Annotated[
-        str | None,
-        typer.Option(
-            metavar="QUANTITY", help="The largest seq_len, microbatch_size or num_hidden_layers for which a plan fits."
-        ),
-    ] = None,
+    largest: Largest = None,
     save_plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a scenario with the best plan, for predict and run.")
     ] = None,
@@ -124,38 +122,16 @@ def run(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steady steps to measure.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, max=100_000, help="Steps before them that do not count.")] = 2,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."
-        ),
-    ] = 120.0,
+    timeout: Timeout = 120.0,
     nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes; the same command runs on each.")] = 1,
-    rdzv: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(min=0, max=999_999, help="Place of this node (default: 0 on HOST, else a free one)."),
-    ] = None,
-    interface: Annotated[
-        str | None, typer.Option(metavar="IF", help="Network interface of the ranks (default: that towards HOST).")
-    ] = None,
-    join_timeout: Annotated[
-        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
-    ] = 300.0,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default 10).")
-    ] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, max=1000, metavar="K", help="How often ranks that fail go on from a checkpoint.")
-    ] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")
-    ] = False,
+    rdzv: Rendezvous = None,
+    node_rank: NodeRank = None,
+    interface: Interface = None,
+    join_timeout: JoinTimeout = 300.0,
+    checkpoint_dir: CheckpointDir = None,
+    checkpoint_every: CheckpointEvery = None,
+    restarts: Restarts = 0,
+    resume: Resume = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Run the plan on this machine's devices and show the prediction beside the measurement.
@@ -303,13 +279,7 @@ def accuracy(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw predicted over measured step times, by file.")
     ] = None,
-    stage_times: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Predict from these profiled stage times instead of the cost model; others are skipped.",
-        ),
-    ] = None,
+    stage_times: StageTimes = None,
     jobs: Annotated[int, typer.Option(min=-1, max=4096, help="Processes; -1 for one a core.")] = -1,
 ) -> int:
     """Predict training runs that others published, and show how far off that is.

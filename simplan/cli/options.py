@@ -1,0 +1,83 @@
+"""Arguments and flags that several commands have, or that take more than a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "AsJson",
+    "CalibrationFile",
+    "CheckpointDir",
+    "CheckpointEvery",
+    "Interface",
+    "JoinTimeout",
+    "Largest",
+    "NodeRank",
+    "Objectives",
+    "Rendezvous",
+    "Restarts",
+    "Resume",
+    "ScenarioFile",
+    "StageTimes",
+    "Timeout",
+]
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
+    ),
+]
+Objectives = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front."
+    ),
+]
+Largest = Annotated[
+    str | None,
+    typer.Option(
+        metavar="QUANTITY", help="The largest seq_len, microbatch_size or num_hidden_layers for which a plan fits."
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."),
+]
+Rendezvous = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(min=0, max=999_999, help="Place of this node (default: 0 on HOST, else a free one)."),
+]
+Interface = Annotated[
+    str | None, typer.Option(metavar="IF", help="Network interface of the ranks (default: that towards HOST).")
+]
+JoinTimeout = Annotated[
+    float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
+]
+CheckpointDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default 10).")
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, max=1000, metavar="K", help="How often ranks that fail go on from the newest checkpoint.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")
+]
+StageTimes = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Predict from these profiled stage times instead of the cost model; others are skipped.",
+    ),
+]
