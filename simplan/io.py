@@ -22,6 +22,7 @@ __all__ = [
     "MAX_JSON_BYTES",
     "MAX_YAML_BYTES",
     "Document",
+    "parse_json",
     "parse_model",
     "read_json",
     "read_model",
@@ -59,8 +60,20 @@ def read_json(path: str | Path, *, schema_version: int | None = None, kind: str 
     Raises:
         SpecError: The file cannot be read, is not JSON, holds NaN or infinity, or is of another kind or version.
     """
-    file = str(path)
-    text = read_text(path, MAX_JSON_BYTES)
+    return parse_json(read_text(path, MAX_JSON_BYTES), str(path), schema_version=schema_version, kind=kind)
+
+
+def parse_json(text: str, file: str, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
+    """The same of a text, e.g. one that came over a network.
+
+    Args:
+        text: The whole text.
+        file: What errors call it.
+        schema_version, kind: As of ``read_json``.
+
+    Raises:
+        SpecError: As ``read_json``.
+    """
     try:
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:

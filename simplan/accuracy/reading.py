@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simplan.accuracy.schema import PublishedRun, RunFile, identity_problems
-from simplan.document import Document
+from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
 from simplan.problems import find_place, parse_model
 
-__all__ = ["ReadFile", "read_published"]
+__all__ = ["ReadFile", "parse_published", "read_published"]
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -63,8 +63,23 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 
 
 def _read(path: Path) -> ReadFile:
-    file = str(path)
-    document = read_yaml(path)
+    return _checked(read_yaml(path), str(path))
+
+
+def parse_published(text: str, name: str) -> ReadFile:
+    """The runs of a file that comes as text.
+
+    Args:
+        text: YAML.
+        name: What errors and tables call it.
+
+    Raises:
+        SpecError: As ``read_published``.
+    """
+    return _checked(parse_yaml(text, name), name)
+
+
+def _checked(document: Document, file: str) -> ReadFile:
     if not isinstance(document.data, dict) or "runs" not in document.data:
         return ReadFile(file, None)
     runs = parse_model(RunFile, document.data, document.lines, file).runs

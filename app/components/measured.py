@@ -1,0 +1,82 @@
+"""A prediction beside a measurement: errors by term, both steps on one axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app import uploads
+from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.problems import escaped
+from app.figures.validation import steps_figure, terms_figure
+from simplan.program.measurement import Measurement
+from simplan.units import format_percent, format_time
+from simplan.validate.measured import measured_timeline, predicted_timeline
+
+__all__ = ["show_comparison_of", "show_uploaded"]
+
+
+def show_uploaded() -> None:
+    """Asks for both files."""
+    left, right = st.columns(2)
+    with left:
+        prediction = st.file_uploader("prediction.json", type=["json"], key="prediction file")
+    with right:
+        measurement = st.file_uploader("measurement.json", type=["json"], key="measurement file")
+    if prediction is None or measurement is None:
+        st.caption(
+            "`simplan run SCENARIO -o FOLDER` writes both files. They are read as data and not stored; a measurement "
+            "of another job than the prediction is refused by name."
+        )
+    predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
+    measured = None if measurement is None else uploads.measurement_of(measurement.name, measurement.getvalue())
+    if predicted is not None and measured is not None:
+        show_comparison_of(predicted, measured)
+
+
+def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> None:
+    """Both side by side.
+
+    Args:
+        prediction: The document of a prediction.
+        measurement: Of the same job.
+
+    Raises:
+        SpecError: They are of different jobs, or the prediction is not whole.
+    """
+    found = uploads.compared(prediction, measurement)
+    step = found.rows[0]
+    low_s, high_s = prediction["step_time_interval_s"]
+    cells = [
+        (
+            "Predicted step",
+            format_time(step.predicted),
+            f"{format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases",
+        ),
+        ("Measured step", format_time(step.measured), f"Median of {len(measurement.step_times_s)} steps"),
+        ("Error", f"{step.signed_error or 0:+.1%}", "Predicted over measured, less one"),
+        ("Spread", "unknown" if step.spread is None else f"+/- {format_percent(step.spread)}", "Of the repeats"),
+        ("In the interval", "yes" if found.interval_holds else "no", "Whether the measured step lies in it"),
+        ("Actions", "as predicted" if found.structure_equal else "differ", "Actions and collectives, and their order"),
+        ("Unexplained", format_time(abs(found.unexplained_s)), "Of the measured step, by no term; its own figure"),
+    ]
+    for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
+        column.metric(label, value, help=about)
+    st.subheader("Errors by term", help="Grey: the spread of the repeats. Within it nothing can be read off an error")
+    show_figure(terms_figure(found.rows), "errors by term", alt="Errors of all terms beside the spread of the repeats")
+    st.subheader("One step of both", help="The measured step is the one with the median time")
+    figure = steps_figure(predicted_timeline(prediction), measured_timeline(measurement))
+    show_figure(figure, "predicted and measured step", alt="Both steps on one axis", zoom=True)
+    rows = [
+        {"term": row.name, "predicted": row.predicted, "measured": row.measured, "unit": row.unit}
+        | {"error": row.signed_error, "spread": row.spread, "within the spread": row.within_spread}
+        for row in found.rows
+    ]
+    with st.expander(f"All {len(rows)} terms"):
+        st.dataframe(pd.DataFrame(rows), hide_index=True)
+    st.caption(escaped(". ".join(found.notes)))
+    with st.container(horizontal=True):
+        download("Terms", "comparison", "csv", csv_text(rows))
+        download("Comparison", "comparison", "json", lambda: json_text(found.to_json()))

@@ -1,0 +1,140 @@
+"""Published runs: predicted beside measured, by source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app import uploads
+from app.components.downloads import csv_text, download, show_figure
+from app.components.problems import escaped
+from app.fields import remembered_choice
+from app.figures.validation import errors_figure, runs_figure
+from app.jobs.job import State
+from app.jobs.server import jobs
+from simplan.accuracy.reading import ReadFile
+from simplan.accuracy.result import Accuracy
+from simplan.report.accuracy import run_rows
+from simplan.units import format_percent
+
+__all__ = ["show_published"]
+
+_FOLDER = Path(__file__).resolve().parents[2] / "scenarios" / "published"
+_ALL = "all sources"
+_OWN = "a file of your own"
+_LOOK_S = 0.5
+
+
+def show_published() -> None:
+    """Chooses a source, predicts its runs, and says how far off that is."""
+    names = _sources()
+    if not names:
+        st.info(
+            "The published runs are not part of an installed package. Drop a file of runs here, e.g. one of "
+            "scenarios/published of simplan's repository; its form is in the README there."
+        )
+    choices = [*names, *([_ALL] if names else []), _OWN]
+    chosen = remembered_choice("Source", "source", choices, choices[0])
+    question: tuple[Any, list[ReadFile]] | None
+    question = _own() if chosen == _OWN else _known(names if chosen == _ALL else [chosen])
+    if question is None:
+        return
+    key, files = question
+    num_runs = sum(len(file.runs or ()) for file in files)
+    job = jobs().find(key)
+    if job is None or (job.state is State.ENDED and (job.stopped or job.error)):
+        if job is not None and job.error is not None:
+            raise job.error
+        st.caption(f"{num_runs:,} runs that others measured. None of them enters its own prediction.")
+        if st.button("Predict them", type="primary", key="predict published"):
+            jobs().start(key, "accuracy", files)
+            st.rerun()
+    elif job.state is State.ENDED:
+        _show(Accuracy(tuple(job.value)))
+    else:
+        _watch(key)
+
+
+@st.cache_resource(show_spinner=False)
+def _sources() -> list[str]:
+    """Files of the repository that hold step times."""
+    found = sorted(_FOLDER.glob("*.yaml")) if _FOLDER.is_dir() else []
+    return [file.stem for file in found if "\nruns:" in file.read_text(encoding="utf-8")]
+
+
+def _known(names: list[str]) -> tuple[Any, list[ReadFile]]:
+    return ("accuracy", tuple(names)), [_read(name) for name in names]
+
+
+@st.cache_resource(show_spinner=False, max_entries=32)
+def _read(name: str) -> ReadFile:
+    path = _FOLDER / f"{name}.yaml"
+    return uploads.published_of(path.name, path.read_bytes())
+
+
+def _own() -> tuple[Any, list[ReadFile]] | None:
+    file = st.file_uploader("Published runs (YAML)", type=["yaml", "yml"], key="published file")
+    if file is None:
+        st.caption("Read as data, checked against the schema of scenarios/published, and not stored.")
+        return None
+    content = file.getvalue()
+    return ("accuracy", file.name, content), [uploads.published_of(file.name, content)]
+
+
+def _watch(key: Any) -> None:
+    @st.fragment(run_every=_LOOK_S)
+    def progress() -> None:
+        job = jobs().find(key)
+        if job is None or job.state is State.ENDED:
+            st.rerun()
+        job.watch()
+        update = job.update
+        share, words = (0.0, "starting") if update is None else (update.done / max(1, update.total), "")
+        words = words or (f"{update.done:,} of {update.total:,} predicted" if update else "")
+        bar, stop = st.columns([5, 1], vertical_alignment="center")
+        bar.progress(min(1.0, share), text=words)
+        if stop.button("Stop", icon=":material/stop:", key="stop published", width="stretch"):
+            job.stop()
+
+    progress()
+
+
+def _show(accuracy: Accuracy) -> None:
+    overall = accuracy.overall
+    errors = overall.step_time.errors
+    cells = [
+        ("Runs", f"{overall.num_runs:,}", f"{overall.num_skipped:,} of them were not predicted, the table says why"),
+        ("Mean error", _percent(errors.mape), "Mean of the absolute errors of step times (MAPE)"),
+        ("Median", _percent(errors.median_ape), "Median of the same"),
+        ("Worst", _percent(errors.max_ape), "Largest of the same"),
+        ("Bias", _percent(errors.bias), "Mean with signs: above 0 where predictions are too long"),
+        ("In the interval", _percent(overall.step_time.interval_coverage), "Share of measured steps; 90 % is the aim"),
+        ("Memory", _percent(overall.peak_memory["all"].mape), "Mean absolute error of peak memory"),
+    ]
+    for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
+        column.metric(label, value, help=about)
+    left, right = st.columns(2, gap="medium")
+    with left:
+        show_figure(runs_figure(accuracy.outcomes), "predicted and measured", alt="Predicted over measured step times")
+        st.caption("A cross is a run outside of its predicted interval.")
+    with right:
+        show_figure(errors_figure(accuracy.outcomes), "errors by source", alt="Errors of step times by source")
+    rows = run_rows(accuracy)
+    frame = pd.DataFrame(rows)
+    frame["worst first"] = frame["step_time_error"].astype(float).abs()
+    frame = frame.sort_values("worst first", ascending=False, na_position="last")
+    shown = ["id", "predicted_step_time_s", "measured_step_time_s", "step_time_error", "in_step_time_interval"]
+    shown += ["predicted_peak_memory_gib", "measured_peak_memory_gib", "reason", "notes"]
+    st.subheader("Runs, the worst first")
+    st.dataframe(frame[shown], hide_index=True, height=320)
+    download("Runs", "published runs", "csv", csv_text(rows))
+    skipped = [outcome for outcome in accuracy.outcomes if outcome.predicted is None]
+    if skipped:
+        st.caption(escaped(f"Not predicted, for example: {skipped[0].run.id}: {skipped[0].reason}"))
+
+
+def _percent(value: float | None) -> str:
+    return "none" if value is None else format_percent(value)

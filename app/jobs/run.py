@@ -1,0 +1,118 @@
+"""A run on this machine: ``simplan run`` as a process, one at a time on a server, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from app.jobs.job import python
+from simplan.cli.dashboard import RUN_FLAG
+from simplan.errors import Problem, SpecError
+from simplan.io import write_text
+
+__all__ = ["Run", "Runs", "may_run"]
+
+_WORKSPACE = Path("simplan-out") / "workbench"
+_MOST_SAID = 4_000
+
+
+def may_run() -> bool:
+    """Whether pages may start runs: on this machine alone, or when whoever started the server said so."""
+    return os.environ.get(RUN_FLAG) == "1"
+
+
+class Run:
+    """One run.
+
+    Attributes:
+        folder: Where its files are.
+        num_steps: Steps that are measured.
+    """
+
+    def __init__(self, text: str, name: str, num_steps: int) -> None:
+        safe = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:60] or "run"
+        self.folder = _WORKSPACE.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
+        self.num_steps = num_steps
+        self.stopped = False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "scenario.yaml", text)
+        arguments = ["run", str(self.folder / "scenario.yaml"), "-o", str(self.folder), "--steps", str(num_steps)]
+        with (self.folder / "said.txt").open("wb") as said:
+            self._child = python(
+                "-m", "simplan", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
+            )
+
+    @property
+    def is_going(self) -> bool:
+        """Whether it runs."""
+        return self._child.poll() is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than well."""
+        return self._child.poll() not in (None, 0)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of rank 0 so far, those that warm up included."""
+        try:
+            return (self.folder / "rank0.steps.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    @property
+    def said(self) -> str:
+        """What it said last."""
+        try:
+            return (self.folder / "said.txt").read_text(encoding="utf-8", errors="replace")[-_MOST_SAID:].strip()
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """Asks it to stop its ranks; it does, or is killed by what started them."""
+        self.stopped = True
+        if self.is_going:
+            self._child.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """Stops it and waits."""
+        self.stop()
+        try:
+            self._child.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+
+class Runs:
+    """The runs of a server: one at a time, the last one is remembered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.last: Run | None = None
+
+    def start(self, text: str, name: str, num_steps: int) -> Run:
+        """Starts one.
+
+        Raises:
+            SpecError: Pages may not start runs here, or one is going on.
+        """
+        if not may_run():
+            rule = "may not be started from this page: others than this machine reach the server"
+            raise SpecError(Problem(field="", value="a run", rule=rule, fix="start it with --allow-run"))
+        with self._lock:
+            if self.last is not None and self.last.is_going:
+                rule = "is going on, and two at a time would disturb each other's times"
+                raise SpecError(Problem(field="", value="a run", rule=rule, fix="wait for it or stop it"))
+            self.last = Run(text, name, num_steps)
+            return self.last
+
+    def close(self) -> None:
+        """Stops what goes on."""
+        if self.last is not None and self.last.is_going:
+            self.last.close()

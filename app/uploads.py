@@ -1,0 +1,83 @@
+"""Files that are dropped on a page: small, read as data by simplan's own readers, and never stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simplan.accuracy.reading import ReadFile, parse_published
+from simplan.errors import Problem, SpecError
+from simplan.io import MAX_YAML_BYTES, parse_json, parse_model
+from simplan.prediction import PREDICTION_SCHEMA_VERSION
+from simplan.program.measurement import Measurement
+from simplan.validate.compare import Comparison, compare
+
+__all__ = ["MAX_BYTES", "compared", "measurement_of", "prediction_of", "published_of", "text_of"]
+
+MAX_BYTES = 32 * 2**20
+
+
+def text_of(name: str, content: bytes, most: int = MAX_BYTES) -> str:
+    """A file's text.
+
+    Raises:
+        SpecError: It is too large, or no UTF-8 text.
+    """
+    if len(content) > most:
+        raise SpecError(Problem(field="", rule=f"is larger than {most // 2**20} MiB"), file=name)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise SpecError(
+            Problem(field="", rule="is not UTF-8 text", fix="drop a file that simplan wrote"), file=name
+        ) from None
+
+
+def published_of(name: str, content: bytes) -> ReadFile:
+    """A file of published runs.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    read = parse_published(text_of(name, content, MAX_YAML_BYTES), name)
+    if not read.runs:
+        raise SpecError(Problem(field="runs", rule="is missing", fix="see scenarios/published/README.md"), file=name)
+    return read
+
+
+def prediction_of(name: str, content: bytes) -> dict[str, Any]:
+    """The document of a prediction.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    return parse_json(text_of(name, content), name, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+
+
+def measurement_of(name: str, content: bytes) -> Measurement:
+    """A measurement.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    version = Measurement.model_fields["schema_version"].default
+    return parse_model(Measurement, parse_json(text_of(name, content), name, schema_version=version), file=name)
+
+
+def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison:
+    """Both side by side; a prediction that lacks something is told by name.
+
+    Raises:
+        SpecError: They are of different jobs, or the prediction is not whole.
+    """
+    try:
+        return compare(prediction, measurement)
+    except KeyError as error:
+        fix = "write the file with `simplan predict -o FILE`"
+        raise SpecError(Problem(field=str(error.args[0]), rule="is missing in the prediction", fix=fix)) from None
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SpecError):
+            raise
+        rule = f"is not as simplan writes it ({type(error).__name__})"
+        raise SpecError(
+            Problem(field="prediction", rule=rule, fix="write it again with `simplan predict -o FILE`")
+        ) from None

@@ -1,0 +1,111 @@
+"""Validate: predictions held against what was measured, by others and here."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app import answers, state, uploads
+from app.components.measured import show_comparison_of, show_uploaded
+from app.components.problems import escaped
+from app.components.published import show_published
+from app.components.question import show_question
+from app.fields import remembered_choice
+from app.jobs.run import Run, may_run
+from app.jobs.server import runs
+from app.page import run_page
+from simplan.errors import SpecError
+from simplan.spec.machine import THIS_MACHINE
+
+_PARTS = {
+    "published": "runs that others published",
+    "measured": "a measurement of your own",
+    "run": "a run on this machine",
+}
+_LOOK_S = 0.7
+_STEPS = (5, 10, 15, 30, 50)
+
+
+def show() -> None:
+    """One of three things to hold a prediction against."""
+    part = remembered_choice("Hold predictions against", "held", list(_PARTS), "published", format_func=_PARTS.get)
+    if part == "published":
+        show_published()
+    elif part == "measured":
+        show_uploaded()
+    else:
+        show_question()
+        _show_run()
+
+
+def _show_run() -> None:
+    last = runs().last
+    if last is not None and last.is_going:
+        _watch(last)
+        return
+    asked = answers.scenario(state.document())
+    if asked.cluster.id != THIS_MACHINE:
+        st.info(
+            f"The scenario is for **{escaped(asked.cluster.id)}**. Choose the nodes *this-machine* in the sidebar, and "
+            "a model that is small enough for it, to run the plan here."
+        )
+    elif not may_run():
+        st.info(
+            "Others than this machine reach this server, so pages start nothing on it. "
+            "`simplan dashboard --allow-run` lets them; `simplan run` on the command line does the same as this page."
+        )
+    else:
+        ranks = asked.cluster.num_devices
+        st.caption(
+            f"Starts {ranks} process{'es' if ranks > 1 else ''} with torch.distributed, calibrates first what is not "
+            "calibrated, and lines measured and predicted up. Only this button starts a run; no link does."
+        )
+        steps = remembered_choice("Steps to measure", "steps", _STEPS, 10)
+        if st.button("Run it here", type="primary", icon=":material/play_arrow:", key="start run"):
+            runs().start(answers.text(state.document()), asked.name, steps)
+            st.rerun()
+    if last is not None:
+        _show_last(last)
+
+
+def _watch(run: Run) -> None:
+    @st.fragment(run_every=_LOOK_S)
+    def progress() -> None:
+        if not run.is_going:
+            st.rerun()
+        done = run.steps_done
+        bar, stop = st.columns([5, 1], vertical_alignment="center")
+        words = f"step {done}" if done else (run.said.splitlines() or ["starting"])[-1]
+        bar.progress(min(1.0, done / (run.num_steps + 2)), text="stopping the ranks" if run.stopped else escaped(words))
+        if stop.button("Stop", icon=":material/stop:", key="stop run", width="stretch"):
+            run.stop()
+
+    progress()
+
+
+def _show_last(run: Run) -> None:
+    st.subheader("The last run")
+    if run.stopped:
+        st.caption(f"It was stopped after {run.steps_done} steps; what was measured is in {escaped(str(run.folder))}.")
+        return
+    if run.failed:
+        last = (run.said.splitlines() or ["it ended without a word"])[-1]
+        st.warning(escaped(last.removeprefix("error: ")))
+        return
+    files = [run.folder / f"{name}.json" for name in ("prediction", "measurement")]
+    try:
+        prediction, measurement = (file.read_bytes() for file in files)
+    except OSError:
+        st.caption(f"Its files in {escaped(str(run.folder))} are gone.")
+        return
+    st.caption(f"Its files are in {escaped(str(run.folder))}.")
+    try:
+        show_comparison_of(
+            uploads.prediction_of("prediction.json", prediction),
+            uploads.measurement_of("measurement.json", measurement),
+        )
+    except SpecError as error:
+        st.warning(escaped(str(error)))
+
+
+if __name__ == "__main__":
+    run_page(show)
