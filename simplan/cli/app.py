@@ -348,6 +348,23 @@ def draw(
 
 
 @app.command()
+def export(
+    scenario: ScenarioFile,
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="slurm or kubernetes.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to a file (default: print it).")
+    ] = None,
+) -> int:
+    """Write what runs the plan on a cluster: a Slurm batch script, or a Kubernetes PyTorchJob.
+
+    Each node then runs `simplan run SCENARIO --nodes N --rdzv HOST:PORT`.
+    """
+    from simplan.cli.export import export_command
+
+    return export_command(scenario, target=to, output=output)
+
+
+@app.command()
 def show(
     kind: Annotated[
         str,

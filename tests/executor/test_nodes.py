@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,7 +16,13 @@ from typing import Any
 
 import pytest
 
+from executor.heartbeat import read_beat
+from executor.host_clock import ClockReading, common_time_s
+from executor.meeting import Introduction, disagreement
+from executor.rank import RankFiles
 from executor.run import run_job
+from executor.team import Failure, first_cause
+from executor.team import Host as Place
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from tests.hosts import Host, hosts, unavailable
@@ -27,7 +36,7 @@ MakeJob = Callable[..., Job]
 why_not = cache(unavailable)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _hosts_can_be_made() -> None:
     reason = why_not()
     if reason is not None:
@@ -65,6 +74,7 @@ def run_on(made: Sequence[Host], job: Job, folder: Path, **fields: Any) -> list[
     return ended
 
 
+@pytest.mark.usefixtures("_hosts_can_be_made")
 def test_ddp_on_two_hosts_is_ddp_on_one(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(dp=2, dtype="fp64")
     with hosts(2, own_clocks=True) as made:
@@ -81,3 +91,94 @@ def test_ddp_on_two_hosts_is_ddp_on_one(make_job: MakeJob, tmp_path: Path) -> No
     for first, second in zip(*reductions, strict=True):
         # on clocks a thousand seconds apart: no rank can have the sum before the other has begun
         assert max(first["start_s"], second["start_s"]) < min(first["end_s"], second["end_s"]) + CLOCK_ERROR_S
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_hosts_can_be_made")
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [("none", {"dp_replicate": 0}), ("none", {"dp_shard": 0}), ("1f1b", {"pp": 0})]
+)
+def test_plans_on_shaped_hosts_are_those_on_one(
+    schedule: str, plan: dict[str, int], number: int, make_job: MakeJob, make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    (axis,) = plan
+    shape = {"pp": number} if axis == "pp" else {"plan": {axis: number}}
+    job = make_job(schedule, model=make_model("llama", num_hidden_layers=4, vocab_size=96), dtype="fp64", **shape)
+    batch = 8 * (1 if axis == "pp" else number)
+    job = job.model_copy(update={"training": job.training.model_copy(update={"global_batch_size": batch})})
+    with hosts(number, 400, own_clocks=True) as made:
+        assert run_on(made, job, tmp_path) == [(0, "")] * number
+    there = json.loads((tmp_path / "0" / "measurement.json").read_text())
+    assert there["losses"] == pytest.approx(run_job(job, tmp_path / "here").losses, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_hosts_can_be_made")
+def test_a_node_that_does_not_come(make_job: MakeJob, tmp_path: Path) -> None:
+    with hosts(2) as made:
+        ((code, said),) = run_on(made[:1], make_job(), tmp_path, num_nodes=2, ranks_per_node=1, join_timeout_s=1.0)
+    assert code == 4
+    assert said.startswith(f"node 1 of 2 did not join {made[0].address}:{PORT} within 1 s (no other node did)")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_hosts_can_be_made")
+def test_all_nodes_tell_the_first_cause(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(dp=2, num_steps=100_000)
+    with hosts(2) as made:
+        killer = threading.Thread(target=kill_rank_when_it_runs, args=(tmp_path / "1", 1))
+        killer.start()
+        ended = run_on(made, job, tmp_path)
+        killer.join()
+    assert [code for code, _ in ended] == [4, 4]
+    assert ended[0][1] == ended[1][1]
+    assert "rank 1 was killed by signal 9" in ended[0][1]
+    assert json.loads((tmp_path / "0" / "measurement.json").read_text())["step_times_s"], "what was measured is kept"
+
+
+def kill_rank_when_it_runs(folder: Path, rank: int) -> None:
+    file = RankFiles(folder, rank)
+    deadline_s = time.monotonic() + 120
+    while time.monotonic() < deadline_s:
+        if file.steps.exists() and file.steps.read_text().count("\n") >= 5:
+            beat = read_beat(file.heartbeat)
+            assert beat is not None
+            os.kill(beat.pid, signal.SIGKILL)
+            return
+        time.sleep(0.1)
+
+
+def introduction(**changes: Any) -> Introduction:
+    values = {"host": Place("a", "10.0.0.1"), "num_nodes": 2, "torch": "2.13", "asked": {"model": "x", "--steps": "5"}}
+    return Introduction(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"num_nodes": 3}, "--nodes: 3 on node 1 (a), but 2 on node 0 (a)"),
+        ({"asked": {"model": "y", "--steps": "5"}}, "model: differs between node 0 (a) and node 1 (a)"),
+        ({"asked": {"model": "x", "--steps": "6"}}, "--steps: differs between node 0 (a) and node 1 (a)"),
+        ({"torch": "2.12"}, "torch is 2.12 on node 1 (a), but 2.13 on node 0 (a)"),
+    ],
+)
+def test_nodes_that_were_not_asked_the_same(changes: dict[str, Any], said: str | None) -> None:
+    found = disagreement([introduction(), introduction(**changes)])
+    assert found is None if said is None else (found or "").startswith(said)
+
+
+def test_the_first_cause_is_no_consequence() -> None:
+    lost, killed = Failure(sentence="lost its peer", consequence=True), Failure(sentence="killed")
+    assert first_cause([lost, killed]) == killed
+    assert first_cause([lost]) == lost
+    assert first_cause([]) is None
+
+
+def test_clocks_are_joined_by_two_readings() -> None:
+    before = ClockReading(at_s=100.0, offset_s=-50.0, error_s=1e-5)
+    after = ClockReading(at_s=200.0, offset_s=-49.0, error_s=1e-5)
+    assert common_time_s([], 7.0) == 7.0
+    assert common_time_s([before], 150.0) == 100.0
+    assert [common_time_s([before, after], at_s) for at_s in (100.0, 150.0, 200.0)] == [50.0, 100.5, 151.0]

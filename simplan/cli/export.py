@@ -1,0 +1,57 @@
+"""``simplan export``: a plan as what starts it elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import simplan
+from simplan.cli.execute import refuse_other_software
+from simplan.cli.output import print_result, say
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
+from simplan.io import read_yaml, write_text
+from simplan.scenario import Scenario, load_scenario
+from simplan.spec.schedules import is_own_schedule
+
+__all__ = ["export_command"]
+
+TARGETS = ("kubernetes", "slurm")
+
+
+def export_command(file: Path, *, target: str, output: Path | None) -> int:
+    """``simplan export``."""
+    if target not in TARGETS:
+        problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
+        raise SpecError(problem)
+    scenario = load_scenario(file)
+    refuse_other_software(scenario)
+    cluster = scenario.cluster
+    if cluster.num_devices % cluster.num_nodes:
+        rule = f"must be a multiple of the {cluster.num_nodes} nodes, as all run as many ranks"
+        raise SpecError(Problem(field="cluster.num_devices", value=str(cluster.num_devices), rule=rule), file=str(file))
+    gpus = cluster.num_devices // cluster.num_nodes if cluster.device.kind == "gpu" else 0
+    launch = Launch(scenario.name, cluster.num_nodes, gpus, cluster.cores_per_node)
+    if target == "slurm":
+        text = slurm_script(launch, str(file.resolve()))
+    else:
+        _refuse_other_files(scenario, file)
+        image = f"simplan:{simplan.__version__}"
+        text = kubernetes_job(launch, file.read_text(encoding="utf-8"), image)
+        say(f"note: the image {image} is yours to make, with simplan[executor] in it")
+    if output is None:
+        print_result(text.rstrip("\n"))
+    else:
+        write_text(output, text)
+        say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
+    return 0
+
+
+def _refuse_other_files(scenario: Scenario, file: Path) -> None:
+    """A pod has the scenario's file only."""
+    refers = "plan.schedule" if is_own_schedule(scenario.plan.schedule) else ""
+    model = read_yaml(file).data.get("model")
+    if isinstance(model, dict) and "hf_config" in model:
+        refers = "model.hf_config"
+    if refers:
+        rule = "names another file, which the job's pods do not have"
+        raise NotModelledError(Problem(field=refers, rule=rule, fix="write it into the scenario"), file=str(file))

@@ -1,0 +1,59 @@
+"""What is refused before and while nodes meet: one sentence on every node."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SCENARIO = """\
+name: two nodes
+model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
+cluster: {preset: this-machine, num_devices: 2, num_nodes: 2, inter_link_gbit_per_device: 10}
+training: {global_batch_size: 4, precision: fp32}
+plan: {dp_replicate: 2}
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    file = tmp_path / "two.yaml"
+    file.write_text(SCENARIO)
+    return file
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "--nodes = 1: the scenario's cluster has 2 nodes; give --nodes 2 --rdzv HOST:PORT on each of them"),
+        (["--nodes", "3", "--rdzv", "a:1"], "--nodes = 3: must divide the 2 devices of the scenario's cluster"),
+        (["--nodes", "2"], "--rdzv: must say where the nodes meet; give a name of node 0 and a free port there"),
+        (["--nodes", "2", "--rdzv", "a"], "--rdzv = a: must be HOST:PORT; give a name of node 0 and a free port there"),
+        (["--nodes", "2", "--rdzv", "a:1", "--node-rank", "2"], "--node-rank = 2: must be less than --nodes = 2"),
+        (["--rdzv", "a:1"], "--nodes = 1: the scenario's cluster has 2 nodes"),
+    ],
+)
+def test_options_that_do_not_fit(options: list[str], sentence: str, simplan: Simplan, two: Path) -> None:
+    result = simplan("run", two, *options)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    result = simplan("run", two, "--nodes", "2", "--rdzv", endpoint, "--node-rank", "1", "--join-timeout", "1")
+    assert result.returncode == 4
+    assert f"error: node 0 did not answer at {endpoint} within 1 s; start the same command there" in result.stderr

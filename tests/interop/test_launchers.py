@@ -1,0 +1,113 @@
+"""What starts a plan elsewhere: parsed back, and the Slurm script run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = Launch("Llama 3, 2 nodes", num_nodes=2, gpus_per_node=8, cores_per_node=None)
+ONE = Launch("one", num_nodes=1, gpus_per_node=0, cores_per_node=4)
+SCENARIO = """\
+name: two nodes
+model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
+cluster: {preset: this-machine, num_devices: 2, num_nodes: 2, inter_link_gbit_per_device: 10}
+training: {global_batch_size: 4, precision: fp32}
+plan: {dp_replicate: 2}
+"""
+STUB_SRUN = """\
+#!/bin/bash
+# What srun does with one task on each of two nodes, here on one machine.
+shift
+for node in 0 1; do SLURM_NODEID=$node "$@" >"$STUB_OUT/$node.out" 2>"$STUB_OUT/$node.err" & tasks[node]=$!; done
+code=0
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit $code
+"""
+STUB_SCONTROL = '#!/bin/bash\n[ "$*" = "show hostnames stub-nodes" ] && printf "localhost\\nlocalhost\\n"\n'
+STUB_SIMPLAN = '#!/bin/bash\nexec {python} -m simplan "$@" --json --steps 2 -o "$STUB_OUT/$SLURM_NODEID"\n'
+
+
+def job(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
+    config, found = yaml.safe_load_all(kubernetes_job(launch, SCENARIO, "image:1"))
+    return config, found
+
+
+@pytest.mark.parametrize("launch", [ONE, TWO])
+def test_the_slurm_script_is_bash(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(slurm_script(launch, "/data/it's a scenario.yaml"))
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    options = [line.split(maxsplit=1)[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert f"--nodes={launch.num_nodes}" in options
+    assert "--ntasks-per-node=1" in options
+    assert ("--gpus-per-node=8" in options) == (launch is TWO)
+    assert ("--cpus-per-task=4" in options) == (launch is ONE)
+    assert "--job-name=llama-3-2-nodes" in options or launch is ONE
+
+
+def test_the_kubernetes_job_has_the_documented_shape() -> None:
+    config, found = job(TWO)
+    assert config["data"]["scenario.yaml"] == SCENARIO
+    assert (found["apiVersion"], found["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    roles = found["spec"]["pytorchReplicaSpecs"]
+    assert {role: spec["replicas"] for role, spec in roles.items()} == {"Master": 1, "Worker": 1}
+    for spec in roles.values():
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch"
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert pod["volumes"][0]["configMap"]["name"] == config["metadata"]["name"]
+        assert container["command"][2].startswith(
+            "exec simplan run /scenario/scenario.yaml --nodes 2 "
+            '--rdzv "$MASTER_ADDR:$MASTER_PORT" --node-rank "$RANK" --output '
+        )
+
+
+def test_one_node_meets_nobody() -> None:
+    _, found = job(ONE)
+    assert set(found["spec"]["pytorchReplicaSpecs"]) == {"Master"}
+    assert "--rdzv" not in str(found)
+    assert "scontrol" not in slurm_script(ONE, "s.yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path) -> None:
+    scenario, script, tools = tmp_path / "s.yaml", tmp_path / "job.sh", tmp_path / "bin"
+    scenario.write_text(SCENARIO)
+    tools.mkdir()
+    stubs = {
+        "srun": STUB_SRUN,
+        "scontrol": STUB_SCONTROL,
+        "simplan": STUB_SIMPLAN.format(python=sys.executable),
+    }
+    for name, text in stubs.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "STUB_OUT": str(tmp_path),
+        "SLURM_JOB_NODELIST": "stub-nodes",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    export = [sys.executable, "-m", "simplan", "export", str(scenario), "--to", "slurm", "-o", str(script)]
+    subprocess.run(export, check=True, env=environment, capture_output=True)
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "".join((tmp_path / f"{node}.err").read_text() for node in range(2))
+    document = json.loads((tmp_path / "0.out").read_text())
+    assert len(document["measurement"]["step_times_s"]) == 2
+    assert (tmp_path / "1.out").read_text() == ""
