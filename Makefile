@@ -4,19 +4,23 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench fit clean
+.PHONY: help demo gpu test test-all lint bench fit clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
+	@echo "make gpu       calibrate, run and rehearse scenarios on one CUDA device, and report (under nine minutes)"
 	@echo "make test      lint, types, the tests that are not slow, and the checked scenarios"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make fit       the catalogue's constants again, fitted on published measurements"
 	@echo "make lint      ruff and mypy only"
-	@echo "make clean     remove .venv, caches and demo-out"
+	@echo "make clean     remove .venv, caches demo-out and gpu-out"
 
 demo: $(READY)
 	$(BIN)/simplan demo
+
+gpu: $(READY)
+	$(BIN)/simplan suite scenarios/one-gpu -o gpu-out
 
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
@@ -50,4 +54,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out gpu-out

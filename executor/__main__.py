@@ -1,6 +1,7 @@
 """``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
-``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs.
+``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs. ``environment --out
+FILE`` writes what a measurement here would be taken on.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if name == "rehearse":
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
+    commands.add_parser("environment").add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about host names are no messages of ours
@@ -50,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
             _join(args.file, args.out)
         elif args.command == "calibrate":
             _calibrate(args.file, args.out)
+        elif args.command == "environment":
+            _environment(args.out)
         else:
             _rehearse(args.file, args.out, args.rank, fake=args.fake)
     except SimplanError as error:
@@ -93,6 +97,14 @@ def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
         _tell({"event": "step", "step": step, "of": of})
 
     write_whole(out, rehearse(_parse(Job, file), rank, fake=fake, on_progress=tell).model_dump_json(indent=1))
+
+
+def _environment(out: Path) -> None:
+    import torch
+
+    from executor.environment import environment
+
+    out.write_text(json.dumps(environment(1, cuda=torch.cuda.is_available())))
 
 
 def _calibrate(file: Path, out: Path) -> None:

@@ -8,6 +8,7 @@ tokens (batch, tokens) int64, blocks take and give hidden states (batch, own tok
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def build_stage(
     layer_range: Iterable[int],
     dtype: torch.dtype,
     device: torch.device,
-    seed: int,
+    seed: int | None,
     parallel: Parallel = _SINGLE,
     recompute: Recompute = "none",
     *,
@@ -95,7 +96,7 @@ def build_stage(
         layer_range: Indices of its layers.
         dtype: Of weights.
         device: Where they are.
-        seed: Of the weights.
+        seed: Of the weights; None where any will do, which are then made on the device at once.
         parallel: Which part of each layer this rank has.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` (every block).
         fp8: Linear layers of blocks are in fp8.
@@ -106,9 +107,11 @@ def build_stage(
     layers: dict[int, nn.Module] = {}
     for index in layer_range:
         make = MODULES[spec.family][spec.layers[index].kind]
-        layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
-        add_adapters(layer, spec.layers[index], spec.lora_rank)
-        _draw_weights(layer, spec, index, seed, parallel)
+        with nullcontext() if seed is not None else device:
+            layer = make(LayerRequest(spec, index, parallel, attentions, recompute == "full"))
+            add_adapters(layer, spec.layers[index], spec.lora_rank)
+        if seed is not None:
+            _draw_weights(layer, spec, index, seed, parallel)
         if any(not _is_there(tensor, device, dtype) for tensor in (*layer.parameters(), *layer.buffers())):
             layer = layer.to(device=device, dtype=dtype)
         freeze(layer, spec.layers[index], frozen_dtype or dtype)

@@ -172,7 +172,7 @@ class Trainer:
             job.assignment.layer_range(index),
             weight_dtype(job),
             self._device,
-            job.seed,
+            None if self._groups.alone else job.seed,
             self._parallel,
             plan.recompute,
             fp8=computes_in_fp8(job),

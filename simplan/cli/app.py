@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 import simplan
+from simplan.cli.one_device import rehearse, suite
 from simplan.cli.options import (
     AsJson,
     CalibrationFile,
@@ -158,32 +159,8 @@ def run(
     )
 
 
-@app.command()
-def rehearse(
-    scenario: ScenarioFile,
-    rank: Annotated[
-        str, typer.Option(metavar="RANK", help="A rank's number, or worst: the one predicted to need most memory.")
-    ] = "worst",
-    fake: Annotated[
-        bool, typer.Option("--fake", help="On tensors without data: memory of any rank, without any device.")
-    ] = False,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to measure.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, max=10_000, help="Steps before them that do not count.")] = 2,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document too.")
-    ] = None,
-    json: AsJson = False,
-    calibration: CalibrationFile = None,
-) -> int:
-    """Run one rank of a job of any size alone on the device here, and show its prediction beside it.
-
-    The rank's own kernels and allocator run, and no peer exists; the simulator joins what was measured with modelled
-    communication into a step time of the whole job.
-    """
-    from simplan.cli.rehearse import RehearseOptions, rehearse_command
-
-    options = RehearseOptions(rank=rank, fake=fake, num_steps=steps, num_warmup_steps=warmup)
-    return rehearse_command(scenario, as_json=json, output=output, calibration_file=calibration, options=options)
+app.command()(rehearse)
+app.command()(suite)
 
 
 @app.command()

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from simplan.cli.calibrations import ensure, refuse_unneeded
+from simplan.cli.calibrations import ensure, is_needed, read
 from simplan.cli.execute import RunOptions, job_of_scenario, predict_scenario, refuse_other_software
 from simplan.cli.output import print_json, print_result
 from simplan.cli.processes import run_executor
@@ -49,8 +49,10 @@ def rehearse_command(
     """``simplan rehearse``."""
     scenario = load_scenario(file)
     refuse_other_software(scenario)
-    refuse_unneeded(scenario, calibration_file)
-    calibration = ensure([scenario], calibration_file)
+    if is_needed(scenario):
+        calibration = ensure([scenario], calibration_file)
+    else:
+        calibration = None if calibration_file is None else read(calibration_file)
     prediction = predict_scenario(scenario, calibration)
     rank = _rank(options.rank, prediction)
     steps = RunOptions(num_steps=options.num_steps, num_warmup_steps=options.num_warmup_steps)

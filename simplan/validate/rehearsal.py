@@ -131,10 +131,9 @@ def _notes(prediction: Prediction, rehearsal: Rehearsal) -> Iterator[str]:
         if plan.offload_optimizer or plan.offload_activations:
             yield "what is offloaded counts as well"
         return
-    named = "".join(c for c in prediction.cluster.device.id.lower() if c.isalnum())
-    device = str(rehearsal.environment.get("device"))
-    if prediction.cluster.device.kind == "gpu" and named not in "".join(c for c in device.lower() if c.isalnum()):
-        yield f"measured on {device}, predicted for {prediction.cluster.device.id}"
+    device, named = str(rehearsal.environment.get("device")), prediction.cluster.device.id
+    if prediction.cluster.device.kind == "gpu" and named.split("-")[0].lower() not in device.lower().split():
+        yield f"measured on {device}, predicted for {named}"
     if plan.num_devices > 1:
         yield "no peer existed: communication is modelled, and computing was measured without any beside it"
     if plan.pp > 1:

@@ -1,0 +1,256 @@
+"""``simplan suite``: many scenarios on one device, each in a process of its own, and one report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import simplan
+from simplan.cli.calibrations import read
+from simplan.cli.output import print_json, print_result, say
+from simplan.cli.processes import run_executor
+from simplan.cli.progress import Progress
+from simplan.cost.suits import refuse_other_device
+from simplan.errors import Problem, SpecError
+from simplan.io import read_model, write_json, write_model, write_text
+from simplan.report.suite import suite_markdown, suite_summary
+from simplan.scenario import load_scenario
+from simplan.validate.suite import Case, Suite, case_of_rehearsal, case_of_run
+
+__all__ = ["SuiteOptions", "suite_command"]
+
+_REHEARSED = "rehearse-"
+_CALIBRATION_SHARE = 0.25  # of the budget
+_GRID = ("--dtype", "bf16", "--dtype", "fp32")
+_LEAST_S = 10.0  # less time is not worth starting a case
+_GRACE_S = 20.0
+_ROOT = Path(simplan.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteOptions:
+    """How to run a suite.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        budget_s: Time for all of it.
+        limit_s: Time for each case.
+        num_steps: Steady steps of each.
+    """
+
+    device: str = "cuda"
+    budget_s: float = 520.0
+    limit_s: float = 90.0
+    num_steps: int = 10
+
+
+class _OutOfTimeError(Exception):
+    """A process was ended because its time was over."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """What is left of the budget."""
+
+    budget_s: float
+    start_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        return self.budget_s - (time.monotonic() - self.start_s)
+
+
+def suite_command(
+    folders: Sequence[Path], *, output: Path, as_json: bool, calibration_file: Path | None, options: SuiteOptions
+) -> int:
+    """``simplan suite``."""
+    files = _scenario_files(folders)
+    clock = _Clock(options.budget_s)
+    environment = _environment()
+    _check_device(options.device, environment)
+    (output / "cases").mkdir(parents=True, exist_ok=True)
+    calibration = calibration_file or _calibrated(files, output / "calibration.json", clock, options)
+    cases, not_reached = [], []
+    with Progress(f"{len(files)} scenarios") as progress:
+        for number, file in enumerate(files):
+            progress.update(number, len(files), file.stem)
+            case = _case(file, output / "cases" / file.stem, calibration, clock, options)
+            if case is None:
+                not_reached.append(file.stem)
+            else:
+                cases.append(case)
+    suite = Suite(
+        environment=environment,
+        calibration_file=None if calibration is None else calibration.name,
+        cases=tuple(cases),
+        not_reached=tuple(not_reached),
+    )
+    write_json(output / "report.json", suite.to_json())
+    write_text(output / "report.md", suite_markdown(suite))
+    if as_json:
+        print_json(suite.to_json())
+    else:
+        print_result(f"{suite_summary(suite)}\nreport in {output / 'report.md'} and report.json")
+    return 0
+
+
+def _scenario_files(folders: Sequence[Path]) -> list[Path]:
+    """By name, those to be rehearsed last.
+
+    Raises:
+        SpecError: A path does not exist, there are none, or two have one name.
+    """
+    for path in folders:
+        if not path.exists():
+            raise SpecError(Problem(field="", rule="does not exist"), file=str(path))
+    found = [file for path in folders for file in (path.glob("*.yaml") if path.is_dir() else [path])]
+    files = sorted(found, key=lambda file: (file.stem.startswith(_REHEARSED), file.stem))
+    names = [file.stem for file in files]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if not files or twice:
+        rule = f"two scenarios are called {twice[0]}" if twice else "holds no scenario (*.yaml)"
+        raise SpecError(Problem(field="", rule=rule), file=", ".join(map(str, folders)))
+    return files
+
+
+def _environment() -> dict[str, Any]:
+    """What measurements here are taken on; only torch knows."""
+    with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
+        file = Path(folder) / "environment.json"
+        run_executor(["environment", "--out", str(file)], lambda event: None)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+
+def _check_device(device: str, environment: dict[str, Any]) -> None:
+    if device not in ("cuda", "cpu"):
+        raise SpecError(Problem(field="--device", value=device, rule="is unknown", fix="use cuda or cpu"))
+    if device == "cuda" and environment["cuda"] is None:
+        fix = "use --device cpu, for scenarios of this-machine"
+        raise SpecError(Problem(field="--device", value=device, rule="this machine has no CUDA device", fix=fix))
+
+
+def _calibrated(files: Sequence[Path], target: Path, clock: _Clock, options: SuiteOptions) -> Path | None:
+    """The suite's own calibration, made when there is none; None when that failed."""
+    if target.exists():
+        return target
+    budget_s = _CALIBRATION_SHARE * options.budget_s
+    # on the CPU its scenarios' layers and collectives are timed, on a GPU kernels over a grid
+    here = [str(file) for file in files if _runs_here(file)]
+    asked = here if options.device == "cpu" else ["--ranks", "1", "--device", "cuda", *_GRID]
+    say("calibrating ...")
+    try:
+        _simplan(
+            ["calibrate", *asked, "--budget", f"{budget_s:g}", "--calibration", str(target), "--json"],
+            limit_s=min(clock.left_s, 2 * budget_s + 60),
+        )
+    except (SpecError, _OutOfTimeError) as error:
+        say(f"note: predictions are from the catalogue alone: {error}")
+    return target if target.exists() else None
+
+
+def _runs_here(file: Path) -> bool:
+    try:
+        return load_scenario(file).cluster.cores_per_node is not None
+    except SpecError:
+        return False  # told when its turn comes
+
+
+def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, options: SuiteOptions) -> Case | None:
+    """One scenario: what an earlier call found, else a run or a rehearsal; None when there is no time for it."""
+    kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
+    digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
+    kept = folder.with_suffix(".case.json")
+    if kept.exists() and (found := read_model(kept, Case)).digest == digest:
+        return found
+    if clock.left_s < _LEAST_S:
+        return None
+    limit_s = min(options.limit_s, clock.left_s)
+    try:
+        command = _command(kind, file, folder, calibration, options)
+        document = _simplan(command, limit_s)
+        case = (case_of_run if kind == "run" else case_of_rehearsal)(file.stem, digest, document)
+    except _OutOfTimeError:
+        if limit_s < options.limit_s:
+            return None
+        failure = f"it took more than {options.limit_s:g} s"
+        case = Case(name=file.stem, digest=digest, kind=kind, failure=failure)
+    except SpecError as error:
+        case = Case(name=file.stem, digest=digest, kind=kind, failure=str(error))
+    write_model(kept, case)
+    return case
+
+
+def _command(
+    kind: Literal["run", "rehearsal"], file: Path, folder: Path, calibration: Path | None, options: SuiteOptions
+) -> list[str]:
+    """The command line of a case."""
+    steps = ["--json", "--steps", str(options.num_steps)]
+    steps += ["--calibration", str(calibration)] if _takes(file, calibration) else []
+    if kind == "run":
+        return ["run", str(file), "-o", str(folder), *steps]
+    return ["rehearse", str(file), "-o", str(folder.with_suffix(".rehearsal.json")), *steps]
+
+
+def _takes(file: Path, calibration: Path | None) -> bool:
+    """Whether a calibration is of the scenario's device."""
+    try:
+        found = None if calibration is None else read(calibration)
+        if found is not None:
+            refuse_other_device(found, load_scenario(file).cluster)
+    except SpecError:
+        return False
+    return found is not None
+
+
+def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """What another process of simplan prints as JSON.
+
+    Raises:
+        SpecError: It failed; says what it said.
+        _OutOfTimeError: It took too long, and was ended with all that it had started.
+    """
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "simplan", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        start_new_session=True,
+    )
+    try:
+        printed, said = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise _OutOfTimeError(f"it took more than {limit_s:.0f} s") from None
+    finally:
+        _end(child)
+    if child.returncode:
+        errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
+        why = " ".join(errors) or f"ended with exit code {child.returncode}"
+        raise SpecError(Problem(field="", rule=why))
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Asks for a clean stop, so that no rank is left behind; kills after a grace period."""
+    if child.poll() is not None:
+        return
+    child.send_signal(signal.SIGTERM)
+    try:
+        child.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()

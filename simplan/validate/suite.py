@@ -1,0 +1,164 @@
+"""Many scenarios on one device: what was predicted, what was measured, and how far apart they are in all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from simplan.spec.base import Spec
+from simplan.units import GIB
+
+__all__ = ["MEASURES", "Case", "Errors", "Measure", "Suite", "case_of_rehearsal", "case_of_run", "errors_of"]
+
+Measure = Literal["step_time", "memory"]
+"""Step time, and peak memory by tensors."""
+
+MEASURES: tuple[Measure, ...] = ("step_time", "memory")
+
+
+class Case(Spec):
+    """One scenario.
+
+    Attributes:
+        name: Of its file, without the suffix.
+        digest: Of the file's content: a case is measured again when its scenario changed.
+        kind: All of it was run, or one rank was rehearsed.
+        failure: Why there is no measurement; None when there is one.
+        predicted_step_time_s: From the catalogue, or the calibration where there is one.
+        measured_step_time_s: Median of the steady steps; of a rehearsal, the step of the whole job with its measured
+            computing and modelled communication.
+        spread: Half of the 10th to the 90th percentile of the steps, relative; None for a rehearsal.
+        predicted_allocated_bytes, measured_allocated_bytes: Peak of the (rehearsed) rank.
+        mfu: Measured; None when the device's peak is unknown, and for rehearsals.
+    """
+
+    name: str
+    digest: str
+    kind: Literal["run", "rehearsal"]
+    failure: str | None = None
+    predicted_step_time_s: float | None = None
+    measured_step_time_s: float | None = None
+    spread: float | None = None
+    predicted_allocated_bytes: int | None = None
+    measured_allocated_bytes: int | None = None
+    mfu: float | None = None
+
+    def error(self, measure: Measure) -> float | None:
+        """(predicted - measured) / measured; None where one of both is missing."""
+        if measure == "step_time":
+            return _error(self.predicted_step_time_s, self.measured_step_time_s)
+        return _error(self.predicted_allocated_bytes, self.measured_allocated_bytes)
+
+
+class Errors(Spec):
+    """Signed relative errors of several cases.
+
+    Attributes:
+        num: How many.
+        mean_absolute, bias: Means of their sizes and of themselves.
+        worst: The largest by size, with its sign.
+        worst_case: Whose that is.
+    """
+
+    num: int
+    mean_absolute: float
+    bias: float
+    worst: float
+    worst_case: str
+
+
+class Suite(Spec):
+    """What a suite found.
+
+    Attributes:
+        environment: Machine, device, versions.
+        calibration_file: That predictions are made from, beside the report; None for the catalogue alone.
+        cases: In the order of their names.
+        not_reached: Names of cases for which there was no time left.
+    """
+
+    schema_version: Literal[1] = 1
+    environment: dict[str, str | int | float | None] = Field(default_factory=dict)
+    calibration_file: str | None = None
+    cases: tuple[Case, ...] = ()
+    not_reached: tuple[str, ...] = ()
+
+    def of_kind(self, kind: str) -> tuple[Case, ...]:
+        """Cases of one kind."""
+        return tuple(case for case in self.cases if case.kind == kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON document, with errors by case and in all."""
+        document = self.model_dump(mode="json")
+        for case, written in zip(self.cases, document["cases"], strict=True):
+            written["error"] = {measure: case.error(measure) for measure in MEASURES}
+        overall = {
+            kind: {
+                measure: None if (found := errors_of(self.of_kind(kind), measure)) is None else found.model_dump()
+                for measure in MEASURES
+            }
+            for kind in ("run", "rehearsal")
+        }
+        return {**document, "kind": "suite", "overall": overall}
+
+
+def errors_of(cases: Iterable[Case], measure: Measure) -> Errors | None:
+    """The errors of those cases that have one; None when there are none."""
+    found = [(value, case.name) for case in cases if (value := case.error(measure)) is not None]
+    if not found:
+        return None
+    worst, worst_case = max(found, key=lambda pair: abs(pair[0]))
+    return Errors(
+        num=len(found),
+        mean_absolute=statistics.fmean(abs(value) for value, _ in found),
+        bias=statistics.fmean(value for value, _ in found),
+        worst=worst,
+        worst_case=worst_case,
+    )
+
+
+def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> Case:
+    """A case from what ``simplan run --json`` printed.
+
+    Args:
+        name, digest: Of the scenario.
+        document: The JSON document.
+    """
+    predicted, measured = document["prediction"], document["measurement"]
+    rank = max(measured["ranks"], key=lambda rank: rank["peak_memory"]["allocated_bytes"] or 0)
+    of_rank = next(other for other in predicted["ranks"] if other["rank"] == rank["rank"])
+    step_time_s, mfu = measured["step_time_s"], predicted["mfu"]
+    return Case(
+        name=name,
+        digest=digest,
+        kind="run",
+        predicted_step_time_s=predicted["step_time_s"],
+        measured_step_time_s=step_time_s,
+        spread=measured["spread"],
+        predicted_allocated_bytes=round(of_rank["peak_memory_gib"]["allocated"] * GIB),
+        measured_allocated_bytes=rank["peak_memory"]["allocated_bytes"],
+        mfu=None if mfu is None else mfu * predicted["step_time_s"] / step_time_s,
+    )
+
+
+def case_of_rehearsal(name: str, digest: str, document: Mapping[str, Any]) -> Case:
+    """A case from what ``simplan rehearse --json`` printed; arguments as above."""
+    compared = document["comparison"]
+    rehearsed = compared["rehearsed"]
+    allocated = next((row for row in compared["peaks"] if row["name"] == "allocated"), None)
+    return Case(
+        name=name,
+        digest=digest,
+        kind="rehearsal",
+        predicted_step_time_s=compared["predicted_step_time_s"],
+        measured_step_time_s=None if rehearsed is None else rehearsed["step_time_s"],
+        predicted_allocated_bytes=None if allocated is None else allocated["predicted_bytes"],
+        measured_allocated_bytes=None if allocated is None else allocated["measured_bytes"],
+    )
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else (predicted - measured) / measured

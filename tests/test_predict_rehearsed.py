@@ -1,0 +1,105 @@
+"""A step from measured computing: what it must be when computing takes what was predicted, or a multiple."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from simplan.predict import job_of, predict, simulate_again
+from simplan.predict.rehearsed import rehearsed_step
+from simplan.prediction import Prediction
+from simplan.program.measurement import PeakMemory
+from simplan.program.program import LayerWork, Stream
+from simplan.program.rehearsal import ActionTime, Rehearsal
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+MODEL = ModelSpec(
+    family="llama",
+    num_hidden_layers=8,
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    intermediate_size=5632,
+    vocab_size=32000,
+    seq_len=2048,
+)
+PLANS = {
+    "one": ParallelPlan(),
+    "ddp": ParallelPlan(dp_replicate=8),
+    "fsdp": ParallelPlan(dp_shard=8),
+    "tp": ParallelPlan(tp=4),
+    "1f1b": ParallelPlan(pp=4, schedule="1f1b"),
+    "1f1b x tp": ParallelPlan(pp=2, tp=2, schedule="1f1b"),
+}
+
+
+def predicted(plan: ParallelPlan) -> Prediction:
+    return predict(
+        "test",
+        MODEL,
+        catalogue.cluster("dgx-h100", num_devices=plan.num_devices),
+        TrainingSpec(global_batch_size=8 * plan.dp, precision="bf16"),
+        plan,
+        catalogue.software("torch"),
+    )
+
+
+def rehearsal_of(prediction: Prediction, rank: int, factor: float) -> Rehearsal:
+    """With times that are a multiple of what layers were priced at."""
+    simulated = simulate_again(prediction)
+    seconds: dict[str, float] = defaultdict(float)
+    for op in simulated.program.ops:
+        if op.rank == simulated.program.stands_for[rank] and op.stream is Stream.COMPUTE and op.meeting is None:
+            parts = [part for part in op.work if isinstance(part, LayerWork)]
+            seconds[str(op.action)] += factor * sum(simulated.pricing.by_work[part].price.seconds for part in parts)
+    return Rehearsal(
+        job=job_of(prediction),
+        rank=rank,
+        fake=False,
+        peak_memory=PeakMemory(allocated_bytes=1),
+        peak_by_category={},
+        peak_action="",
+        actions=tuple(ActionTime(action=action, seconds=(value,) * 3) for action, value in seconds.items()),
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_computing_as_predicted_gives_the_prediction(name: str) -> None:
+    prediction = predicted(PLANS[name])
+    for rank in {0, prediction.plan.num_devices - 1}:
+        found = rehearsed_step(prediction, rehearsal_of(prediction, rank, 1.0))
+        assert found.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+        assert found.split.total_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+
+
+def test_one_device_takes_what_its_actions_take() -> None:
+    prediction = predicted(PLANS["one"])
+    measured = rehearsal_of(prediction, 0, 1.7)
+    found = rehearsed_step(prediction, measured)
+    assert found.step_time_s == pytest.approx(sum(time.median_s for time in measured.actions), rel=1e-9)
+    assert found.measured_share == 1.0
+    assert found.step_time_interval_s == pytest.approx((found.step_time_s, found.step_time_s), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
+def test_communication_stays_what_it_was(name: str) -> None:
+    """With slow computing all that can overlap does; what is exposed of tensor parallelism is the same seconds."""
+    prediction = predicted(PLANS[name])
+    found = rehearsed_step(prediction, rehearsal_of(prediction, 0, 3.0))
+    before = prediction.splits[0]
+    assert found.split.compute_s == pytest.approx(3 * before.compute_s, rel=1e-6)
+    if name == "tp":
+        assert found.split.exposed_communication_s == pytest.approx(before.exposed_communication_s, rel=1e-6)
+    else:
+        assert found.split.exposed_communication_s <= before.exposed_communication_s * (1 + 1e-9)
+
+
+def test_other_stages_are_scaled_alike() -> None:
+    prediction = predicted(PLANS["1f1b"])
+    found = rehearsed_step(prediction, rehearsal_of(prediction, 1, 2.0))
+    assert found.step_time_s == pytest.approx(2 * prediction.step_time_s, rel=0.02)  # messages are not twice as long
+    assert 0.2 < found.measured_share < 0.3
