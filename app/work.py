@@ -24,7 +24,7 @@ WORKERS = "SIMPLAN_WORKERS"
 
 _MOST_KEPT = 48
 _SILENT_S = 0.4  # shorter waits are not worth a word
-_LOOK_S = 0.1
+_LOOK_S = 0.2
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, get_args
 
 import streamlit as st
@@ -10,10 +9,8 @@ import streamlit as st
 from app import state
 from app.components.problems import show_problems
 from app.fields import choice, get, number, put, switch
-from simplan.document import parse_yaml
-from simplan.errors import Problem, SpecError
-from simplan.interop.huggingface import model_fields_from_config
-from simplan.io import MAX_YAML_BYTES
+from app.uploads import config_fields, scenario_data
+from simplan.errors import SpecError
 from simplan.spec import catalogue
 from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.numbers import divisors
@@ -31,7 +28,6 @@ _SHARDING = {
     3: "ZeRO-3: and parameters (FSDP)",
 }
 _OWN = "own"
-_MAX_CONFIG_BYTES = 2 * 2**20
 
 
 def show_question(*, plan: bool = True) -> None:
@@ -94,17 +90,7 @@ def _preset_length() -> int | None:
 
 def _take_config(name: str, content: bytes) -> None:
     try:
-        if len(content) > _MAX_CONFIG_BYTES:
-            raise SpecError(Problem(field=name, rule="is larger than 2 MiB", fix="drop a model's config.json"))
-        try:
-            config = json.loads(content)
-        except (ValueError, RecursionError):
-            raise SpecError(Problem(field=name, rule="is not JSON", fix="drop a model's config.json")) from None
-        if not isinstance(config, dict):
-            raise SpecError(Problem(field=name, rule="is no JSON object", fix="drop a model's config.json"))
-        title = config.get("_name_or_path")
-        known = title if isinstance(title, str) and title else "own model"
-        fields = model_fields_from_config(config, name=known[:80])
+        fields = config_fields(content, name)
     except SpecError as error:
         show_problems(error)
         return
@@ -270,18 +256,9 @@ def _as_text() -> None:
 
 
 def _take_text(content: bytes, name: str) -> None:
-    """Takes a scenario over as it is, if it is YAML at all; what is wrong with it is said where it is answered."""
+    """Takes a scenario over as it is; what is wrong with it is said where it is answered."""
     try:
-        if len(content) > MAX_YAML_BYTES:
-            raise SpecError(Problem(field=name, rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"))
-        try:
-            data = parse_yaml(content.decode("utf-8-sig"), name).data
-        except UnicodeDecodeError:
-            raise SpecError(Problem(field=name, rule="is not UTF-8 text", fix="save it as UTF-8")) from None
-        if not isinstance(data, dict):
-            raise SpecError(
-                Problem(field=name, rule="must be a mapping (key: value)", fix="write model: {...} and so on")
-            )
+        data = scenario_data(content, name)
     except SpecError as error:
         show_problems(error)
         return

@@ -39,7 +39,7 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
             st.error(f"**Does not fit**: {of}, {format_bytes(-spare)} ({share}) too much", icon=":material/cancel:")
 
 
-def show_budget(images: bool) -> tuple[float, float | None]:
+def show_budget(*, images: bool) -> tuple[float, float | None]:
     """Asks for what is to be trained on and for the price of a device.
 
     Returns:

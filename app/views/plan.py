@@ -30,11 +30,10 @@ def show() -> None:
     """The verdict at once, where a search knows the plan; then what takes longer to work out."""
     show_question()
     document = state.document()
+    asked = answers.scenario(document)
     with st.sidebar:
         st.markdown("###### Budget")
-        images = _is_of_images(document)
-        budget, price = show_budget(images)
-    asked = answers.scenario(document)
+        budget, price = show_budget(images=asked.model.sample == "image")
     top = st.empty()
     quick = None
     numbers = answers.quick_numbers(document)
@@ -58,12 +57,6 @@ def show() -> None:
         rows = memory_rows(memory_bars(prediction.memory))
         download("Memory", f"{asked.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{asked.name} terms", "csv", csv_text([_term_row(term) for term in prediction.terms]))
-
-
-def _is_of_images(document: dict[str, object]) -> bool:
-    model = document.get("model")
-    family = model.get("family", model.get("preset", "")) if isinstance(model, dict) else ""
-    return str(family).startswith(("resnet", "vit"))
 
 
 def _show_top(
@@ -134,7 +127,7 @@ def _show_figures(result: PlanResult) -> None:
 
 def _step_words(result: PlanResult, rank: int) -> str:
     whole, written = len(result.prediction.memory), len(result.steps)
-    like = f" {written} of the ranks stand{'s' if written == 1 else ''} for all." if written < whole else ""
+    like = "" if written == whole else " All ranks do the same." if written == 1 else f" Ranks are of {written} kinds."
     busiest = ", which computes longest" if rank == result.busiest and written > 1 else ""
     idle = format_percent(result.prediction.bubble_fraction)
     return f"Rank {rank} of {whole}{busiest}. Compute streams idle {idle} of the time, mean over ranks.{like}"
