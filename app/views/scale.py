@@ -37,7 +37,7 @@ def show() -> None:
     asked = answers.scenario(document)
     with st.sidebar:
         st.markdown("###### Budget")
-        budget, price = show_budget(asked.model.sample == "image")
+        budget, price = show_budget(images=asked.model.sample == "image")
     text = answers.text(document)
     left, right = st.columns(2)
     with left:
