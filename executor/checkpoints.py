@@ -26,6 +26,7 @@ from executor.training_state import TrainingState
 from simplan.errors import RunError
 from simplan.program.checkpoint import Checkpointing, CheckpointTiming
 from simplan.program.job import Job
+from simplan.units import format_bytes
 
 __all__ = ["Checkpoints"]
 
@@ -131,8 +132,14 @@ class _Pending:
         return self._future.done()
 
     def result(self) -> CheckpointTiming:
-        """Waits; older checkpoints go when it is whole, and what there is of it when it is not."""
+        """Waits; older checkpoints go when it is whole, and what there is of it when it is not.
+
+        What is passed over is what all ranks have told each other. When they cannot, a rank is gone, and the run ends.
+        """
         error = self._future.exception()
+        if error is not None and not isinstance(error, CheckpointException):
+            raise error
+        failure = None if error is None else _why(error, Path(self._asked.folder))
         if dist.get_rank() == 0:
             if error is None:
                 prune(Path(self._asked.folder), self._asked.keep)
@@ -142,20 +149,20 @@ class _Pending:
             step=self._step,
             blocked_s=self._blocked_s,
             written_s=self._written_s,
-            failure=None if error is None else _why(error),
+            failure=failure,
         )
 
 
-def _why(error: BaseException) -> str:
-    """The first rank's reason, in words."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = min(error.failures.items())
-        return f"rank {rank}: {_words(cause)}"
-    return _words(error)
+def _why(error: CheckpointException, folder: Path) -> str:
+    """The first rank's reason, in words, and the room that half of a checkpoint has left."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
+    return f"rank {rank}: {_words(cause)}; {format_bytes(shutil.disk_usage(folder).free)} are free there"
 
 
 def _words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())
+    if "inline_container" in text:  # torch's own writer, when a write to its file was cut short
+        return "a file could not be written to its end"
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +170,31 @@ def test_half_a_checkpoint_is_passed_over(make_job: Any, tmp_path: Path) -> None
         "resuming after step 2",
     )
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_told_and_training_goes_on(
+    make_job: Any, make_model: Any, full_disk: Path, tmp_path: Path
+) -> None:
+    job = make_job(dp=2, model=make_model(vocab_size=6000))
+    run = run_job(with_checkpoints(job, full_disk / "kept"), tmp_path / "out")
+    assert run.complete
+    assert len(run.losses) == NUM_STEPS
+    assert len(run.notes) == 3
+    for step, note in zip((2, 4, 6), run.notes, strict=True):
+        assert note.startswith(f"the checkpoint of step {step} was not written (rank ")
+        assert re.search(r": a file could not be written to its end; .* are free there\); training went on$", note)
+    assert list((full_disk / "kept").iterdir()) == []
