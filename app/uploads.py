@@ -1,65 +1,122 @@
-"""Files that people drop, as plain data: limited in size, read by simplan's own readers, and never kept."""
+"""Files that are dropped on a page: small, read as data by simplan's own readers, and never stored."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from simplan.accuracy.reading import ReadFile, parse_published
 from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
-from simplan.io import MAX_YAML_BYTES
+from simplan.io import MAX_YAML_BYTES, parse_json, parse_model
+from simplan.prediction import PREDICTION_SCHEMA_VERSION
+from simplan.program.measurement import Measurement
+from simplan.validate.compare import Comparison, compare
 
-__all__ = ["config_fields", "scenario_data"]
+__all__ = [
+    "MAX_BYTES",
+    "compared",
+    "config_fields",
+    "measurement_of",
+    "prediction_of",
+    "published_of",
+    "scenario_data",
+    "text_of",
+]
 
+MAX_BYTES = 32 * 2**20
 _MAX_CONFIG_BYTES = 2 * 2**20
 _MOST_CHARS = 80
 
 
-def config_fields(content: bytes, name: str) -> dict[str, Any]:
-    """A Hugging Face ``config.json`` as the section ``model`` of a scenario.
-
-    Args:
-        content: Of the file.
-        name: Of the file, for errors.
+def text_of(name: str, content: bytes, most: int = MAX_BYTES) -> str:
+    """A file's text.
 
     Raises:
-        SpecError: It is too large, not JSON, or no model that simplan knows.
+        SpecError: It is too large, or no UTF-8 text.
     """
-    if len(content) > _MAX_CONFIG_BYTES:
-        raise _refused(name, f"is larger than {_MAX_CONFIG_BYTES // 2**20} MiB")
+    if len(content) > most:
+        raise SpecError(Problem(field="", rule=f"is larger than {most // 2**20} MiB"), file=name)
     try:
-        config = json.loads(content)
-    except (ValueError, RecursionError):
-        raise _refused(name, "is not JSON") from None
-    if not isinstance(config, dict):
-        raise _refused(name, "is no JSON object")
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise SpecError(
+            Problem(field="", rule="is not UTF-8 text", fix="drop a file that simplan wrote"), file=name
+        ) from None
+
+
+def config_fields(name: str, content: bytes) -> dict[str, Any]:
+    """A Hugging Face ``config.json`` as the section ``model`` of a scenario.
+
+    Raises:
+        SpecError: It is no JSON object, or no model that simplan knows.
+    """
+    config = parse_json(text_of(name, content, _MAX_CONFIG_BYTES), name)
     title = config.get("_name_or_path")
     return model_fields_from_config(
         config, name=title[:_MOST_CHARS] if isinstance(title, str) and title else "own model"
     )
 
 
-def scenario_data(content: bytes, name: str) -> dict[str, Any]:
+def scenario_data(name: str, content: bytes) -> dict[str, Any]:
     """A scenario as plain data; whether it is right is for simplan to say.
 
-    Args:
-        content: YAML.
-        name: Of the file, for errors.
-
     Raises:
-        SpecError: It is too large, no text, or not a YAML mapping.
+        SpecError: It is no YAML mapping.
     """
-    if len(content) > MAX_YAML_BYTES:
-        raise SpecError(Problem(field=name, rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"))
-    try:
-        data = parse_yaml(content.decode("utf-8-sig"), name).data
-    except UnicodeDecodeError:
-        raise SpecError(Problem(field=name, rule="is not UTF-8 text", fix="save it as UTF-8")) from None
+    data = parse_yaml(text_of(name, content, MAX_YAML_BYTES), name).data
     if not isinstance(data, dict):
-        raise SpecError(Problem(field=name, rule="must be a mapping (key: value)", fix="write model: {...} and so on"))
+        rule, fix = "must be a mapping (key: value)", "write model: {...} and so on"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=name)
     return data
 
 
-def _refused(name: str, rule: str) -> SpecError:
-    return SpecError(Problem(field=name, rule=rule, fix="drop the config.json of a model"))
+def published_of(name: str, content: bytes) -> ReadFile:
+    """A file of published runs.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    read = parse_published(text_of(name, content, MAX_YAML_BYTES), name)
+    if not read.runs:
+        raise SpecError(Problem(field="runs", rule="is missing", fix="see scenarios/published/README.md"), file=name)
+    return read
+
+
+def prediction_of(name: str, content: bytes) -> dict[str, Any]:
+    """The document of a prediction.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    return parse_json(text_of(name, content), name, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+
+
+def measurement_of(name: str, content: bytes) -> Measurement:
+    """A measurement.
+
+    Raises:
+        SpecError: It is not one.
+    """
+    version = Measurement.model_fields["schema_version"].default
+    return parse_model(Measurement, parse_json(text_of(name, content), name, schema_version=version), file=name)
+
+
+def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison:
+    """Both side by side; a prediction that lacks something is told by name.
+
+    Raises:
+        SpecError: They are of different jobs, or the prediction is not whole.
+    """
+    try:
+        return compare(prediction, measurement)
+    except KeyError as error:
+        fix = "write the file with `simplan predict -o FILE`"
+        raise SpecError(Problem(field=str(error.args[0]), rule="is missing in the prediction", fix=fix)) from None
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SpecError):
+            raise
+        rule = f"is not as simplan writes it ({type(error).__name__})"
+        raise SpecError(
+            Problem(field="prediction", rule=rule, fix="write it again with `simplan predict -o FILE`")
+        ) from None

@@ -90,7 +90,7 @@ def _preset_length() -> int | None:
 
 def _take_config(name: str, content: bytes) -> None:
     try:
-        fields = config_fields(content, name)
+        fields = config_fields(name, content)
     except SpecError as error:
         show_problems(error)
         return
@@ -258,7 +258,7 @@ def _as_text() -> None:
 def _take_text(content: bytes, name: str) -> None:
     """Takes a scenario over as it is; what is wrong with it is said where it is answered."""
     try:
-        data = scenario_data(content, name)
+        data = scenario_data(name, content)
     except SpecError as error:
         show_problems(error)
         return

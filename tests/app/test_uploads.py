@@ -1,80 +1,137 @@
-"""Files that people drop: right ones become scenarios, all others sentences."""
+"""What is dropped on a page is data: it is limited, checked and told about in sentences; and what may start a run."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.state import document_text
-from app.uploads import config_fields, scenario_data
+from app import uploads
+from app.figures.validation import errors_figure, runs_figure, steps_figure, terms_figure
+from app.jobs.run import Runs, may_run
+from simplan.accuracy.evaluate import predict_runs
+from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import SpecError
-from simplan.scenario import load_scenario, parse_scenario
-from tests.app.pages import SMALL, assert_no_bug, opened
+from simplan.predict import predict
+from simplan.scenario import load_scenario
+from simplan.validate.measured import measured_timeline, predicted_timeline
+from tests.accuracy.runs import run_data
+from tests.validate.test_compare import measure
 
-CONFIG = {
-    "model_type": "llama",
-    "_name_or_path": "someone/tiny",
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None:
-    fields = config_fields(json.dumps(CONFIG).encode(), "config.json")
-    document = {**SMALL, "model": fields}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "scenario.yaml").write_text(document_text({**SMALL, "model": {"hf_config": "config.json"}}))
-    loaded = load_scenario(tmp_path / "scenario.yaml").model
-    assert parse_scenario(document_text(document)).model == loaded.model_copy(update={"name": "someone/tiny"})
+@cache
+def made() -> tuple[bytes, bytes]:
+    asked = load_scenario(ROOT / "scenarios" / "1f1b.yaml")
+    parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    found = predict(asked.name, *parts)
+    return json.dumps(found.to_json()).encode(), measure(found, 1.1).model_dump_json().encode()
+
+
+def test_a_prediction_and_its_measurement_are_compared() -> None:
+    files = made()
+    prediction = uploads.prediction_of("p.json", files[0])
+    measurement = uploads.measurement_of("m.json", files[1])
+    found = uploads.compared(prediction, measurement)
+    assert found.rows[0].signed_error == pytest.approx(1 / 1.1 - 1)
+    terms = terms_figure(found.rows)
+    errors = [row.signed_error for row in found.rows if row.signed_error is not None]
+    assert list(terms.data[1].x) == pytest.approx([100 * error for error in errors])
+    one, two = predicted_timeline(prediction), measured_timeline(measurement)
+    figure = steps_figure(one, two)
+    assert sum(len(trace.x) for trace in figure.data) == len(one.spans) + len(two.spans)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "words"),
     [
-        (b"{", "config.json: is not JSON; drop the config.json"),
-        (b"[1]", "is no JSON object"),
-        (b"[" * 100_000, "is not JSON"),
-        (b'{"model_type": "banana"}', "model_type"),
-        (b" " * (3 * 2**20), "larger than 2 MiB"),
-        (b"\xff\xfe\x00", "is not JSON"),
+        (b"{", "this is not JSON"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"[]", "must be one JSON object"),
+        (b"{}", "schema_version"),
+        (b'{"schema_version": 1, "kind": "campaign"}', "must be .prediction"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"schema_version": NaN}', "which is no number"),
     ],
 )
-def test_other_files_are_refused_in_a_sentence(content: bytes, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
-        config_fields(content, "config.json")
+def test_a_broken_prediction_is_a_sentence(content: bytes, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        uploads.prediction_of("p.json", content)
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_data_or_refused(content: bytes) -> None:
-    for read in (config_fields, scenario_data):
-        with suppress(SpecError):
-            assert isinstance(read(content, "file"), dict)
+def test_a_large_file_is_refused_unread() -> None:
+    with pytest.raises(SpecError, match="is larger than 32 MiB"):
+        uploads.measurement_of("m.json", b" " * (uploads.MAX_BYTES + 1))
 
 
-def test_own_yaml_is_applied_and_what_is_wrong_is_said() -> None:
-    page = opened()
-    text = document_text({**SMALL, "name": "mine", "training": {"global_batch_size": 32}})
-    page.text_area(key="question text").set_value(text)
-    page.button(key="question apply").click().run()
-    assert_no_bug(page)
-    assert page.query_params["training.global_batch_size"] in ("32", ["32"])
-    page.text_area(key="question text").set_value("model: [")
-    page.button(key="question apply").click().run()
-    assert_no_bug(page)
-    assert "not YAML" in page.warning[0].value
-    page.text_area(key="question text").set_value("!!python/object/apply:os.system ['true']")
-    page.button(key="question apply").click().run()
-    assert_no_bug(page)
-    assert page.warning
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("runs: !!python/object/apply:os.system ['touch /tmp/simplan-was-here']", "is not allowed"),
+        ("a: &a [1]\nb: [*a, *a]\n", "runs"),
+        ("runs: [{id: x}]", "is missing"),
+    ],
+)
+def test_published_runs_are_read_as_data(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        uploads.published_of("runs.yaml", text.encode())
+    assert not Path("/tmp/simplan-was-here").exists()
+
+
+KEYS = ("inputs", "stage_boundaries", "table", "step_time_s", "step_time_interval_s", "ranks", "timeline", "splits")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(KEYS), st.sampled_from(["null", "7", '"x"', "[]", "{}", "[{}]", "[[]]", "drop"]))
+def test_no_damaged_prediction_is_a_bug(key: str, damage: str) -> None:
+    document = json.loads(made()[0])
+    document.pop(key, None)
+    if damage != "drop":
+        document[key] = json.loads(damage)
+    with suppress(SpecError):  # and nothing else
+        prediction = uploads.prediction_of("p.json", json.dumps(document).encode())
+        uploads.compared(prediction, uploads.measurement_of("m.json", made()[1]))
+
+
+def test_published_runs_are_points() -> None:
+    runs = [run_data("one"), run_data("two")]
+    text = yaml.safe_dump({"meta": {}, "runs": runs})
+    outcomes = predict_runs([uploads.published_of("made-up.yaml", text.encode())])
+    known = sum(outcome.error is not None for outcome in outcomes)
+    assert known == 2
+    assert sum(len(trace.x) for trace in runs_figure(outcomes).data if trace.mode == "markers") == known
+    assert sum(len(trace.y) for trace in errors_figure(outcomes).data) == known
+
+
+@pytest.mark.parametrize("flag", [None, "0", "", "yes"])
+def test_without_the_flag_nothing_runs(flag: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(RUN_FLAG, raising=False)
+    if flag is not None:
+        monkeypatch.setenv(RUN_FLAG, flag)
+    assert not may_run()
+    with pytest.raises(SpecError, match="--allow-run"):
+        Runs().start("name: x", "x", 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_stays_in_the_workspace_and_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RUN_FLAG, "1")
+    monkeypatch.setattr("app.jobs.run._WORKSPACE", Path("simplan-out") / "workbench")
+    runs = Runs()
+    run = runs.start("nonsense: 1", "../../../etc/passwd", 5)
+    assert run.folder.parent == tmp_path / "simplan-out" / "workbench"
+    if run.is_going:
+        with pytest.raises(SpecError, match="going on"):
+            runs.start("nonsense: 1", "x", 5)
+    runs.close()
+    assert not run.is_going
+    assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")} == {"simplan-out"}
