@@ -99,12 +99,12 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor moves activations of all blocks",
             fix="remove it",
         )
-    if plan.recompute not in ("none", "selective", "full"):
+    if plan.recompute not in ("none", "selective", "full", "selective_layer"):
         yield Problem(
             field="plan.recompute",
             value=plan.recompute,
             rule="the executor does not recompute like this",
-            fix="use none, selective or full",
+            fix="use none, selective, selective_layer or full",
         )
     if plan.pp == 1 and plan.virtual_stages > 1:
         yield Problem(

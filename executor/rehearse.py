@@ -91,7 +91,7 @@ def _fake_steps(job: Job, rank: int) -> tuple[Account, StepRecord]:
 
 
 def _real(job: Job, rank: int, on_progress: Progress) -> Rehearsal:
-    num_steps = _COUNTED_STEPS + job.num_warmup_steps + job.num_steps
+    num_steps = _COUNTED_STEPS + job.num_all_steps
     device = use_device(job.device, job.plan.num_devices)
     if job.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
@@ -123,7 +123,7 @@ def _real(job: Job, rank: int, on_progress: Progress) -> Rehearsal:
         peak_memory=peak,
         peak_by_category=found.by_category,
         peak_action=found.action,
-        actions=_action_times(records[job.num_warmup_steps :], exchanging if device.type == "cuda" else None),
+        actions=_action_times(records[-job.num_steps :], exchanging if device.type == "cuda" else None),
         collectives=records[-1].collectives,
         environment=environment(job.plan.num_devices, cuda=device.type == "cuda") | _NO_PEERS,
     )

@@ -13,6 +13,7 @@ from executor.environment import environment
 from executor.host_clock import ClockReading, common_time_s
 from executor.rank import RankFiles
 from executor.recorder import StepRecord
+from executor.steady import steady_from
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement, PeakMemory, RankMeasurement
@@ -40,7 +41,10 @@ def gather(
     read = [_read(RankFiles(out_dir, rank).steps, clocks.get(rank, ())) for rank in range(num_ranks)]
     steps = list(zip(*(records for records, _ in read), strict=False))
     times_s = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
-    steady = [i for i, step in enumerate(steps) if not step[0].is_warmup]
+    begin = 0
+    if job.num_warmup_steps is None:
+        begin = steady_from(times_s)
+    steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
     shown = _representative([times_s[i] for i in steady]) if steady else None
     checkpoints = _read_checkpoints(RankFiles(out_dir, 0).checkpoints)
     ranks = []
@@ -60,7 +64,7 @@ def gather(
         complete=failure is None,
         failure=failure,
         step_times_s=tuple(times_s[i] for i in steady),
-        warmup_step_times_s=tuple(times_s[i] for i, step in enumerate(steps) if step[0].is_warmup),
+        warmup_step_times_s=tuple(time_s for i, time_s in enumerate(times_s) if i not in set(steady)),
         losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
         ranks=tuple(ranks),
         first_step=steps[0][0].step if steps else 0,

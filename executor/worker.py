@@ -32,6 +32,9 @@ from simplan.spec.plan import RankMapping
 
 __all__ = ["main", "start_rank", "use_device"]
 
+_AFTER_RESTART = 2
+"""Uncounted steps in the middle of a training, whose times say nothing about where they end."""
+
 
 def use_device(device: str, num_ranks: int) -> torch.device:
     """This rank's device, set up for computing: a CUDA device of its own, or its share of the CPU's cores.
@@ -123,7 +126,7 @@ def _timed_steps(
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
-        is_warmup = step < first + job.num_warmup_steps
+        is_warmup = step < first + _num_warmup_steps(job, first)
         record = recorder.record(start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup)
         print(record.model_dump_json(), file=file, flush=True)
         if checkpoints is not None:
@@ -133,6 +136,13 @@ def _timed_steps(
         recorder.waiting("waiting for the last checkpoint to be written", job.num_all_steps)
         checkpoints.finish()
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
+
+
+def _num_warmup_steps(job: Job, first: int) -> int:
+    """First steps of these ranks that do not count; left open, the run's first ones are found later by their times."""
+    if job.num_warmup_steps is not None:
+        return job.num_warmup_steps
+    return _AFTER_RESTART if first else 0
 
 
 def _keep_steps_before(first: int, file: Path) -> None:

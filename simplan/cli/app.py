@@ -122,7 +122,9 @@ def run(
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the files (default simplan-out/NAME)."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steady steps to measure.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, max=100_000, help="Steps before them that do not count.")] = 2,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, max=100_000, show_default="found by their times", help="Steps not counted.")
+    ] = None,
     timeout: Timeout = 120.0,
     nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes; the same command runs on each.")] = 1,
     rdzv: Rendezvous = None,

@@ -43,14 +43,14 @@ class RunOptions:
 
     Attributes:
         num_steps: Steady steps to measure.
-        num_warmup_steps: Steps before them that do not count.
+        num_warmup_steps: Steps before them that do not count; None for finding out by the step times.
         timeout_s: A rank that makes no progress for so long ends the run.
         nodes: How to meet the other nodes, of which this is node 0; None for all ranks on this machine.
         checkpointing: How the state of the training is kept; None for not at all.
     """
 
     num_steps: int = 10
-    num_warmup_steps: int = 2
+    num_warmup_steps: int | None = None
     timeout_s: float = 120.0
     nodes: Nodes | None = None
     checkpointing: Checkpointing | None = None

@@ -18,6 +18,9 @@ __all__ = ["JOB_SCHEMA_VERSION", "Job"]
 
 JOB_SCHEMA_VERSION = 1
 
+_USUAL_WARMUP = 5
+"""Steps that are run beside those asked for, where it is left open how many do not count."""
+
 
 class Job(Spec):
     """A job file: everything the ranks need, decided beforehand.
@@ -28,7 +31,8 @@ class Job(Spec):
         boundaries: The stage assignment (see ``StageAssignment``).
         table: The complete Level 1 table, text form, one row per pipeline rank.
         num_steps: Steady steps to measure.
-        num_warmup_steps: Steps run before them and not counted.
+        num_warmup_steps: Steps run before them and not counted; None for finding afterwards from the step times which
+            these were, of a few steps more.
         seed: Of weights and synthetic tokens.
         dtype: ``fp64`` replaces the training precision, for checking against one process.
         device: ``auto`` takes CUDA devices when there are enough, else the CPU.
@@ -46,7 +50,7 @@ class Job(Spec):
     boundaries: tuple[int, ...]
     table: tuple[tuple[str, ...], ...]
     num_steps: Count = 10
-    num_warmup_steps: Annotated[int, Field(ge=0)] = 2
+    num_warmup_steps: Annotated[int, Field(ge=0)] | None = 2
     seed: int = 0
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -57,7 +61,7 @@ class Job(Spec):
     @property
     def num_all_steps(self) -> int:
         """Steps of the training, warm-up included."""
-        return self.num_warmup_steps + self.num_steps
+        return self.num_steps + (_USUAL_WARMUP if self.num_warmup_steps is None else self.num_warmup_steps)
 
     @property
     def assignment(self) -> StageAssignment:

@@ -208,6 +208,13 @@ CASES: dict[str, Callable[[], Job]] = {
         plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
         dtype="fp64",
     ),
+    "1f1b-pp2-llama-recompute-every-second-block": lambda: _job(
+        "1f1b",
+        pp=2,
+        model=_model("llama", num_hidden_layers=4),
+        plan={"recompute": "selective_layer"},
+        dtype="fp64",
+    ),
     "one-device-offload-gpt-tied": lambda: _job(
         model=_model(num_hidden_layers=4), plan={"offload_optimizer": True, "offload_activations": True}, dtype="fp64"
     ),
@@ -261,6 +268,7 @@ QUICK = (
     "interleaved-pp2-v2-llama",
     "1f1b-pp2-zero3-2-llama",
     "zb-h1-pp2-gpt-tied",
+    "1f1b-pp2-llama-recompute-every-second-block",
     "zb-v-pp2-gpt-tied",
     "zero3-2-offload-llama",
     "1f1b-pp2-offload-gpt-tied",

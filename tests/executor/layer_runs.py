@@ -97,7 +97,7 @@ def assert_ranks_equal_one_process(job: Job, folder: Path, monkeypatch: pytest.M
     """Losses and gradients of every step in float64; and ranks issued what Level 2 says, twice as wide as in fp32."""
     monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     measurement = run_job(job, folder, rank_module="dumping_worker")
-    losses, gradients = one_process(job, job.num_warmup_steps + job.num_steps)
+    losses, gradients = one_process(job, job.num_all_steps)
     assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for step, wanted in enumerate(gradients):
         seen = set()

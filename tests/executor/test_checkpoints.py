@@ -24,7 +24,7 @@ NUM_STEPS = 6
 
 def with_checkpoints(job: Job, folder: Path, num_steps: int = NUM_STEPS, **asked: Any) -> Job:
     checkpointing = Checkpointing(**{"folder": str(folder), "every": 2, **asked})
-    return job.model_copy(update={"checkpointing": checkpointing, "num_steps": num_steps - job.num_warmup_steps})
+    return job.model_copy(update={"checkpointing": checkpointing, "num_steps": num_steps - (job.num_warmup_steps or 0)})
 
 
 def in_two_parts(job: Job, other: Job, folder: Path) -> tuple[Measurement, Measurement]:
@@ -34,7 +34,7 @@ def in_two_parts(job: Job, other: Job, folder: Path) -> tuple[Measurement, Measu
 
 
 def undisturbed(job: Job, folder: Path) -> Measurement:
-    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - job.num_warmup_steps}), folder)
+    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
 
 
 def test_a_resumed_run_computes_the_same(make_job: Any, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_two_ranks_equal_one_process(
     family, schedule, plan = RANKS[name]
     job = make_job(schedule, model=packed(family), plan=plan, dtype="fp64", num_steps=1)
     measurement = run_job(job, tmp_path, rank_module="dumping_worker")
-    losses, gradients = one_process(job, job.num_warmup_steps + job.num_steps)
+    losses, gradients = one_process(job, job.num_all_steps)
     assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for step, wanted in enumerate(gradients):
         seen = set()

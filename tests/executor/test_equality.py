@@ -63,7 +63,7 @@ def test_losses_and_gradients_equal_one_process(finished_run: Run) -> None:
 def assert_equal_to_one_process(finished_run: Run) -> None:
     """Losses and gradients of every step."""
     job = finished_run.job
-    num_steps = job.num_warmup_steps + job.num_steps
+    num_steps = job.num_all_steps
     losses, gradients = one_process(job, num_steps)
     assert finished_run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for step, wanted in enumerate(gradients):

@@ -173,7 +173,7 @@ def test_two_ranks_equal_one_process(
     schedule, plan = STRATEGIES[strategy]
     job = make_job(schedule, model=variant(name), plan=plan, dtype="fp64", num_steps=1)
     measurement = run_job(job, tmp_path, rank_module="dumping_worker")
-    num_steps = job.num_warmup_steps + job.num_steps
+    num_steps = job.num_all_steps
     losses, gradients = one_process(job, num_steps)
     assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for step, wanted in enumerate(gradients):

@@ -203,7 +203,7 @@ def test_ranks_equal_one_process_and_issue_what_is_predicted(
     training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32", task="lora")
     job = job.model_copy(update={"training": training})
     measurement = run_job(job, tmp_path, rank_module="dumping_worker")
-    losses, gradients = one_process(job, job.num_warmup_steps + job.num_steps)
+    losses, gradients = one_process(job, job.num_all_steps)
     assert measurement.losses == pytest.approx(losses, rel=1e-9)
     for step, wanted in enumerate(gradients):
         seen = set()

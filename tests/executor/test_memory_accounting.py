@@ -64,6 +64,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zero3": (FSDP, 1, 0),
     "zero3-accumulation": (FSDP, 2, 0),
     "zero3-every-microbatch": ({**FSDP, "grad_sync": "microbatch"}, 2, 0),
+    "selective_layer": ({"recompute": "selective_layer", "microbatch_size": 4}, 1, 0),
     "zero3-full": ({**FSDP, "recompute": "full", "microbatch_size": 8}, 1, 0),
     "hsdp": (HSDP, 1, 0),
     "hsdp-accumulation": (HSDP, 2, 0),

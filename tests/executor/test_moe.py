@@ -92,7 +92,7 @@ def run(
 
 def test_losses_and_gradients_equal_one_process(run: Run) -> None:
     job = run.job
-    num_steps = job.num_warmup_steps + job.num_steps
+    num_steps = job.num_all_steps
     losses, gradients = one_process(job, num_steps)
     assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
     mapping = RankMapping.of(job.plan)
