@@ -46,7 +46,7 @@ def with_restarts(job: Job, folder: Path, max_restarts: int) -> Job:
 
 def undisturbed(job: Job, folder: Path) -> Measurement:
     with forked_ranks():
-        return run_job(job.model_copy(update={"num_steps": NUM_STEPS - job.num_warmup_steps}), folder)
+        return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
 
 
 def test_a_killed_rank_is_restarted(tmp_path: Path, make_job: Any) -> None:
