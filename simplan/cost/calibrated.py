@@ -105,6 +105,13 @@ class CalibratedCost:
         timed = {t.kind for t in self._calibration.communication if t.world_size == self._num_ranks}
         return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
 
+    @property
+    def compute_slowdown(self) -> float | None:
+        """Time of computing beside collectives over its time alone; on CPUs of as many ranks, else None."""
+        is_gpu = self._calibration.device_kind == "gpu"
+        found = [t.compute_slowdown for t in self._calibration.overlaps if is_gpu or t.num_ranks == self._num_ranks]
+        return statistics.median(found) if found else None
+
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``.
 

@@ -1,6 +1,6 @@
 """One plan -> a Prediction."""
 
-from simplan.predict.build import build_program, core_use, cost_model, folding_of
+from simplan.predict.build import build_program, cost_model, folding_of, sharing_of
 from simplan.predict.critical_path import CriticalPath, critical_path
 from simplan.predict.evaluate import predict, rank_memory
 from simplan.predict.job import job_of
@@ -13,7 +13,6 @@ __all__ = [
     "Resource",
     "Simulated",
     "build_program",
-    "core_use",
     "cost_model",
     "critical_path",
     "folding_of",
@@ -21,6 +20,7 @@ __all__ = [
     "marginal_values",
     "predict",
     "rank_memory",
+    "sharing_of",
     "simulate_again",
     "simulate_program",
 ]

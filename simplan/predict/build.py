@@ -17,7 +17,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers, balanced_assignment
 from simplan.program.program import LayerWork, Op, Phase, Program, Stream
 from simplan.program.table import plan_table
-from simplan.sim.engine import CoreUse
+from simplan.sim.engine import CoreUse, Sharing, Slowdown
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Exchange
 from simplan.spec.model import ModelSpec
@@ -27,7 +27,15 @@ from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["assign_layers", "build_program", "core_use", "cost_model", "expands_all", "folding_of", "stages_and_table"]
+__all__ = [
+    "assign_layers",
+    "build_program",
+    "cost_model",
+    "expands_all",
+    "folding_of",
+    "sharing_of",
+    "stages_and_table",
+]
 
 _MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only what communicates; its time is the same
 
@@ -141,21 +149,26 @@ def _datasheet_cost(
     )
 
 
-def core_use(program: Program, cluster: ClusterSpec) -> CoreUse | None:
-    """How the ranks of a CPU machine share its cores; None for devices of their own.
+def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> Sharing | None:
+    """How operations slow each other down; None for devices whose slowdown nobody measured.
 
-    A rank computes on ``max(1, cores // ranks)`` threads; a message keeps one core busy on each member, but for one
-    between nodes, which waits for the network.
+    Ranks of a CPU machine share its cores. A rank computes on ``max(1, cores // ranks)`` threads; a message keeps as
+    much of a core busy on each member as explains how much slower computing was measured to be beside one, else one.
+    With N ranks on C cores of t threads and d cores for the message, that is (N t + N d) / C times. A message between
+    nodes waits for the network and keeps none busy.
     """
+    slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
     cores = cluster.cores_per_node
     if cores is None:
-        return None
-    threads = max(1, cores // cluster.ranks_per_node)
+        return Slowdown(slowdown) if slowdown is not None and slowdown > 1.0 else None
+    ranks = cluster.ranks_per_node
+    threads = max(1, cores // ranks)
+    of_message = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
     def demand(op: Op) -> float:
         if op.message is not None and len({cluster.node_of(rank) for rank in op.message.ranks}) > 1:
             return 0.0
-        return float(threads) if op.stream is Stream.COMPUTE else 1.0
+        return float(threads) if op.stream is Stream.COMPUTE else of_message
 
     return CoreUse(cores, [cluster.node_of(op.rank) for op in program.ops], [demand(op) for op in program.ops])
 

@@ -43,7 +43,7 @@ def critical_path(simulated: Simulated) -> CriticalPath:
         NotModelledError: Ranks share cores: no chain determines the step then.
     """
     program, pricing = simulated.program, simulated.pricing
-    compiled = compile_program(program, simulated.cores)
+    compiled = compile_program(program, simulated.sharing)
     end_s = [simulated.times.end_s[op] for op in compiled.leader.tolist()]
     path = []
     node = max(range(len(end_s)), key=end_s.__getitem__, default=None)

@@ -18,7 +18,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.program.timeline import COMPUTING, SpanKind, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
-from simplan.sim.engine import timeline
+from simplan.sim.engine import Sharing, Slowdown, timeline
 from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes, whole_blocks
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm
@@ -119,7 +119,7 @@ def predict(
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
         assumptions=(
-            *_assumptions(cluster, plan, software, simulated.pricing),
+            *_assumptions(cluster, plan, software, simulated.pricing, simulated.sharing),
             *packing_assumptions(
                 model,
                 plan,
@@ -221,7 +221,9 @@ def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
     return f"{name} is priced from datasheets and rates fitted on published runs of {device.architecture}, {own}"
 
 
-def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing) -> tuple[str, ...]:
+def _assumptions(
+    cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing, sharing: Sharing | None
+) -> tuple[str, ...]:
     found = []
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
@@ -248,6 +250,8 @@ def _assumptions(cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpe
         )
     if cluster.cores_per_node is not None:
         found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
+    if isinstance(sharing, Slowdown):
+        found.append(f"computing takes {sharing.factor:.3g} times as long while its rank communicates, as was measured")
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
         found.append("links are not shared with other jobs, and flows do not slow each other down")
     if plan.offload_optimizer or plan.offload_activations:

@@ -52,7 +52,7 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     Raises:
         NotModelledError: Ranks share cores: this machine is timed as a whole, not by its rates.
     """
-    compiled = compile_program(simulated.program, simulated.cores)
+    compiled = compile_program(simulated.program, simulated.sharing)
     asked = (prediction.training, prediction.plan, prediction.software, None)
     better = {resource: improved(prediction.cluster, resource) for resource in Resource}
     costs = {resource: cost_model(cluster, *asked) for resource, cluster in better.items() if cluster is not None}

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from simplan.cost.base import CostModel
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing, price_program
-from simplan.predict.build import build_program, core_use, cost_model
+from simplan.predict.build import build_program, cost_model, sharing_of
 from simplan.prediction import Prediction
 from simplan.program.program import Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
-from simplan.sim.engine import CoreUse, Times
+from simplan.sim.engine import Sharing, Times
 from simplan.spec.hardware import ClusterSpec
 
 __all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program"]
@@ -34,22 +34,22 @@ class Simulated:
         pricing: How long its operations take alone.
         times: When they ran.
         engine: Runs it again with other durations.
-        cores: Cores that ranks share, if they do.
+        sharing: How operations slow each other down, if they do.
     """
 
     program: Program
     pricing: Pricing
     times: Times
     engine: Engine
-    cores: CoreUse | None
+    sharing: Sharing | None
 
 
 def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) -> Simulated:
     """Prices and simulates."""
     pricing = price_program(program, cost)
-    cores = core_use(program, cluster)
-    engine = engine_of(program, cores)
-    return Simulated(program, pricing, engine.times(pricing.durations_s), engine, cores)
+    sharing = sharing_of(program, cluster, cost)
+    engine = engine_of(program, sharing)
+    return Simulated(program, pricing, engine.times(pricing.durations_s), engine, sharing)
 
 
 def simulate_again(prediction: Prediction, calibration: Calibration | None = None) -> Simulated:

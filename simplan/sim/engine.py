@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
-from simplan.program.program import Program
-from simplan.program.timeline import Span, Timeline
+from simplan.program.program import Program, Stream
+from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.program.uncollected import uncollected
 from simplan.sim.cores import SharedCores
+from simplan.sim.interference import SlowedStream
 from simplan.spec.layer import CollectiveKind
 
-__all__ = ["CoreUse", "Times", "simulate", "timeline"]
+__all__ = ["CoreUse", "Sharing", "Slowdown", "Times", "simulate", "timeline"]
 
 _Process = Generator[Event, object, None]
 
@@ -35,6 +36,21 @@ class CoreUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Devices of their own whose computing is slower while their ranks communicate.
+
+    Attributes:
+        factor: Time of computing beside communication over its time alone, at least 1.
+    """
+
+    factor: float
+
+
+Sharing = CoreUse | Slowdown
+"""Why an operation may take longer than alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Times:
     """When every operation of a Program ran, seconds; indices are those of ``Program.ops``."""
 
@@ -48,7 +64,7 @@ class Times:
 
 
 @uncollected()
-def simulate(program: Program, durations_s: Sequence[float], cores: CoreUse | None = None) -> Times:
+def simulate(program: Program, durations_s: Sequence[float], sharing: Sharing | None = None) -> Times:
     """Runs one step.
 
     An operation starts when its predecessor on the stream and everything it waits for have ended and, if it is part
@@ -58,12 +74,12 @@ def simulate(program: Program, durations_s: Sequence[float], cores: CoreUse | No
         program: What to run.
         durations_s: Time of every operation alone, in the order of ``program.ops``; members of a meeting have equal
             ones.
-        cores: Cores shared by ranks, if operations slow each other down; None where a duration is a duration.
+        sharing: How operations slow each other down; None where a duration is a duration.
 
     Returns:
         Start and end of every operation.
     """
-    run = _Run(program, durations_s, cores)
+    run = _Run(program, durations_s, sharing)
     for indices in program.streams.values():
         run.env.process(run.stream(indices))
     run.env.run()
@@ -89,7 +105,7 @@ class _Run:
     stream and each operation that a member waits for.
     """
 
-    def __init__(self, program: Program, durations_s: Sequence[float], cores: CoreUse | None) -> None:
+    def __init__(self, program: Program, durations_s: Sequence[float], sharing: Sharing | None) -> None:
         ops = program.ops
         assert len(durations_s) == len(ops)
         self.env = Environment()
@@ -107,9 +123,16 @@ class _Run:
             self.missing[leader] += 1 + len(op.waits)
             for wait in op.waits:
                 self.followers[wait].append(leader)
-        self.cores = cores
+        self.cores = cores = sharing if isinstance(sharing, CoreUse) else None
         self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
+        self.ops = ops
+        self.devices: dict[int, SlowedStream] = {}
+        if isinstance(sharing, Slowdown):
+            self.devices = {rank: SlowedStream(self.env, sharing.factor) for rank in program.ranks}
+            self.members: dict[int, set[int]] = {}
+            for index, op in enumerate(ops):
+                self.members.setdefault(self.leader[index], set()).add(op.rank)
 
     def stream(self, indices: Sequence[int]) -> _Process:
         """Walks the operations of one stream."""
@@ -137,10 +160,33 @@ class _Run:
         completion = self.completion[leader]
         assert completion is not None
         duration_s = self.durations_s[leader]
-        if self.cores is None or duration_s <= 0.0 or self.demand[leader] <= 0.0:
+        if self.devices and duration_s > 0.0:
+            self.start_on_device(leader, completion, duration_s)
+        elif self.cores is None or duration_s <= 0.0 or self.demand[leader] <= 0.0:
             completion.after(duration_s)
         else:
             self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
+
+    def start_on_device(self, leader: int, completion: _Completion, duration_s: float) -> None:
+        """Computing takes as long as what moves beside it lets it; what moves slows all its members' computing."""
+        op = self.ops[leader]
+        if op.kind is not SpanKind.COMMUNICATION:
+            if op.stream is Stream.COMPUTE:
+                self.devices[op.rank].run(completion, duration_s)
+            else:
+                completion.after(duration_s)
+            return
+        slowed = [self.devices[rank] for rank in self.members[leader]]
+        for device in slowed:
+            device.move(+1)
+
+        def ended(event: Event) -> None:
+            for device in slowed:
+                device.move(-1)
+
+        assert completion.callbacks is not None
+        completion.callbacks.append(ended)
+        completion.after(duration_s)
 
     def _leader_demand(self) -> list[float]:
         """Cores that an operation keeps busy; a meeting's are those of all its members."""
