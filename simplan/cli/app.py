@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -15,6 +14,7 @@ from simplan.cli.options import (
     CalibrationFile,
     CheckpointDir,
     CheckpointEvery,
+    ComparisonPlot,
     Interface,
     JoinTimeout,
     Largest,
@@ -25,6 +25,8 @@ from simplan.cli.options import (
     Resume,
     ScenarioFile,
     StageTimes,
+    TimedDevice,
+    TimedPrecisions,
     Timeout,
 )
 
@@ -37,16 +39,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help, the same on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class _TimedPrecision(StrEnum):
-    """Values of an option that may be given several times."""
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP64 = "fp64"
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=False)
@@ -170,9 +162,7 @@ def compare(
     prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="What predict -o wrote.")],
     measurement: Annotated[Path, typer.Argument(metavar="MEASUREMENT", help="The measurement.json of a run.")],
     json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
-    ] = None,
+    plot: ComparisonPlot = None,
 ) -> int:
     """Show where a prediction is off: signed errors beside the spread of repeats, and which terms carry them."""
     from simplan.cli.compare import compare_command
@@ -192,13 +182,8 @@ def calibrate(
     budget: Annotated[
         float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Most time to spend on measurements.")
     ] = 240.0,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Of the ranks (default: GPUs where there are any).")
-    ] = None,
-    dtype: Annotated[
-        list[_TimedPrecision] | None,
-        typer.Option(help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs)."),
-    ] = None,
+    device: TimedDevice = None,
+    dtype: TimedPrecisions = None,
     calibration: CalibrationFile = None,
     json: AsJson = False,
 ) -> int:

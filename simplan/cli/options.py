@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +13,7 @@ __all__ = [
     "CalibrationFile",
     "CheckpointDir",
     "CheckpointEvery",
+    "ComparisonPlot",
     "Interface",
     "JoinTimeout",
     "Largest",
@@ -22,6 +24,9 @@ __all__ = [
     "Resume",
     "ScenarioFile",
     "StageTimes",
+    "TimedDevice",
+    "TimedPrecision",
+    "TimedPrecisions",
     "Timeout",
 ]
 
@@ -80,4 +85,26 @@ StageTimes = Annotated[
         metavar="FILE",
         help="Predict from these profiled stage times instead of the cost model; others are skipped.",
     ),
+]
+
+
+class TimedPrecision(StrEnum):
+    """Values of an option that may be given several times."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP64 = "fp64"
+
+
+ComparisonPlot = Annotated[
+    Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
+]
+TimedDevice = Annotated[
+    Literal["cpu", "cuda"] | None, typer.Option(help="Of the ranks (default: GPUs where there are any).")
+]
+TimedPrecisions = Annotated[
+    list[TimedPrecision] | None,
+    typer.Option(help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs)."),
 ]
