@@ -4,13 +4,15 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu test test-all lint bench fit clean
+.PHONY: help demo gpu test test-all test-browser screenshots lint bench fit clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
 	@echo "make gpu       calibrate, run and rehearse scenarios on one CUDA device, and report (under nine minutes)"
 	@echo "make test      lint, types, the tests that are not slow, and the checked scenarios"
 	@echo "make test-all  the same with the slow tests"
+	@echo "make test-browser  the workbench in a real browser (installs playwright; uses chromium of the system, or its own)"
+	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make fit       the catalogue's constants again, fitted on published measurements"
 	@echo "make lint      ruff and mypy only"
@@ -29,6 +31,17 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -n auto
 	$(BIN)/simplan check scenarios
+
+test-browser: .venv/.browser
+	$(BIN)/pytest tests/browser
+
+screenshots: .venv/.browser
+	$(BIN)/python -m tests.browser.screenshots docs/screenshots
+
+.venv/.browser: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

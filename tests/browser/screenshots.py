@@ -1,0 +1,67 @@
+"""Pictures of every page in light, dark and on a phone: ``python -m tests.browser.screenshots FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.browser.serving import PAGES, browser, opened, serving, settled
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {"viewport": {"width": 1440, "height": 1250}, "color_scheme": "light"},
+    "dark": {"viewport": {"width": 1440, "height": 1250}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 1250}, "color_scheme": "light", "has_touch": True},
+}
+LLAMA = (
+    "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64"
+    "&training.global_batch_size=128&software=torch&plan.tp=8&plan.dp_shard=8&plan.recompute=full"
+)
+PIPELINE = "model.preset=gpt2-1.5b&cluster.preset=dgx-h100&cluster.num_devices=8&training.global_batch_size=64"
+PIPELINE += "&software=torch&plan.pp=4&plan.dp_replicate=2"
+_DRAWN_MS = 1500
+
+
+def main(folder: Path) -> None:
+    """Takes them all; a search and a prediction of published runs are done once and seen by all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as workspace, serving(Path(workspace)) as (url, _), browser() as found:
+        for look, context in LOOKS.items():
+            tab = found.new_context(**context).new_page()
+            tab.set_default_timeout(240_000)
+            for name in PAGES:
+                _show(tab, url, name)
+                if look == "phone":
+                    _close_sidebar(tab)
+                tab.screenshot(path=str(folder / f"{name}-{look}.png"))
+            tab.context.close()
+
+
+def _show(tab: Any, url: str, name: str) -> None:
+    scenario = PIPELINE if name == "timeline" else LLAMA
+    view = "&v.compare=true" if name == "search" else ""
+    opened(tab, f"{url}/{'' if name == 'plan' else name}?{scenario}{view}")
+    if name == "search":
+        start = tab.get_by_role("button", name="Search", exact=True)
+        if start.count():
+            start.click()
+        tab.get_by_role("button", name="Open as the plan").wait_for()
+    if name == "validate":
+        start = tab.get_by_role("button", name="Predict them")
+        if start.count():
+            start.click()
+        tab.get_by_text("the worst first").first.wait_for()
+    settled(tab)
+    tab.wait_for_timeout(_DRAWN_MS)
+
+
+def _close_sidebar(tab: Any) -> None:
+    close = tab.locator("[data-testid=stSidebarCollapseButton] button")
+    if close.count() and close.first.is_visible():
+        close.first.click()
+        tab.wait_for_timeout(_DRAWN_MS / 3)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

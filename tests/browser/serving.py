@@ -1,0 +1,81 @@
+"""Serves the workbench of this checkout, and starts a browser for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PAGES", "SMALL", "browser", "opened", "serving", "settled"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("plan", "search", "timeline", "scale", "validate", "learn")
+SMALL = (
+    "model.preset=gpt2-124m&cluster.preset=dgx-h100&cluster.num_devices=4&training.global_batch_size=16"
+    "&software=torch&plan.pp=2&plan.dp_replicate=2"
+)
+"""A scenario that is answered in a moment."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, int]]:
+    """The address of a workbench whose workspace is a folder, and its process."""
+    port = _free_port()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "simplan", "dashboard", "--no-browser", "--port", str(port)]
+    server = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not _answers(port):
+            assert time.monotonic() < deadline_s, "the workbench does not answer"
+            time.sleep(0.1)
+        yield f"http://localhost:{port}", server.pid
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """The system's chromium, or the one that Playwright brings."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def opened(page: Any, url: str) -> None:
+    """Opens an address and waits until the page is whole."""
+    page.goto(url)
+    page.locator("[data-testid=stMainBlockContainer]").wait_for()
+    settled(page)
+
+
+def settled(page: Any) -> None:
+    """Waits until Streamlit has done what it was asked."""
+    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), 1).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,82 @@
+"""What only a browser shows: pages open, a change changes the answer, downloads hold what was shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simplan.scenario import load_scenario
+from tests.browser.serving import PAGES, SMALL, opened
+
+pytestmark = pytest.mark.browser
+
+
+def address(served: str, name: str) -> str:
+    return f"{served}/{'' if name == 'plan' else name}?{SMALL}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_opens_without_a_complaint(page: Any, served: str, name: str) -> None:
+    opened(page, address(served, name))
+    assert page.locator("[data-testid=stException]").count() == 0
+    assert "bug of simplan" not in page.content()
+
+
+def test_a_change_changes_the_answer_and_the_address(page: Any, served: str) -> None:
+    opened(page, f"{served}/?{SMALL}")
+    step = page.locator("[data-testid=stMetric]").filter(has_text="Step time").locator("[data-testid=stMetricValue]")
+    before = step.inner_text()
+    batch = page.get_by_role("spinbutton", name="Global batch")
+    batch.fill("64")
+    batch.press("Enter")
+    page.wait_for_function("before => !document.body.innerText.includes(before)", arg=before)
+    assert "training.global_batch_size=64" in page.url
+
+
+def test_a_download_is_the_scenario_that_was_asked(page: Any, served: str, tmp_path: Path) -> None:
+    opened(page, f"{served}/?{SMALL}")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Scenario", exact=True).click()
+    file = tmp_path / "scenario.yaml"
+    waiting.value.save_as(file)
+    scenario = load_scenario(file)
+    assert (scenario.plan.pp, scenario.plan.dp_replicate, scenario.cluster.num_devices) == (2, 2, 4)
+
+
+def test_a_search_finds_plans_and_the_best_two_are_compared(page: Any, served: str) -> None:
+    opened(page, f"{served}/search?{SMALL}")
+    page.get_by_role("button", name="Search", exact=True).click()
+    page.get_by_role("button", name="Open as the plan").wait_for()
+    assert page.get_by_text("best of").first.is_visible()
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_text("terms with their formulas").wait_for()
+    assert page.locator("[data-testid=stException]").count() == 0
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "this is not JSON"), ("{}", "schema_version: is missing")])
+def test_a_broken_upload_gives_a_sentence(page: Any, served: str, tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "prediction.json"
+    file.write_text(content)
+    opened(page, f"{served}/validate?{SMALL}&v.held=measured")
+    page.locator("input[type=file]").first.set_input_files(str(file))
+    page.get_by_text(words, exact=False).first.wait_for()
+    assert page.locator("[data-testid=stException]").count() == 0
+
+
+def test_a_link_starts_no_run(page: Any, served: str) -> None:
+    here = SMALL.replace("dgx-h100", "this-machine")
+    opened(page, f"{served}/validate?{here}&v.held=run&v.run=true")
+    page.get_by_role("button", name="Run it here").wait_for()
+    assert page.get_by_role("button", name="Stop").count() == 0
+
+
+def test_two_schedules_are_compared_on_one_axis(page: Any, served: str) -> None:
+    opened(page, f"{served}/timeline?{SMALL}&v.schedules=%5B%221f1b%22%2C%22gpipe%22%5D")
+    chart = page.locator(".js-plotly-plot").first
+    chart.wait_for()
+    words = chart.text_content()
+    assert "gpipe" in words
+    assert "1f1b" in words
+    assert page.locator("[data-testid=stException]").count() == 0
