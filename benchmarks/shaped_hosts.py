@@ -60,6 +60,7 @@ def shaped_hosts(num_hosts: int, mbit: float) -> list[Row]:
         _end(_simplan(made[0], folder, calibrate))
         for plan, file in files.items():
             rows.append(_row(f"{plan}, {num_hosts} hosts, {mbit:g} Mbit/s", _run(made, folder, file)))
+            print(rows[-1].what, rows[-1].found, file=sys.stderr, flush=True)  # minutes pass between them
     return rows
 
 
