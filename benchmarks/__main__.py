@@ -14,7 +14,6 @@ from benchmarks.closed_forms import closed_forms
 from benchmarks.cold_start import cold_start
 from benchmarks.compiled_speed import compiled_speed
 from benchmarks.engine_speed import engine_speed
-from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.pipeline_speed import pipeline_speed
 from benchmarks.search_speed import search_speed
@@ -28,7 +27,6 @@ _ALL: dict[str, Callable[[], list[Row]]] = {
     "search-speed": search_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,
-    "executor-speed": executor_speed,
     "accuracy": accuracy,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")
