@@ -44,11 +44,13 @@ def _show(tab: Any, url: str, name: str) -> None:
     opened(tab, f"{url}/{'' if name == 'plan' else name}?{scenario}{view}")
     if name == "search":
         start = tab.get_by_role("button", name="Search", exact=True)
+        start.or_(tab.get_by_role("button", name="Open as the plan")).first.wait_for()
         if start.count():
             start.click()
         tab.get_by_role("button", name="Open as the plan").wait_for()
     if name == "validate":
         start = tab.get_by_role("button", name="Predict them")
+        start.or_(tab.get_by_text("the worst first")).first.wait_for()
         if start.count():
             start.click()
         tab.get_by_text("the worst first").first.wait_for()
