@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from simplan.cli.output import say
+from simplan.cli.processes import ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
 
 __all__ = ["RUN_FLAG", "dashboard_command", "is_local"]
@@ -41,13 +42,13 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", RUN_FLAG: "1" if runs else "0"}
     arguments = ["--host", host, "--port", str(port), *(["--browser"] if browser else [])]
-    child = subprocess.Popen([sys.executable, "-m", "app", *arguments], env=environment, stdin=subprocess.DEVNULL)
-    try:
-        code = child.wait()
-    except KeyboardInterrupt:
-        child.terminate()
-        child.wait()
-        raise
+    with ending_signals_raise():
+        child = subprocess.Popen([sys.executable, "-m", "app", *arguments], env=environment, stdin=subprocess.DEVNULL)
+        try:
+            code = child.wait()
+        finally:
+            child.terminate()
+            child.wait()
     if code:
         raise RunError(f"the server ended with exit code {code}")
     return 0

@@ -18,7 +18,7 @@ from typing import Any
 from simplan.cli.output import say
 from simplan.errors import Problem, RunError, SpecError
 
-__all__ = ["require_executor", "run_executor"]
+__all__ = ["ending_signals_raise", "require_executor", "run_executor"]
 
 _GRACE_S = 15.0
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -55,7 +55,7 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
     # the child imports what we import, and nothing from the folder it happens to start in
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, _ending_signals_raise():
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, ending_signals_raise():
         child = subprocess.Popen(
             [sys.executable, "-m", "executor", *args],
             stdin=subprocess.DEVNULL,
@@ -117,7 +117,7 @@ def _raise_for(code: int, said: str) -> None:
 
 
 @contextmanager
-def _ending_signals_raise() -> Iterator[None]:
+def ending_signals_raise() -> Iterator[None]:
     """SIGTERM and SIGHUP end this process the way Ctrl-C does, so that no rank is left behind."""
 
     def end(number: int, frame: FrameType | None) -> None:

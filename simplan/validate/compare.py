@@ -160,7 +160,7 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
         if not known:
             continue
         value, rank = max(known)
-        predicted = next(r["peak_memory_gib"][column] for r in prediction["ranks"] if r["rank"] == rank)
+        predicted = {r["rank"]: r["peak_memory_gib"][column] for r in prediction["ranks"]}[rank]
         yield _row(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
 
 

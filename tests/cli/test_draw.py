@@ -82,7 +82,7 @@ def test_a_terminal_gets_colour_and_its_width(scenario: Path, environment: dict[
     [
         (["-o", "small.png"], "--output = small.png: must end in .svg; write small.svg"),
         (["-o", "small"], "--output = small: must end in .svg; write small.svg"),
-        (["-o", "no/small.svg"], "no/small.svg: No such file or directory"),
+        (["-o", "no/small.svg"], "no/small.svg: cannot be written: No such file or directory"),
         (["--width", "59"], "--width"),
         (["--width", "wide"], "--width"),
         (["--width", "nan"], "--width"),
@@ -101,7 +101,9 @@ def test_a_folder_is_no_picture(simplan: Simplan, scenario: Path, tmp_path: Path
     (tmp_path / "folder.svg").mkdir()
     result = simplan("draw", scenario, "-o", "folder.svg")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: folder.svg: Is a directory\n"
+    assert result.stderr == (
+        "error: folder.svg: cannot be written: Is a directory; check that its folder exists and may be written\n"
+    )
 
 
 def test_a_bad_scenario_and_an_unused_calibration_are_refused(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def issued(collectives: tuple[MeasuredCollective, ...]) -> list[tuple[str, str, 
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PLANS]
 )
 def test_a_rehearsed_rank_does_what_the_real_one_does(make_job: MakeJob, name: str, tmp_path: Path) -> None:
-    """Memory is compared with the profiler's trace of the real run, on whose gloo tensors may live a little longer."""
+    """The real run's memory is that of the profiler's trace: gloo's threads may let go of a block's tensors later."""
     job = job_of(make_job, name, num_steps=1, profile_memory=True)
     measured = run_job(job, tmp_path)
     block_bytes = 4 * max(layer.num_parameters for layer in job.model.layers)
@@ -72,7 +72,7 @@ def test_a_rehearsed_rank_does_what_the_real_one_does(make_job: MakeJob, name: s
         for found in (rehearsed, fake):
             total = sum(found.peak_by_category.values())
             assert total == found.peak_memory.allocated_bytes
-            assert total * (1 - TOLERANCE) <= allocated <= total * (1 + TOLERANCE) + block_bytes
+            assert total * (1 - TOLERANCE) <= allocated <= total * (1 + TOLERANCE) + 2 * block_bytes
         if job.plan.shards_parameters or job.plan.dp == 1:  # without data DDP keeps its first buckets
             assert issued(fake.collectives) == issued(real.collectives)
 
