@@ -9,10 +9,6 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-# On CPUs with AVX-512, oneDNN copies bf16 matrices into a scratch of its own, which no GPU kernel does and no
-# prediction counts. Set before torch first multiplies, and handed on to the ranks that tests start.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-
 # How long an example takes depends on the machine, and no test of ours asserts a time.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -79,7 +79,9 @@ def test_run_and_compare(simplan: Simplan, tiny: Path, tmp_path: Path, calibrati
     assert "plan: differs" in refused.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupting_a_run_leaves_nothing_behind(
     number: int, code: int, tiny: Path, tmp_path: Path, calibration: Path, environment: dict[str, str]
 ) -> None:

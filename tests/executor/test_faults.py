@@ -52,7 +52,12 @@ def wait_until_gone(out_dir: Path, within_s: float = PATIENCE_S) -> None:
     [
         ("raise", 60.0, "rank 1 raised RuntimeError: boom in 1F1 of step 3; the traceback is in "),
         ("kill", 60.0, "rank 1 was killed by signal 9 in 1F1 of step 3"),
-        ("exit", 60.0, "rank 1 ended with exit code 3 in 1F1 of step 3; its output is in "),
+        pytest.param(
+            "exit",
+            60.0,
+            "rank 1 ended with exit code 3 in 1F1 of step 3; its output is in ",
+            marks=pytest.mark.slow,
+        ),
         (
             "hang",
             20.0,
@@ -103,7 +108,9 @@ def wait_for_a_step(run: subprocess.Popen[str]) -> None:
     assert json.loads(run.stdout.readline()) == {"event": "step", "step": 1, "of": 10**6 + 1}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupting_the_launcher_ends_all(
     endless_run: subprocess.Popen[str], number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

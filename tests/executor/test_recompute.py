@@ -55,10 +55,19 @@ def model_of(family: str) -> ModelSpec:
     )
 
 
-def traced(run: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What it gives, the bytes it leaves allocated, and the most it had."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        result = run()
+def traced(run: Callable[[], Any], *, onednn: bool = False) -> tuple[Any, int, int]:
+    """What it gives, the bytes it leaves allocated, and the most it had.
+
+    Without oneDNN: on CPUs with AVX-512 it copies bf16 matrices into a scratch of its own, as no GPU kernel does.
+    Convolutions need it, for without it they make a copy of every window.
+    """
+    was_enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = onednn  # type: ignore[assignment] # a property of the module
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            result = run()
+    finally:
+        torch.backends.mkldnn.enabled = was_enabled  # a property too
     assert trace.profiler is not None
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0

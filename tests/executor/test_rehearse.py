@@ -38,7 +38,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "1f1b x fsdp": {"schedule": "1f1b", "pp": 2, "plan": {"dp_shard": 2}},
     "zb-h1": {"schedule": "zb-h1", "pp": 2},
 }
-QUICK = ("fsdp", "1f1b")
+QUICK = ("1f1b",)
 TOLERANCE = 0.03
 
 

@@ -103,7 +103,7 @@ def test_kept_bytes_are_those_of_the_layer(layer_type: str, index: int, precisio
     run = LayerRun(model(layer_type), index, "none", precision)
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, "none"))
     gc.collect()
-    _, held, _ = traced(run.forward)
+    _, held, _ = traced(run.forward, onednn=True)
     made = BATCH * run.layer.output_bytes(run.state.activation, run.state.residual)[0]
     wanted = footprint.activations + footprint.logits - footprint.input_bytes
     assert 0 <= held - made - wanted <= (SCALARS if index == 4 else 0)
@@ -115,7 +115,7 @@ def test_peaks_are_those_of_the_layer(layer_type: str, index: int) -> None:
     run = LayerRun(model(layer_type, embedding_size=32, image_size=64), index, "none", "fp32")
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, "none"))
     gc.collect()
-    _, _, peak = traced(lambda: run.backward(run.forward()))
+    _, _, peak = traced(lambda: run.backward(run.forward()), onednn=True)
     kept = footprint.activations - footprint.input_bytes
     assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)
 
