@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,17 @@ from executor.link_timing import time_links
 from executor.memory import context_bytes
 from executor.overlap_timing import time_overlap
 from executor.rank import live_as_rank
+from executor.reference import Reference
 from executor.timing import of_rank_0
 from executor.worker import start_rank, use_device
-from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest, TimedDtype
+from simplan.cost.calibration import (
+    Calibration,
+    CalibrationRequest,
+    KernelTiming,
+    LayerTiming,
+    ShapeRequest,
+    TimedDtype,
+)
 from simplan.files import write_whole
 
 __all__ = ["main"]
@@ -37,6 +45,7 @@ _MOST_ROUNDS = 200
 
 Found = dict[str, tuple[Any, ...]]
 KeepGoing = Callable[[int], bool]
+_Timing = TypeVar("_Timing", LayerTiming, KernelTiming)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +109,15 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
 
     def layers(shape: ShapeRequest, going: KeepGoing) -> Found:
         _compute_in(shape.dtype)
-        return {"layers": tuple(time_layers(shape, n, device, going))}
+        reference = Reference(device)
+        found = time_layers(shape, n, device, reference.beside(going))
+        return {"layers": _stamped(found, reference)}
 
     def kernels(dtype: TimedDtype, going: KeepGoing) -> Found:
         _compute_in(dtype)
-        return {"kernels": tuple(time_kernels(dtype, n, device, going, small=small))}
+        reference = Reference(device)
+        found = time_kernels(dtype, n, device, reference.beside(going), small=small)
+        return {"kernels": _stamped(found, reference)}
 
     def links(going: KeepGoing) -> Found:
         return {"communication": tuple(time_links(request.communication, n, device, going))}
@@ -126,6 +139,12 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         yield _Part(f"copies between device and host {on}", 1, copies)
     if request.overlap and request.grid and n > 1:
         yield _Part(f"computing beside collectives {on}", 1, overlap)
+
+
+def _stamped(timings: Iterable[_Timing], reference: Reference) -> tuple[_Timing, ...]:
+    """The timings, and how fast the machine was meanwhile."""
+    mean_s = reference.mean_s()
+    return tuple(timing.model_copy(update={"reference_s": mean_s}) for timing in timings)
 
 
 def _keep_going(name: str, heartbeat: Heartbeat, first: float, share: float, budget_s: float) -> KeepGoing:

@@ -34,6 +34,7 @@ class StepRecord(Spec):
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
         spans: The actions.
         collectives: Collectives and messages.
+        reference_s: What the reference product took just before the step.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepRecord(Spec):
     losses: tuple[float, ...]
     spans: tuple[MeasuredSpan, ...]
     collectives: tuple[MeasuredCollective, ...]
+    reference_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -145,12 +147,21 @@ class Recorder:
         self._clock.settle()
         return self._clock.seconds(self._start), self._clock.seconds(end)
 
-    def record(self, start_s: float, end_s: float, losses: Sequence[float], *, is_warmup: bool = False) -> StepRecord:
+    def record(
+        self,
+        start_s: float,
+        end_s: float,
+        losses: Sequence[float],
+        *,
+        is_warmup: bool = False,
+        reference_s: float | None = None,
+    ) -> StepRecord:
         """The ended step as data."""
         seconds = self._clock.seconds
         return StepRecord(
             step=self._step,
             is_warmup=is_warmup,
+            reference_s=reference_s,
             start_s=start_s,
             end_s=end_s,
             losses=tuple(losses),

@@ -65,6 +65,7 @@ def gather(
         failure=failure,
         step_times_s=tuple(times_s[i] for i in steady),
         warmup_step_times_s=tuple(time_s for i, time_s in enumerate(times_s) if i not in set(steady)),
+        reference_s=_reference_s([steps[i] for i in steady]),
         losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
         ranks=tuple(ranks),
         first_step=steps[0][0].step if steps else 0,
@@ -72,6 +73,12 @@ def gather(
         notes=(*notes, *_unwritten(checkpoints)),
         environment=_environment(job, num_ranks - len(clocks), clocks),
     )
+
+
+def _reference_s(steps: Sequence[Sequence[StepRecord]]) -> float | None:
+    """Median over steps, as their time is, of the mean over ranks."""
+    of_steps = [[r.reference_s for r in step if r.reference_s is not None] for step in steps]
+    return statistics.median(map(statistics.fmean, of_steps)) if of_steps and all(of_steps) else None
 
 
 def _environment(

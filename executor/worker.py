@@ -23,6 +23,7 @@ from executor.heartbeat import Heartbeat, RankState
 from executor.memory import peak_allocated_bytes, peak_memory
 from executor.rank import RankFiles, attempt, live_as_rank
 from executor.recorder import Recorder
+from executor.reference import Reference
 from executor.trainer import Trainer
 from simplan.files import write_whole
 from simplan.program.checkpoint import CheckpointTiming
@@ -119,15 +120,19 @@ def _timed_steps(
     checkpoints: Checkpoints | None,
 ) -> None:
     """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
+    reference = Reference(device)
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
+        reference_s = reference.time_once()
         _barrier(device)
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
         is_warmup = step < first + _num_warmup_steps(job, first)
-        record = recorder.record(start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup)
+        record = recorder.record(
+            start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup, reference_s=reference_s
+        )
         print(record.model_dump_json(), file=file, flush=True)
         if checkpoints is not None:
             recorder.waiting("taking a checkpoint", step + 1)

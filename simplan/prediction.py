@@ -88,6 +88,7 @@ class Prediction:
         terms: What was priced and how.
         timeline: Spans of the step.
         assumptions: What the reader must know, in words.
+        reference_s: What the executor's reference product took on the machine when it was calibrated.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Prediction:
     terms: tuple[Term, ...]
     timeline: Timeline
     assumptions: tuple[str, ...] = ()
+    reference_s: float | None = None
 
     @property
     def worst_rank(self) -> int:
@@ -174,6 +176,7 @@ class Prediction:
             "step_time_interval_s": list(self.step_time_interval_s),
             "level1_step_time_s": self.level1_step_time_s,
             "bubble_fraction": self.bubble_fraction,
+            "reference_s": self.reference_s,
             "fits": self.fits,
             "capacity_gib": None if self.capacity_bytes is None else self.capacity_bytes / GIB,
             "peak_memory_gib": {

@@ -71,7 +71,7 @@ class CalibratedCost:
         self._num_ranks = num_ranks
         self._cluster = cluster
         self._otherwise = otherwise
-        timed = _grid_timings(calibration, dtype, num_ranks)
+        self._grid_timings = timed = _grid_timings(calibration, dtype, num_ranks)
         self._grid_ranks = timed[0].num_ranks if timed else num_ranks
         self._grid = None
         if timed:
@@ -104,6 +104,21 @@ class CalibratedCost:
             return False
         timed = {t.kind for t in self._calibration.communication if t.world_size == self._num_ranks}
         return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
+
+    def reference_s(self, layer_keys: Collection[str], microbatch_size: int) -> float | None:
+        """What the executor's reference product took while these layers were timed, or else the kernels of the grid.
+
+        Args:
+            layer_keys: Layers of the run.
+            microbatch_size: Sequences.
+
+        Returns:
+            Mean seconds; None where it was not timed.
+        """
+        layers = (self._layers.get((key, microbatch_size)) for key in layer_keys)
+        timings = [timing for timing in layers if timing is not None] or self._grid_timings
+        found = [timing.reference_s for timing in timings if timing.reference_s is not None]
+        return statistics.fmean(found) if found else None
 
     @property
     def compute_slowdown(self) -> float | None:

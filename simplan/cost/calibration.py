@@ -121,6 +121,7 @@ class LayerTiming(Spec):
         gather_copy_s: What FSDP does around an all-gather of this layer's parameters over all ranks: its hooks, copying
             the rank's shards in and whole parameters out.
         reduce_copy_s: What it does around a reduce-scatter of their gradients.
+        reference_s: What the executor's reference product took meanwhile, mean over ranks: how fast the machine was.
     """
 
     key: str
@@ -137,6 +138,7 @@ class LayerTiming(Spec):
     scale_s: Sample
     gather_copy_s: Sample
     reduce_copy_s: Sample
+    reference_s: Positive | None = None
 
 
 class KernelTiming(Spec):
@@ -150,6 +152,7 @@ class KernelTiming(Spec):
         num_ranks: Ranks that did the same at the same time.
         seconds: One of them, weights not in any cache.
         backward_s: Its backward; None where that is a kernel of its own.
+        reference_s: As of ``LayerTiming``.
     """
 
     kernel: KernelName
@@ -158,6 +161,7 @@ class KernelTiming(Spec):
     num_ranks: Count
     seconds: Sample
     backward_s: Sample | None = None
+    reference_s: Positive | None = None
 
 
 class CommunicationTiming(Spec):
@@ -303,7 +307,7 @@ class Calibration(Spec):
         return newer.model_copy(
             update={
                 "layers": _merge(self.layers, newer.layers, layer_values),
-                "kernels": _merge(self.kernels, newer.kernels, seconds | {"backward_s"}),
+                "kernels": _merge(self.kernels, newer.kernels, seconds | {"backward_s", "reference_s"}),
                 "communication": _merge(self.communication, newer.communication, seconds),
                 "host_copies": _merge(self.host_copies, newer.host_copies, seconds),
                 "overlaps": _merge(self.overlaps, newer.overlaps, frozenset(_SLOWDOWNS)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from simplan.cost.base import Provenance
+from simplan.cost.base import CostModel, Provenance
+from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.predict.build import cost_model, expands_all, folding_of, stages_and_table
@@ -118,6 +119,7 @@ def predict(
         hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
+        reference_s=_reference_s(cost, model, plan),
         assumptions=(
             *_assumptions(cluster, plan, software, simulated.pricing, simulated.sharing),
             *packing_assumptions(
@@ -128,6 +130,12 @@ def predict(
             ),
         ),
     )
+
+
+def _reference_s(cost: CostModel, model: ModelSpec, plan: ParallelPlan) -> float | None:
+    if not isinstance(cost, CalibratedCost):
+        return None
+    return cost.reference_s({layer.key for layer in model.layers_of(plan.shard)}, plan.microbatch_size)
 
 
 def recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:

@@ -104,6 +104,7 @@ class Measurement(Spec):
         complete: False when the run ended early; ``failure`` says why and the steps before it are kept.
         step_times_s: Steady steps: last rank's end minus first rank's start.
         warmup_step_times_s: The steps before, not counted.
+        reference_s: What the executor's reference product took between the steady steps: how fast the machine was.
         losses: Mean loss of every step, warm-up included.
         ranks: One entry per rank.
         first_step: Steps that the checkpoint had done with which the run began; 0 for a run from the beginning.
@@ -118,6 +119,7 @@ class Measurement(Spec):
     failure: str | None = None
     step_times_s: tuple[float, ...]
     warmup_step_times_s: tuple[float, ...] = ()
+    reference_s: float | None = None
     losses: tuple[float, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: int = 0

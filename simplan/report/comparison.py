@@ -34,6 +34,7 @@ def comparison_text(comparison: Comparison) -> str:
         f"the measured step time {interval} the predicted interval",
         f"actions, collectives and messages, and their order, are {actions}",
         f"unexplained on the measured critical path: {format_time(comparison.unexplained_s)} without a seen cause",
+        *_speed(comparison),
         "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
     ]
@@ -57,6 +58,12 @@ def format_spread(spread: float | None) -> str:
     '+/- 3.1 %'
     """
     return "" if spread is None else f"+/- {100 * spread:.1f} %"
+
+
+def _speed(comparison: Comparison) -> Iterator[str]:
+    """Whether the machine was as fast as when it was calibrated."""
+    if comparison.slowdown is not None:
+        yield f"a matrix product took {comparison.slowdown:.2f} times as long in the run as when it was calibrated"
 
 
 def _terms(comparison: Comparison) -> Iterator[str]:

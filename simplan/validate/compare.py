@@ -13,12 +13,15 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.measurement import Measurement
 from simplan.program.timeline import Timeline
 from simplan.units import GIB
-from simplan.validate.activity import UNEXPLAINED
+from simplan.validate.activity import UNEXPLAINED, Share
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_predicted
 
-__all__ = ["Comparison", "ComparisonRow", "compare"]
+__all__ = ["AT_THIS_SPEED", "Comparison", "ComparisonRow", "compare"]
+
+AT_THIS_SPEED = "step time, computing as fast as in the run"
+"""The row in which what is predicted of computing is slowed down as the reference product was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Comparison:
         notes: What to know when reading.
         terms: What the two critical paths are made of; their differences sum to that of the step times.
         splits: Where the step of each rank goes; on every rank the differences sum to that of the steps, too.
+        slowdown: How many times as long the same matrix product took in the run as when the machine was calibrated;
+            None where one of the two did not time it.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -66,6 +71,7 @@ class Comparison:
     notes: tuple[str, ...]
     terms: tuple[TermDifference, ...] = ()
     splits: tuple[RankSplit, ...] = ()
+    slowdown: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -85,6 +91,11 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     _same_job(prediction, measurement)
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
     rows = [_row("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
+    terms, splits = attribute(predicted, measurement)
+    slowdown = _slowdown(prediction, measurement)
+    if slowdown is not None:
+        predicted_s = prediction["step_time_s"] + (slowdown - 1) * _computing_s(terms)
+        rows.append(_row(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
     predicted_s, measured_s = _action_times(predicted), _action_times(measured)
     for stage_kind in sorted(
@@ -100,7 +111,6 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
                 _relative_spread(measured_s[stage_kind]),
             )
         )
-    terms, splits = attribute(predicted, measurement)
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
     notes = ["parts of the step are those of the representative step, the one with the median step time"]
@@ -114,7 +124,21 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
         notes=tuple(notes),
         terms=terms,
         splits=splits,
+        slowdown=slowdown,
     )
+
+
+def _slowdown(prediction: Mapping[str, Any], measurement: Measurement) -> float | None:
+    """How many times as long the reference product took in the run as in the calibration."""
+    calibrated_s = prediction.get("reference_s")
+    if calibrated_s is None or measurement.reference_s is None:
+        return None
+    return float(measurement.reference_s / calibrated_s)
+
+
+def _computing_s(terms: Iterable[TermDifference]) -> float:
+    """What computing takes of the predicted critical path."""
+    return sum(term.predicted_s for term in terms if term.share in (Share.COMPUTE, Share.OPTIMIZER))
 
 
 def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:

@@ -69,6 +69,11 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
     assert 100e6 < found.context_bytes < found.memory_bytes
     cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
     assert cost.covers(keys, 2, tuple(CollectiveKind))
+    # 2 * 384^3 operations: no core of today does a thousand times as many in a second, or as few, as one
+    reference_s = cost.reference_s(keys, 2)
+    assert reference_s is not None
+    assert 2 * 384**3 / 1e13 < reference_s < 2 * 384**3 / 1e8
+    assert cost.reference_s(keys, 3) is None
     layers_told = [done for done, what in told if "layers" in what]
     assert len(layers_told) > 1
     assert layers_told == sorted(set(layers_told))
@@ -95,6 +100,7 @@ def test_a_grid_prices_a_model_that_was_never_timed_and_an_interrupted_one_goes_
     larger = cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 32, 0)).seconds
     assert larger > cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 2, 0)).seconds
     (overlap,) = found.overlaps
+    assert cost.reference_s((), 2) == found.kernels[0].reference_s
     assert min(overlap.compute_slowdown, overlap.communication_slowdown) >= 1
     assert found.host_copies
 

@@ -76,6 +76,10 @@ def test_spans_do_not_overlap_and_lie_in_the_step(finished_run: Any) -> None:
         assert times[-1] <= max(finished_run.measurement.step_times_s)
 
 
+def test_how_fast_the_machine_was_is_recorded_outside_of_the_steps(finished_run: Any) -> None:
+    assert finished_run.measurement.reference_s > 0
+
+
 def test_messages_are_those_of_the_table(finished_run: Any) -> None:
     job = finished_run.job
     boundary_bytes = job.plan.microbatch_size * job.model.layers_of(job.plan.shard)[0].output_elements * 8

@@ -13,11 +13,13 @@ from simplan.program.action import Action, ActionKind, format_table
 from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.program.timeline import SpanKind
+from simplan.report.comparison import comparison_text
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
-from simplan.validate.compare import compare
+from simplan.validate.activity import Share
+from simplan.validate.compare import AT_THIS_SPEED, compare
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.structure import predicted_messages
 
@@ -157,3 +159,19 @@ def test_timelines_survive_the_file(prediction: Prediction) -> None:
     measured = measured_timeline(measure(prediction))
     predicted_compute = {(s.rank, s.action) for s in prediction.timeline.spans if s.stream == "compute"}
     assert {(s.rank, s.action) for s in measured.spans if s.stream == "compute"} == predicted_compute
+
+
+def test_a_machine_that_became_slower_is_told_apart_from_a_wrong_prediction(prediction: Prediction) -> None:
+    document = prediction.to_json()
+    assert compare(document, measure(prediction, reference_s=0.003)).slowdown is None  # nothing to compare it with
+    document["reference_s"] = 0.002
+    found = compare(document, measure(prediction, factor=1.5, reference_s=0.003))
+    assert found.slowdown == pytest.approx(1.5)
+    row = found.rows[1]
+    assert row.name == AT_THIS_SPEED
+    moving_s = sum(t.predicted_s for t in found.terms if t.share in (Share.EXPOSED_COMMUNICATION, Share.WAIT))
+    assert 0 < moving_s < prediction.step_time_s
+    assert row.predicted == pytest.approx(1.5 * prediction.step_time_s - 0.5 * moving_s)
+    assert row.signed_error is not None
+    assert abs(row.signed_error) < 0.02 < 0.3 < abs(found.rows[0].signed_error or 0.0)
+    assert "a matrix product took 1.50 times as long in the run" in comparison_text(found)
