@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,15 +28,20 @@ class Allocation:
     Attributes:
         num_bytes: Its size now.
         shape: Of the tensor it was made for.
-        made_in: The functions that made it, innermost first, as (file name, function).
+        callers: The code of the functions that made it, innermost first.
         born, died: ``Ledger.period`` in which it was made and let go; None for not yet.
     """
 
     num_bytes: int
     shape: tuple[int, ...]
-    made_in: tuple[tuple[str, str], ...]
+    callers: tuple[CodeType, ...]
     born: int
     died: int | None = None
+
+    @property
+    def made_in(self) -> Iterator[tuple[str, str]]:
+        """The functions that made it, innermost first, as (file name, function)."""
+        return map(_function, self.callers)
 
     @property
     def outlives_its_period(self) -> bool:
@@ -119,10 +126,16 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def _callers() -> tuple[tuple[str, str], ...]:
-    found = []
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        found.append((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+def _callers() -> tuple[CodeType, ...]:
+    """Of the function that calls the caller; this runs for every tensor, so names are read when they are asked for."""
+    found: list[CodeType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found.append(frame.f_code)
         frame = frame.f_back
     return tuple(found)
+
+
+@cache
+def _function(code: CodeType) -> tuple[str, str]:
+    return Path(code.co_filename).name, code.co_name
