@@ -9,12 +9,14 @@ import streamlit as st
 from app import state
 from app.theme import STYLE
 
-_PAGES = Path(__file__).resolve().parent / "views"
+_FOLDER = Path(__file__).resolve().parent
+_PAGES = _FOLDER / "views"
+_ICON = str(_FOLDER / "icon.svg")  # an icon by name would be fetched from another host
 
 
 def main() -> None:
     """Runs the page that is asked for."""
-    st.set_page_config(page_title="simplan", page_icon=":material/lan:", layout="wide", menu_items={"About": _ABOUT})
+    st.set_page_config(page_title="simplan", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
     st.html(STYLE)
     state.open_link()
     pages = [

@@ -18,6 +18,7 @@ from benchmarks.large_plan import large_plan
 from benchmarks.pipeline_speed import pipeline_speed
 from benchmarks.search_speed import search_speed
 from benchmarks.table import Row, to_markdown
+from benchmarks.workbench import workbench
 
 _ALL: dict[str, Callable[[], list[Row]]] = {
     "closed-forms": closed_forms,
@@ -28,6 +29,7 @@ _ALL: dict[str, Callable[[], list[Row]]] = {
     "large-plan": large_plan,
     "cold-start": cold_start,
     "accuracy": accuracy,
+    "workbench": workbench,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")
 

@@ -25,6 +25,7 @@ from simplan.search import Progress, SearchResult, search
 __all__ = ["TASKS", "main"]
 
 _PAUSE_S = 0.25
+_NICE = 10
 _Tell = Callable[[Update], None]
 
 _SMALL = """
@@ -70,7 +71,8 @@ TASKS: dict[str, Callable[[Any, _Tell], Any]] = {"search": search_plans, "accura
 
 
 def main() -> None:
-    """Does what it is asked."""
+    """Does what it is asked, and gives way to the pages."""
+    os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may have ignored it
     with os.fdopen(os.dup(1), "wb") as channel:
         os.dup2(2, 1)  # what a library prints is no message

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PAGES", "SMALL", "browser", "opened", "serving", "settled"]
+__all__ = ["DRAWN", "PAGES", "SMALL", "browser", "opened", "serving", "settled"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("plan", "search", "timeline", "scale", "validate", "learn")
@@ -23,6 +23,12 @@ SMALL = (
     "&software=torch&plan.pp=2&plan.dp_replicate=2"
 )
 """A scenario that is answered in a moment."""
+DRAWN = """
+() => document.querySelector('[data-testid=stApp][data-test-script-state=notRunning]')
+  && !document.querySelector('[data-testid=stSkeleton]')
+  && [...document.querySelectorAll('.js-plotly-plot')].every(chart => chart.querySelector('.main-svg .infolayer'))
+"""
+"""Whether Streamlit has done what it was asked, and figures are there; for a browser."""
 
 
 @contextmanager
@@ -62,8 +68,8 @@ def opened(page: Any, url: str) -> None:
 
 
 def settled(page: Any) -> None:
-    """Waits until Streamlit has done what it was asked."""
-    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
+    """Waits until Streamlit has done what it was asked and all figures are drawn."""
+    page.wait_for_function(DRAWN)
 
 
 def _free_port() -> int:

@@ -19,9 +19,13 @@ def address(served: str, name: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_opens_without_a_complaint(page: Any, served: str, name: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     opened(page, address(served, name))
     assert page.locator("[data-testid=stException]").count() == 0
     assert "bug of simplan" not in page.content()
+    others = [url for url in asked if not url.startswith((served, "data:", "blob:"))]
+    assert not others, "it works without any other host"
 
 
 def test_a_change_changes_the_answer_and_the_address(page: Any, served: str) -> None:
@@ -32,7 +36,7 @@ def test_a_change_changes_the_answer_and_the_address(page: Any, served: str) -> 
     batch.fill("64")
     batch.press("Enter")
     page.wait_for_function("before => !document.body.innerText.includes(before)", arg=before)
-    assert "training.global_batch_size=64" in page.url
+    page.wait_for_url(lambda url: "training.global_batch_size=64" in url)  # written when the whole page is there
 
 
 def test_a_download_is_the_scenario_that_was_asked(page: Any, served: str, tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""The workbench in a real browser: what people wait for, by the browser's own clock."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import Row
+from tests.browser.serving import DRAWN, PAGES, browser, opened, serving, settled
+
+__all__ = ["workbench"]
+
+_ROUNDS = 5
+_USERS = 10
+_PLAN = "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64&software=torch"
+_PLAN += "&training.global_batch_size=128&training.precision=bf16&plan.tp=8&plan.dp_shard=8&plan.recompute=full"
+_GPT3 = "model.preset=gpt3-175b&model.vocab_size=51200&model.tied_embeddings=false&cluster.preset=dgx-a100-80gb"
+_GPT3 += "&cluster.num_devices=1024&training.global_batch_size=1536&software=torch"
+_SEEN = """
+(() => {
+  const main = '[data-testid=stMainBlockContainer] ';
+  const first = ['stAlert', 'stMetric', 'stSelectbox', 'stMultiSelect', 'stHeading', 'stTabs', 'stPlotlyChart']
+    .map(name => `${main}[data-testid=${name}]`).join(', ');
+  const seen = window.seen = {};
+  const look = () => {
+    if (!seen.first_ms && document.querySelector(first)) seen.first_ms = performance.now();
+    const now = performance.now();
+    const whole = seen.first_ms && (DRAWN)();
+    if (!whole) seen.since_ms = 0;
+    else seen.since_ms ||= now;
+    if (whole && now - seen.since_ms > 400) seen.whole_ms ||= seen.since_ms;
+    requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+})();
+""".replace("DRAWN", DRAWN)
+"""When the page has something of its own, and when all of it is drawn; looked at in every frame."""
+
+_ANSWERED = """
+() => {
+  const value = () => document.querySelector('[data-testid=stMetricValue]')?.textContent;
+  const before = value(), answered = window.answered = {};
+  document.addEventListener('keydown', event => { answered.key_ms ??= event.timeStamp; }, {once: true, capture: true});
+  const look = () => {
+    if (answered.key_ms && value() && value() !== before) answered.ms = performance.now() - answered.key_ms;
+    else requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+}
+"""
+"""From the key that moves the slider to the frame that shows another step time."""
+
+_PLANS = """
+() => {
+  const found = window.found = {longest_ms: 0};
+  let last = 0;
+  document.addEventListener('click', event => { found.click_ms ??= last = event.timeStamp; },
+    {once: true, capture: true});
+  const look = () => {
+    const now = performance.now();
+    if (found.click_ms) {
+      found.longest_ms = Math.max(found.longest_ms, now - last);
+      last = now;
+      if (!found.ms && document.querySelector('[data-testid=stMetricValue]')) found.ms = now - found.click_ms;
+    }
+    requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+}
+"""
+"""From the click on Search to the first plans, and the longest time without a frame."""
+
+
+def workbench() -> list[Row]:
+    """Pages, a slider, a search, and ten users at once; each on a server that has been asked before."""
+    if find_spec("playwright") is None:
+        return [Row("workbench in a browser", "", "not measured: `make test-browser` installs what it needs", ok=True)]
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (url, pid), browser() as chromium:
+        rows = [*_pages(chromium, url), _slider(chromium, url), *_search(chromium, url)]
+        return [*rows, *_users(chromium, url, pid)]
+
+
+def _pages(chromium: Any, url: str) -> Iterator[Row]:
+    for name in PAGES:
+        address = f"{url}/{'' if name == 'plan' else name}?{_PLAN}"
+        seen = [_load(chromium, address) for _ in range(_ROUNDS + 1)][1:]  # the first one asks what is not known yet
+        first, whole = ([one[key] / 1e3 for one in seen] for key in ("first_ms", "whole_ms"))
+        found = f"{_spread(first)}; all of it drawn {_spread(whole)}"
+        yield Row(f"workbench: {name}, first paint", "under 2 s", found, statistics.median(first) < 2)
+
+
+def _load(chromium: Any, address: str) -> dict[str, float]:
+    """Opens a page with nothing in the browser's cache."""
+    context = chromium.new_context(viewport={"width": 1440, "height": 1000})
+    context.add_init_script(_SEEN)
+    tab = context.new_page()
+    tab.goto(address)
+    tab.wait_for_function("() => window.seen.whole_ms", timeout=60_000)
+    seen: dict[str, float] = tab.evaluate("() => window.seen")
+    context.close()
+    return seen
+
+
+def _slider(chromium: Any, url: str) -> Row:
+    """Pipeline and tensor-parallel ranks, there and back: every position is a question that nobody asked before."""
+    tab = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
+    taken_ms: list[float] = []
+    for batch in (64, 192, 256, 320):
+        opened(tab, f"{url}/?{_PLAN.replace('batch_size=128', f'batch_size={batch}')}")
+        tab.locator("[data-testid=stPlotlyChart] .main-svg").first.wait_for()
+        slider = tab.get_by_role("slider", name="Tensor parallel")
+        for key in ("ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight"):
+            slider.focus()
+            tab.evaluate(_ANSWERED)
+            tab.keyboard.press(key)
+            tab.wait_for_function("() => window.answered.ms", timeout=60_000)
+            taken_ms.append(tab.evaluate("() => window.answered.ms"))
+            settled(tab)
+    tab.context.close()
+    what = "workbench: a slider of Plan to the new step time, 64 devices"
+    return Row(what, "under 300 ms", _spread(taken_ms, "ms", 0), statistics.median(taken_ms) < 300)
+
+
+def _search(chromium: Any, url: str) -> Iterator[Row]:
+    tab = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
+    opened(tab, f"{url}/search?{_GPT3}")
+    tab.wait_for_timeout(8_000)  # the worker that waits ready has loaded what it needs
+    tab.evaluate(_PLANS)
+    tab.get_by_role("button", name="Search", exact=True).click()
+    tab.wait_for_function("() => window.found.ms", timeout=60_000)
+    first_s = tab.evaluate("() => window.found.ms") / 1e3
+    other = _load(chromium, f"{url}/?{_PLAN}")["first_ms"] / 1e3
+    longest_s = tab.evaluate("() => window.found.longest_ms") / 1e3
+    tab.locator("[data-testid=stMainBlockContainer]").get_by_role("button", name="Stop").click()
+    tab.context.close()
+    name = "workbench: search of GPT-3 175B on 1,024 devices"
+    yield Row(f"{name}, first plans", "under 2 s", f"{first_s:.2f} s", first_s < 2)
+    found = f"another page opens in {other:.2f} s meanwhile; the longest time without a frame is {longest_s:.2f} s"
+    yield Row(f"{name}, responsiveness", "under 2 s", found, other < 2)
+
+
+def _users(chromium: Any, url: str, pid: int) -> Iterator[Row]:
+    """Ten tabs open ten different questions at once and ask one more each."""
+    tabs = []
+    for user in range(_USERS):
+        context = chromium.new_context(viewport={"width": 1440, "height": 1000})
+        context.add_init_script(_SEEN)
+        tabs.append(context.new_page())
+        name = ("plan", "timeline", "scale", "learn", "plan")[user % 5]
+        scenario = _PLAN.replace("batch_size=128", f"batch_size={96 + 32 * user}")
+        tabs[-1].goto(f"{url}/{'' if name == 'plan' else name}?{scenario}", wait_until="commit")
+    for tab in tabs:
+        tab.wait_for_function("() => window.seen.whole_ms", timeout=240_000)
+    first = [tab.evaluate("() => window.seen.first_ms") / 1e3 for tab in tabs]
+    used = _used_bytes(pid)
+    bad = sum(tab.locator("[data-testid=stException]").count() + ("bug of simplan" in tab.content()) for tab in tabs)
+    for tab in tabs:
+        tab.context.close()
+    what = f"workbench: {_USERS} users open a page each at once, after all of the above"
+    yield Row(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}", not bad)
+    found = f"{used / 2**30:.2f} GiB in {len(_family(pid))} processes (proportional set size)"
+    yield Row(f"{what}: memory of server and workers", "under 1.5 GiB", found, used < 1.5 * 2**30)
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    found = [pid]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += [int(child) for child in children.read_text().split()]
+    return found
+
+
+def _used_bytes(pid: int) -> int:
+    """Memory of a family; what several share is counted once."""
+    total = 0
+    for member in _family(pid):
+        for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def _spread(values: Sequence[float], unit: str = "s", digits: int = 2) -> str:
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} {unit} (of {len(values)}, {low:.{digits}f} to {high:.{digits}f})"
