@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from executor.heartbeat import Beat, RankState
+from executor.out_of_memory import RankOutOfMemoryError, predicted_peak
 from executor.rank import RankFiles
 from executor.stalls import is_action
 from executor.team import Failure
+from simplan.program.action import Action
 
 __all__ = ["cause_of", "read_exits"]
 
@@ -29,7 +31,14 @@ def read_exits(file: Path) -> list[dict[int, int]]:
 
 
 def cause_of(
-    exits: Mapping[int, int], files: Sequence[RankFiles], beats: Sequence[Beat | None], log_file: Path, attempt: int = 0
+    exits: Mapping[int, int],
+    files: Sequence[RankFiles],
+    beats: Sequence[Beat | None],
+    log_file: Path,
+    attempt: int = 0,
+    *,
+    kernel_killed: bool = False,
+    predicted_bytes: Sequence[int] = (),
 ) -> Failure:
     """What to say about ranks that ended early.
 
@@ -42,6 +51,8 @@ def cause_of(
         beats: Their last signs of life.
         log_file: Of torchrun.
         attempt: Errors of other attempts are not looked at.
+        kernel_killed: The kernel has killed processes of this host for want of memory since the ranks were started.
+        predicted_bytes: By rank, what it was predicted to need; empty without a prediction.
     """
     errors = {}
     for rank, file in enumerate(files):
@@ -53,7 +64,10 @@ def cause_of(
         return any(text in errors[rank]["message"] for text in _SECONDARY)
 
     def killed(rank: int) -> str:
-        return f"rank {rank} was killed by signal {-exits[rank]}{_at(beats[rank])}"
+        predicted = predicted_bytes[rank] if predicted_bytes else None
+        by_kernel = kernel_killed and exits[rank] == -signal.SIGKILL
+        by_whom = f", by the kernel for want of memory; {predicted_peak(predicted)}" if by_kernel else ""
+        return f"rank {rank} was killed by signal {-exits[rank]}{_at(beats[rank])}{by_whom}"
 
     def left(rank: int) -> str:
         beat = beats[rank]
@@ -64,8 +78,8 @@ def cause_of(
     def raised(rank: int) -> str:
         message = " ".join(str(errors[rank]["message"]).split())
         trace = f"the traceback is in {files[rank].log}"
-        if errors[rank]["type"] == "RankOutOfMemoryError":
-            return f"rank {rank} ran out of memory{_at(beats[rank])}: {message}; {trace}"
+        if errors[rank]["type"] == RankOutOfMemoryError.__name__:
+            return f"rank {rank} ran out of memory {_during(beats[rank])}: {message}; {trace}"
         return f"rank {rank} raised {errors[rank]['type']}: {message[:500]}{_at(beats[rank])}; {trace}"
 
     signalled = [rank for rank in sorted(exits) if exits[rank] < 0]
@@ -96,3 +110,12 @@ def _at(beat: Beat | None) -> str:
     if beat is None or not is_action(beat.doing):
         return ""
     return f" in {beat.doing} of step {beat.step + 1}"
+
+
+def _during(beat: Beat | None) -> str:
+    """Where it was, in words for those who do not know the letters of actions."""
+    if beat is None:
+        return "before it had started"
+    if not is_action(beat.doing):
+        return f"while {beat.doing}"
+    return f"in the {Action.parse(beat.doing).in_words()} ({beat.doing} of step {beat.step + 1})"

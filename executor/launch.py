@@ -13,7 +13,7 @@ from typing import Protocol
 
 from executor.causes import cause_of, read_exits
 from executor.heartbeat import Beat, read_beat
-from executor.processes import PARENT_VARIABLE, kill_sessions
+from executor.processes import PARENT_VARIABLE, kill_sessions, num_kernel_kills
 from executor.rank import FIRST_RANK_VARIABLE, RankFiles
 from executor.stalls import Stall, find_stall
 from executor.team import Failure, OtherNodeError, Team
@@ -78,6 +78,7 @@ def launch_ranks(
     team: Team | None = None,
     max_restarts: int = 0,
     on_restart: Callable[[str], None] | None = None,
+    predicted_bytes: Sequence[int] = (),
 ) -> None:
     """Runs ``python -m MODULE ARGS`` as ranks on this machine until all have finished.
 
@@ -94,6 +95,7 @@ def launch_ranks(
         team: The other nodes of the run, of whose ranks this machine has its part; None for all ranks here.
         max_restarts: How often torchrun starts all ranks again when some failed or hang.
         on_restart: Called with why, each time.
+        predicted_bytes: By rank, what it was predicted to need on its device; for saying so when it was too much.
 
     Raises:
         RanksError: A rank raised, was killed, left early or hung; one sentence says which and why.
@@ -106,7 +108,7 @@ def launch_ranks(
     for rank in ours:
         files[rank].remove()
     agent = start_agent(failures, module, args, num_ranks, log_file, team, max_restarts)
-    attempts = _Attempts(failures, files, log_file, max_restarts, on_restart)
+    attempts = _Attempts(failures, files, log_file, max_restarts, on_restart, predicted_bytes)
     beats: Beats = ()
     try:
         while True:
@@ -143,11 +145,14 @@ class _Attempts:
         log_file: Path,
         max_restarts: int,
         on_restart: Callable[[str], None] | None,
+        predicted_bytes: Sequence[int],
     ) -> None:
         self._failures, self._files, self._log_file = failures, files, log_file
         self._max_restarts, self._on_restart = max_restarts, on_restart
+        self._predicted_bytes = predicted_bytes
         self._num_restarts = 0
         self._hung: dict[int, tuple[float, str]] = {}
+        self._kernel_kills = num_kernel_kills()
         self.started_s = time.monotonic()
 
     def look(self, beats: Beats) -> Beats:
@@ -178,7 +183,15 @@ class _Attempts:
         if attempt in self._hung:
             return Failure(sentence=self._hung[attempt][1])
         found = exits[attempt] if attempt < len(exits) else {}
-        return cause_of(found, self._files, beats, self._log_file, attempt)
+        return cause_of(
+            found,
+            self._files,
+            beats,
+            self._log_file,
+            attempt,
+            kernel_killed=num_kernel_kills() > self._kernel_kills,
+            predicted_bytes=self._predicted_bytes,
+        )
 
 
 def _node_files(out_dir: Path, team: Team | None) -> tuple[Path, Path]:

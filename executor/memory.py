@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from simplan.program.measurement import PeakMemory
 
-__all__ = ["context_bytes", "peak_allocated_bytes", "peak_memory"]
+__all__ = ["context_bytes", "peak_allocated_bytes", "peak_memory", "process_bytes"]
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -48,11 +48,19 @@ def context_bytes(device: torch.device) -> int:
     return peak_memory(device).device_bytes or 0
 
 
-def _peak_resident_bytes() -> int:
+def process_bytes(what: str) -> int | None:
+    """What Linux counts of this process: ``VmHWM`` (peak resident), ``VmRSS``, ``VmSize``; None elsewhere."""
     status = Path("/proc/self/status")
-    if status.exists():  # unlike getrusage, not raised by the process we were forked from
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+    if not status.exists():
+        return None
+    line = next(line for line in status.read_text().splitlines() if line.startswith(f"{what}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _peak_resident_bytes() -> int:
+    peak = process_bytes("VmHWM")  # unlike getrusage, not raised by the process we were forked from
+    if peak is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["PARENT_VARIABLE", "die_with_parent", "kill_sessions"]
+__all__ = ["PARENT_VARIABLE", "die_with_parent", "kill_sessions", "num_kernel_kills"]
 
 PARENT_VARIABLE = "SIMPLAN_PARENT"
 """Environment variable in which a process tells its children its id."""
@@ -36,3 +37,12 @@ def kill_sessions(leaders: Iterable[int]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(leader) == leader:
                 os.killpg(leader, signal.SIGKILL)
+
+
+def num_kernel_kills() -> int:
+    """How many processes Linux has killed on this host for want of memory since it started; elsewhere 0."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))

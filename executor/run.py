@@ -189,4 +189,5 @@ def _run_here(
         team=team,
         max_restarts=0 if job.checkpointing is None or team is not None else job.checkpointing.max_restarts,
         on_restart=on_restart,
+        predicted_bytes=job.predicted_memory_bytes,
     )

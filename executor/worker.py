@@ -21,6 +21,7 @@ from executor.clock import make_clock
 from executor.groups import make_groups
 from executor.heartbeat import Heartbeat, RankState
 from executor.memory import peak_allocated_bytes, peak_memory
+from executor.out_of_memory import told_when_out_of_memory
 from executor.rank import RankFiles, attempt, live_as_rank
 from executor.recorder import Recorder
 from executor.reference import Reference
@@ -79,12 +80,22 @@ def main(argv: list[str]) -> None:
 
 def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
     job = Job.model_validate_json(job_file.read_bytes())
-    mapping = RankMapping.of(job.plan)
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     if job.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
     start_rank(device, job.timeout_s)
+    predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
+    with told_when_out_of_memory(device, predicted_bytes):
+        _train(job, out_dir, device, heartbeat, rank)
+    heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
+    _barrier(device)
+    dist.destroy_process_group()
+
+
+def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, rank: int) -> None:
+    """From building the model to the measured memory."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
+    mapping = RankMapping.of(job.plan)
     table = job.parsed_table()
     groups = make_groups(job.plan, table, rank, tied=job.model.tied_embeddings)
     recorder = Recorder(table[mapping.place(rank).pp], make_clock(device), heartbeat)
@@ -105,9 +116,6 @@ def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
         del trainer, checkpoints
         memory = _memory(job, build, device, recorder, heartbeat)
         print(memory.model_dump_json(), file=steps, flush=True)
-    heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
-    _barrier(device)
-    dist.destroy_process_group()
 
 
 def _timed_steps(

@@ -27,6 +27,7 @@ def job_of(prediction: Prediction, **options: Any) -> Job:
         "software": prediction.software,
         "boundaries": prediction.assignment.boundaries,
         "table": tuple(tuple(row) for row in format_table(prediction.table)),
+        "predicted_memory_bytes": tuple(memory.device_bytes for memory in prediction.memory),
         "dtype": {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision),
     }
     return Job(**(fields | options))

@@ -46,6 +46,20 @@ class ActionKind(StrEnum):
 
 _COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
 _PER_STAGE = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM})
+_WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward for the input",
+    ActionKind.BACKWARD_WEIGHT: "backward for the weights",
+    ActionKind.SEND_F: "sending the output",
+    ActionKind.RECV_F: "receiving the input",
+    ActionKind.SEND_B: "sending the gradient",
+    ActionKind.RECV_B: "receiving the gradient",
+    ActionKind.UNSHARD: "gathering the parameters",
+    ActionKind.RESHARD: "freeing the gathered parameters",
+    ActionKind.REDUCE_GRAD: "reduction of the gradients",
+    ActionKind.OPTIM: "optimizer step",
+}
 _TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|OPTIM|[FBIW])(\d{1,9})?")
 
 
@@ -64,6 +78,17 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    def in_words(self) -> str:
+        """For people who do not know the letters.
+
+        >>> Action.parse("1F3").in_words(), Action.parse("0OPTIM").in_words()
+        ('forward of microbatch 3, stage 1', 'optimizer step of stage 0')
+        """
+        what = _WORDS[self.kind]
+        if self.microbatch is None:
+            return f"{what} of stage {self.stage}"
+        return f"{what} of microbatch {self.microbatch}, stage {self.stage}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -38,6 +38,7 @@ class Job(Spec):
         device: ``auto`` takes CUDA devices when there are enough, else the CPU.
         timeout_s: A rank that makes no progress for so long ends the run.
         checkpointing: How the state is kept; None for not at all.
+        predicted_memory_bytes: By rank, what the prediction says it needs on its device; empty without a prediction.
         profile_memory: Run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -55,6 +56,7 @@ class Job(Spec):
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 120.0
+    predicted_memory_bytes: tuple[Annotated[int, Field(ge=0)], ...] = ()
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
 

@@ -61,6 +61,7 @@ def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
         catalogue.software("torch"),
     )
     job = job_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    assert len(job.predicted_memory_bytes) == job.plan.num_devices
     measurement = run_job(job, tmp_path)
     assert compare(prediction.to_json(), measurement).structure_equal
     for rank, predicted in predicted_messages(job).items():

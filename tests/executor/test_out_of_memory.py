@@ -1,0 +1,109 @@
+"""A rank without enough memory: what is said of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.heartbeat import read_beat
+from executor.out_of_memory import RankOutOfMemoryError, asked_for, told_when_out_of_memory
+from executor.rank import RankFiles
+from executor.run import run_job
+from simplan.errors import RunError
+from simplan.units import MIB
+from tests.executor.conftest import RANK_PROGRAMS
+
+CPU = torch.device("cpu")
+GROUP_BYTES = 16 * MIB
+TOO_MUCH_BYTES = 2**60  # more than any machine can map
+
+
+def test_a_rank_out_of_memory_is_told_with_its_action_and_its_prediction(
+    tmp_path: Path, make_job: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address space is limited by the system; the logits of a microbatch are several times what is left of it."""
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    model = make_model("llama", vocab_size=40_000)
+    job = make_job("gpipe", pp=2, model=model, predicted_memory_bytes=(100 * MIB, 200 * MIB))
+    with pytest.raises(RunError) as caught:
+        run_job(job, tmp_path, rank_module="limited_worker")
+    assert re.fullmatch(
+        r"rank 1 ran out of memory in the forward of microbatch 2, stage 1 \(1F2 of step 1\): "
+        r"it held [\d.]+ [MG]iB and asked for 7\.3 MiB more, where a process may map \(ulimit -v\) [\d.]+ [MG]iB; "
+        r"a peak of 200\.0 MiB was predicted for it; the traceback is in \S+/rank1\.log",
+        str(caught.value),
+    )
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """The list of processes of a control group with little memory: the kernel kills one that wants more."""
+    group = Path("/sys/fs/cgroup/memory") / f"simplan{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(GROUP_BYTES))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield group / "cgroup.procs"
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(
+    small_memory: Path, tmp_path: Path, make_job: Any, make_model: Any
+) -> None:
+    """Rank 1 is put among the poor before it begins; its part of the model is larger than what they may have."""
+    moved: list[int] = []
+
+    def move_rank_1(step: int, of: int) -> None:
+        del of
+        beat = read_beat(RankFiles(tmp_path, 1).heartbeat)
+        if step == 1 and beat is not None:
+            small_memory.write_text(str(beat.pid))
+            moved.append(beat.pid)
+
+    model = make_model("llama", vocab_size=200_000)
+    job = make_job("gpipe", pp=2, model=model, num_steps=1000, predicted_memory_bytes=(100 * MIB, 200 * MIB))
+    with pytest.raises(RunError) as caught:
+        run_job(job, tmp_path, move_rank_1)
+    assert moved
+    assert re.fullmatch(
+        r"rank 1 was killed by signal 9( in 1[A-Z]\w* of step \d+)?, by the kernel for want of memory; "
+        r"a peak of 200\.0 MiB was predicted for it",
+        str(caught.value),
+    )
+
+
+def test_torch_says_what_it_asked_for() -> None:
+    said = r"asked for 1073741824\.00 GiB more, where the host has .* no peak"
+    with pytest.raises(RankOutOfMemoryError, match=said), told_when_out_of_memory(CPU, None):
+        torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8)
+    assert asked_for("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of") == 2.5 * 2**30
+    assert asked_for("std::bad_alloc") is None
+
+
+def wrapped(error: Exception) -> Exception:
+    """As torch's pipelines wrap what a stage raises."""
+    outer = RuntimeError("failed to run forward")
+    outer.__cause__ = error
+    return outer
+
+
+SHORTAGES = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")]
+
+
+@pytest.mark.parametrize("error", [*SHORTAGES, *map(wrapped, SHORTAGES)], ids=repr)
+def test_every_lack_of_memory_is_known(error: Exception) -> None:
+    with pytest.raises(RankOutOfMemoryError), told_when_out_of_memory(CPU, None):
+        raise error
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match=r"^boom$"), told_when_out_of_memory(CPU, None):
+        raise RuntimeError("boom")
