@@ -252,6 +252,9 @@ def _plan(run: PublishedRun) -> ParallelPlan:
     for recipe in recipes_of(run):
         if recipe.offload_layers is not None:
             fields |= {"offload_activations": True, "offload_layers": recipe.offload_layers}
+        if recipe.virtual_stages is not None and schedule == "1f1b":
+            schedule, virtual_stages = "interleaved_1f1b", recipe.virtual_stages
+            facts = SCHEDULE_FACTS[schedule]
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm

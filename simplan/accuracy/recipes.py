@@ -35,6 +35,7 @@ class Recipe:
         weights: How often weights in 8 bits are quantized; None where it is not set.
         states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
         offload_layers: How many blocks have their activations on the host; None where it is not set.
+        virtual_stages: Stages of a pipeline rank, of a table that has no column for them; None where it is not set.
         expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
     """
@@ -51,6 +52,7 @@ class Recipe:
     weights: QuantizedWeights | None = None
     states: Mapping[str, int] = field(default_factory=dict)
     offload_layers: int | None = None
+    virtual_stages: int | None = None
     expandable_segments: bool = False
     source: str
 
@@ -62,6 +64,7 @@ class Recipe:
             "weights held in 8 bits": self.weights == "stored",
             **{f"{name} of {width} bytes a parameter": True for name, width in self.states.items()},
             f"activations of {self.offload_layers} blocks on the host": self.offload_layers is not None,
+            f"{self.virtual_stages} stages a pipeline rank": self.virtual_stages is not None,
             "an allocator with expandable segments": self.expandable_segments,
         }
         return ", ".join(word for word, holds in words.items() if holds)
@@ -162,6 +165,20 @@ RECIPES: tuple[Recipe, ...] = (
         tasks=("sft",),
         states={"master": 2, "moment": 2},
         source=f"{_LAUNCHER}: launcher_scripts/conf/peft/llama/sft.yaml: optim.dtype = bf16",
+    ),
+    *(
+        Recipe(
+            framework="nemo",
+            since=(24, 7),
+            tasks=("sft",),
+            models=(model,),
+            num_devices=(devices,),
+            virtual_stages=stages,
+            source=f"{_LAUNCHER}: examples/peft/llama/h100/{script}.sh set "
+            f"virtual_pipeline_model_parallel_size={stages}; the tables of fine-tuning (NVIDIA/NeMo at 070a0bb, "
+            "docs/source/performance/performance_summary.md) have no column for it",
+        )
+        for model, devices, stages, script in (("llama2-13b", 8, 10, "13b_1node"), ("llama2-70b", 16, 20, "70b_2node"))
     ),
     Recipe(
         framework="nemo",

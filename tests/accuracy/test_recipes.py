@@ -41,6 +41,20 @@ def test_optimizer_states_of_nemo_are_in_16_bits_where_models_are_tuned(task: st
     assert found.software.state(found.training, found.plan).optimizer_bytes("adamw") == width
 
 
+def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script() -> None:
+    shape: dict[str, Any] = {
+        "model__num_hidden_layers": 40,
+        "cluster__num_devices": 8,
+        "plan__pp": 4,
+        "plan__schedule": "1f1b",
+    }
+    tuned: dict[str, Any] = {"software__framework": "nemo", "software__version": "NeMo24.07", "task": "sft", **shape}
+    tuned |= {"plan__dp_shard": 2, "plan__precision": "fp8"}
+    found = job_of_run(run(**tuned, model__name="llama2-13b")).plan
+    assert (found.virtual_stages, found.schedule, len(found.stage_layers or ())) == (10, "interleaved_1f1b", 40)
+    assert job_of_run(run(**tuned, model__name="another-13b")).plan.virtual_stages == 1
+
+
 def test_what_recipes_set_is_told() -> None:
     assert "as its recipe says: gradients reduced in bf16" in job_of_run(bridge()).notes
     assert all(recipe.settings and recipe.source for recipe in RECIPES)
