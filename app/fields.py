@@ -10,7 +10,7 @@ import streamlit as st
 
 from app import state
 
-__all__ = ["choice", "get", "number", "put", "remembered_choice", "remembered_number", "switch"]
+__all__ = ["choice", "get", "kept_number", "number", "put", "remembered_choice", "remembered_number", "switch"]
 
 Path = tuple[str, ...]
 _Changed = Callable[[], None]
@@ -112,14 +112,19 @@ def remembered_choice(label: str, name: str, options: Sequence[Any], default: An
     return st.selectbox(label, options, key=key, on_change=_remember, args=(name, key, default), **more)
 
 
+def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
+    """A number that a page remembers, without asking for it; the default where it is no number within the limits."""
+    value = state.view(name, default)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable and least <= value <= most else default
+
+
 def remembered_number(
     label: str, name: str, default: float, *, least: float = 0.0, most: float = 1e15, **more: Any
 ) -> float:
     """A number that a page remembers."""
-    value = state.view(name, default)
     key = f"view:{name}"
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    st.session_state[key] = float(value) if usable and least <= value <= most else default
+    st.session_state[key] = kept_number(name, default, least=least, most=most)
     found: float = st.number_input(label, least, most, key=key, on_change=_remember, args=(name, key, default), **more)
     return found
 

@@ -170,6 +170,7 @@ def _show_ranked(rows: list[dict[str, object]]) -> None:
     st.dataframe(
         frame.style.format({name: form for name, form in _FORMS.items() if name in shown}, na_rep=""),
         hide_index=True,
+        placeholder="",  # what is not known yet, and of plans that are on the front alone never asked
         height=min(36 * (len(frame) + 1), 420),
         column_config={
             "rank": column.TextColumn("#", width=50, help="front: nothing is better in both objectives"),

@@ -129,7 +129,7 @@ def _show(accuracy: Accuracy) -> None:
     shown = ["id", "predicted_step_time_s", "measured_step_time_s", "step_time_error", "in_step_time_interval"]
     shown += ["predicted_peak_memory_gib", "measured_peak_memory_gib", "reason", "notes"]
     st.subheader("Runs, the worst first")
-    st.dataframe(frame[shown], hide_index=True, height=320)
+    st.dataframe(frame[shown], hide_index=True, height=320, placeholder="")
     download("Runs", "published runs", "csv", csv_text(rows))
     skipped = [outcome for outcome in accuracy.outcomes if outcome.predicted is None]
     if skipped:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.fields import remembered_number
+from app.fields import kept_number, remembered_number
 from app.results.headline import Headline, training_of
 from app.words import meaning
 from simplan.scenario import Scenario
 from simplan.units import format_bytes, format_count, format_percent, format_time
 
-__all__ = ["show_budget", "show_numbers", "show_verdict"]
+__all__ = ["kept_budget", "show_budget", "show_numbers", "show_verdict"]
 
-_MILLION, _BILLION = 1e6, 1e9
+_LEAST, _MOST = 0.001, 1e9
+_PRICE, _MOST_PRICE = "price", 1e6
 
 
 def show_verdict(headline: Headline, host_words: str = "") -> None:
@@ -39,22 +40,33 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
             st.error(f"**Does not fit**: {of}, {format_bytes(-spare)} ({share}) too much", icon=":material/cancel:")
 
 
-def show_budget(*, images: bool) -> tuple[float, float | None]:
-    """Asks for what is to be trained on and for the price of a device.
+def kept_budget(*, images: bool) -> tuple[float, float | None]:
+    """What is to be trained on, and the price of a device.
 
     Returns:
         Tokens (images, for models of them), and the price per device and hour, None without one.
     """
-    left, right = st.columns(2)
-    with left:
-        label, name, scale = (
-            ("Images (million)", "images", _MILLION) if images else ("Tokens (billion)", "tokens", _BILLION)
-        )
-        start = 300.0 if images else 1000.0
-        budget = remembered_number(label, name, start, least=0.001, most=1e9, help="How much is trained on in all")
-    with right:
-        price = remembered_number("Price", "price", 0.0, most=1e6, help="Yours, per device and hour; 0 for no cost")
-    return budget * scale, price or None
+    _, name, scale, start = _budget(images=images)
+    budget = kept_number(name, start, least=_LEAST, most=_MOST)
+    return budget * scale, kept_number(_PRICE, 0.0, most=_MOST_PRICE) or None
+
+
+def show_budget(*, images: bool) -> None:
+    """Asks for both in the sidebar."""
+    label, name, _, start = _budget(images=images)
+    with st.sidebar:
+        st.markdown("###### Budget")
+        left, right = st.columns(2)
+        with left:
+            remembered_number(label, name, start, least=_LEAST, most=_MOST, help="How much is trained on in all")
+        with right:
+            about = "Yours, per device and hour; 0 for no cost"
+            remembered_number("Price", _PRICE, 0.0, most=_MOST_PRICE, help=about)
+
+
+def _budget(*, images: bool) -> tuple[str, str, float, float]:
+    """How it is called, kept, counted, and what it is at first."""
+    return ("Images (million)", "images", 1e6, 300.0) if images else ("Tokens (billion)", "tokens", 1e9, 1000.0)
 
 
 def show_numbers(asked: Scenario, headline: Headline, budget: float, price: float | None) -> None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from app.jobs.messages import Done, Failed, Update
@@ -22,10 +23,13 @@ from simplan.errors import NotModelledError, SimplanError, SpecError
 from simplan.scenario import parse_search
 from simplan.search import Progress, SearchResult, search
 
-__all__ = ["TASKS", "main"]
+__all__ = ["SEARCHING", "TASKS", "main"]
+
+SEARCHING = "searching"
+"""What a search does until all plans are looked at; then it explains the best."""
 
 _PAUSE_S = 0.25
-_NICE = 10
+_NICE = 5
 _Tell = Callable[[Update], None]
 
 _SMALL = """
@@ -45,9 +49,9 @@ def search_plans(text: str, tell: _Tell) -> SearchResult:
     def on_progress(progress: Progress) -> None:
         nonlocal told_s, had
         found = progress.best_step_time_s is not None
-        if time.monotonic() - told_s >= _PAUSE_S or (found and not had):
+        if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
             told_s, had = time.monotonic(), found
-            tell(Update(progress.done, progress.total, progress.doing, progress.so_far() if found else None))
+            tell(Update(progress.done, progress.total, progress.doing, _known(progress) if found else None))
 
     return search(
         asked.model,
@@ -59,6 +63,11 @@ def search_plans(text: str, tell: _Tell) -> SearchResult:
         soon=True,
         on_progress=on_progress,
     )
+
+
+def _known(progress: Progress) -> SearchResult:
+    """What is known so far; once all plans are looked at that is no interrupted search, only not explained yet."""
+    return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
 
 
 def predict_published(files: list[ReadFile], tell: _Tell) -> Any:

@@ -17,7 +17,7 @@ from simplan.predict.sensitivity import MarginalValue, improved
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 
-__all__ = ["AXES", "Point", "ScaleAxis", "SlowRank", "slow_ranks", "sweep", "worth"]
+__all__ = ["AXES", "Point", "ScaleAxis", "SlowRank", "place_on", "slow_ranks", "sweep", "worth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,20 @@ class Point:
     fits: bool | None = None
 
 
+def place_on(asked: Scenario, axis: str) -> float:
+    """Where a scenario stands on an axis; 1 on those of rates, which are relative."""
+    match axis:
+        case "devices":
+            return asked.cluster.num_devices
+        case "batch":
+            return asked.training.global_batch_size
+        case "sequence":
+            return asked.model.seq_len
+        case "microbatch":
+            return asked.plan.microbatch_size
+    return 1.0
+
+
 def sweep(text: str, axis: str, batch_follows: bool) -> tuple[Point, ...]:
     """The plan of a scenario over one axis; every point is predicted anew.
 
@@ -98,12 +112,7 @@ def sweep(text: str, axis: str, batch_follows: bool) -> tuple[Point, ...]:
         return tuple(_with_rate(asked, what.resource, factor) for factor in what.factors)
     assert what.path is not None
     data = parse_yaml(text, "scenario").data
-    values = {
-        "devices": asked.cluster.num_devices,
-        "batch": asked.training.global_batch_size,
-        "sequence": asked.model.seq_len,
-        "microbatch": asked.plan.microbatch_size,
-    }
+    now = place_on(asked, axis)
 
     def change(value: int) -> dict[str, Any]:
         if axis == "devices":
@@ -112,7 +121,7 @@ def sweep(text: str, axis: str, batch_follows: bool) -> tuple[Point, ...]:
         section, key = what.path
         return {**data, section: {**(data.get(section) or {}), key: value}}
 
-    sizes = {int(values[axis] * factor) for factor in what.factors if values[axis] * factor >= 1}
+    sizes = {int(now * factor) for factor in what.factors if now * factor >= 1}
     return tuple(_point(float(size), partial(_parsed, change, size)) for size in sorted(sizes))
 
 

@@ -11,7 +11,7 @@ from app import answers, state
 from app.components.downloads import csv_text, download, json_text, show_figure
 from app.components.problems import escaped
 from app.components.question import show_question
-from app.components.verdict import show_budget, show_numbers, show_verdict
+from app.components.verdict import kept_budget, show_budget, show_numbers, show_verdict
 from app.fields import remembered_choice
 from app.figures.memory import memory_bars, memory_figure, memory_rows
 from app.figures.waterfall import waterfall_figure
@@ -19,6 +19,7 @@ from app.page import run_page
 from app.results.headline import Headline, headline_of_prediction, headline_of_quick
 from app.results.plan import PlanResult
 from app.words import meaning
+from simplan.errors import SimplanError
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
 from simplan.report.text import plan_words
@@ -27,19 +28,22 @@ from simplan.units import GIB, format_bytes, format_percent, format_time
 
 
 def show() -> None:
-    """The verdict at once, where a search knows the plan; then what takes longer to work out."""
-    show_question()
+    """The verdict at once, where a search knows the plan; then the form, and what takes longer to work out."""
     document = state.document()
-    asked = answers.scenario(document)
-    with st.sidebar:
-        st.markdown("###### Budget")
-        budget, price = show_budget(images=asked.model.sample == "image")
-    top = st.empty()
-    quick = None
-    numbers = answers.quick_numbers(document)
-    if numbers is not None:
-        quick = headline_of_quick(asked, numbers)
-        _show_top(top, asked, quick, budget, price)
+    try:
+        asked = answers.scenario(document)
+        images = asked.model.sample == "image"
+        budget, price = kept_budget(images=images)
+        top, quick = st.empty(), None
+        numbers = answers.quick_numbers(document)
+        if numbers is not None:
+            quick = headline_of_quick(asked, numbers)
+            _show_top(top, asked, quick, budget, price)
+    except SimplanError:
+        show_question()
+        raise
+    show_question()
+    show_budget(images=images)
     result = answers.plan(document)
     prediction = result.prediction
     final = headline_of_prediction(prediction)

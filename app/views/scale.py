@@ -8,11 +8,11 @@ from app import answers, state
 from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
 from app.components.question import show_question
-from app.components.verdict import show_budget
+from app.components.verdict import kept_budget, show_budget
 from app.fields import remembered_choice
 from app.figures.scale import scale_figure, scale_rows, slow_figure, worth_figure
 from app.page import run_page
-from app.results.scale import AXES, Point, slow_ranks, sweep, worth
+from app.results.scale import AXES, Point, place_on, slow_ranks, sweep, worth
 from app.work import awaited
 from simplan.scenario import Scenario
 
@@ -35,9 +35,9 @@ def show() -> None:
     show_question()
     document = state.document()
     asked = answers.scenario(document)
-    with st.sidebar:
-        st.markdown("###### Budget")
-        budget, price = show_budget(images=asked.model.sample == "image")
+    images = asked.model.sample == "image"
+    show_budget(images=images)
+    budget, price = kept_budget(images=images)
     text = answers.text(document)
     left, right = st.columns(2)
     with left:
@@ -59,12 +59,7 @@ def show() -> None:
 def _show_curves(asked: Scenario, axis: str, points: tuple[Point, ...], budget: float, price: float | None) -> None:
     unit = "images" if asked.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
-    now = {
-        "devices": asked.cluster.num_devices,
-        "batch": asked.training.global_batch_size,
-        "sequence": asked.model.seq_len,
-        "microbatch": asked.plan.microbatch_size,
-    }.get(axis, 1.0)
+    now = place_on(asked, axis)
     figure = scale_figure(rows, AXES[axis].label, now, asked.cluster.device.memory_bytes, unit=unit)
     show_figure(figure, f"{asked.name} over {_NAMES[axis]}", alt=f"Time, throughput and memory over {_NAMES[axis]}")
     words = ["The plan stays as it is; every point is predicted anew. A cross does not fit."]

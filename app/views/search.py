@@ -15,6 +15,7 @@ from app.components.question import show_question
 from app.fields import remembered_choice, remembered_number
 from app.jobs.job import Job, State
 from app.jobs.server import jobs
+from app.jobs.worker import SEARCHING
 from app.page import run_page
 from simplan.report.search import search_verdict
 from simplan.scenario import SearchScenario, parse_search
@@ -48,6 +49,8 @@ def show() -> None:
         _show_start(asked, key, text)
     elif job.state is State.ENDED:
         _show_ended(asked, job, key, text)
+    elif _is_searched(job):
+        _show_explaining(asked, job, key)
     else:
         _show_running(asked, key)
     st.divider()
@@ -113,7 +116,7 @@ def _show_running(asked: SearchScenario, key: Any) -> None:
     @st.fragment(run_every=_LOOK_S)
     def progress() -> None:
         job = jobs().find(key)
-        if job is None or job.state is State.ENDED:
+        if job is None or job.state is State.ENDED or _is_searched(job):
             st.rerun()
         job.watch()
         bar, stop = st.columns([5, 1], vertical_alignment="center")
@@ -127,6 +130,39 @@ def _show_running(asked: SearchScenario, key: Any) -> None:
     progress()
 
 
+def _is_searched(job: Job) -> bool:
+    """Whether the ranking is final, and only explanations are missing."""
+    return job.update is not None and job.update.doing != SEARCHING and isinstance(job.value, SearchResult)
+
+
+def _show_explaining(asked: SearchScenario, job: Job, key: Any) -> None:
+    """The final ranking, drawn anew whenever another plan of it is explained."""
+    result = job.value
+    assert isinstance(result, SearchResult), "a search that is done has a result"
+    _show_verdict(result)
+    known = _num_explained(result)
+
+    @st.fragment(run_every=_LOOK_S)
+    def progress() -> None:
+        now = jobs().find(key)
+        if now is None or now.state is State.ENDED or _num_explained(now.value) != known:
+            st.rerun()
+        now.watch()
+        words = now.update.doing if now.update is not None else ""
+        st.progress(known / max(1, len(result.ranked)), text=f"{escaped(words)}; all else is final")
+
+    progress()
+    show_plans(asked, result, live=False)
+
+
+def _num_explained(result: SearchResult) -> int:
+    return sum(plan.explanation is not None for plan in result.ranked)
+
+
+def _show_verdict(result: SearchResult, after: str = "") -> None:
+    (st.success if result.best is not None else st.error)(f"**{escaped(search_verdict(result))}**{after}")
+
+
 def _show_progress(job: Job) -> None:
     update = job.update
     if job.state is State.WAITING:
@@ -136,7 +172,7 @@ def _show_progress(job: Job) -> None:
         st.progress(1.0, text="stopping with the best so far")
     elif update is None:
         st.progress(0.0, text="starting")
-    elif update.doing == "searching":
+    elif update.doing == SEARCHING:
         share = update.done / max(1, update.total)
         st.progress(min(1.0, share), text=f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
     else:
@@ -166,8 +202,7 @@ def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
     assert isinstance(result, SearchResult), "a search that ends well has a result"
     line, again = st.columns([5, 1], vertical_alignment="center")
     with line:
-        found = f"**{escaped(search_verdict(result))}** (in {job.seconds:,.1f} s)"
-        (st.success if result.best is not None else st.error)(found)
+        _show_verdict(result, f" (in {job.seconds:,.1f} s)")
     if result.interrupted and again.button("Search on", icon=":material/refresh:", key="search again", width="stretch"):
         jobs().start(key, "search", text)
         st.rerun()

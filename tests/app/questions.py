@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from app.results import plan
 from simplan.prediction import Prediction
+
+TINY: Mapping[str, Any] = {
+    "name": "small",
+    "model": {
+        "family": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 96,
+        "seq_len": 32,
+    },
+    "cluster": {"preset": "dgx-h100", "num_devices": 4},
+    "training": {"global_batch_size": 8},
+    "plan": {"dp_shard": 4},
+}
+"""A model of four tiny layers: a search of its plans takes no time."""
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 

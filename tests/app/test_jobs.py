@@ -35,7 +35,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 def until(job: Job, holds: Callable[[Job], bool]) -> None:
-    deadline_s = time.monotonic() + 100
+    deadline_s = time.monotonic() + 240
     while not holds(job):
         assert time.monotonic() < deadline_s
         job.watch()

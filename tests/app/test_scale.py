@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from app.figures.scale import scale_figure, scale_rows, slow_figure, worth_figure
-from app.results.scale import AXES, slow_ranks, sweep, worth
+from app.results.scale import AXES, place_on, slow_ranks, sweep, worth
 from simplan.errors import NotModelledError
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
@@ -28,12 +28,7 @@ def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
     asked = parse_scenario(text)
     found = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
     points = sweep(text, axis, False)
-    now = {
-        "devices": asked.cluster.num_devices,
-        "batch": asked.training.global_batch_size,
-        "sequence": asked.model.seq_len,
-        "microbatch": asked.plan.microbatch_size,
-    }.get(axis, 1.0)
+    now = place_on(asked, axis)
     [here] = [point for point in points if point.value == now]
     if not here.refused:
         assert here.step_time_s == pytest.approx(found.step_time_s, rel=1e-2)

@@ -11,21 +11,9 @@ from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from app.results.scale import AXES
+from tests.app.questions import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL: dict[str, Any] = {
-    "model": {
-        "family": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 96,
-        "seq_len": 32,
-    },
-    "cluster": {"preset": "dgx-h100", "num_devices": 4},
-    "training": {"global_batch_size": 8},
-}
 PLANS = [{"dp_shard": 4}, {"dp_replicate": 2, "pp": 2}, {"tp": 4}, {"cp": 2, "dp_shard": 2}, {"tp": 3}, {}, 7, None]
 VIEWS = st.fixed_dictionaries(
     {},
@@ -41,7 +29,7 @@ VIEWS = st.fixed_dictionaries(
 
 def opened(plan: Any, view: dict[str, Any]) -> list[str]:
     page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
-    page.session_state["simplan document"] = {**SMALL, "plan": plan}
+    page.session_state["simplan document"] = {**TINY, "plan": plan}
     page.session_state["simplan view"] = view
     page.switch_page("views/scale.py")
     page.run()

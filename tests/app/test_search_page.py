@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,16 @@ from streamlit.testing.v1 import AppTest
 
 from app import basket
 from app.figures.plans import AXES, COLOURS
+from app.jobs.job import Job, Jobs, State
+from app.jobs.messages import Update
 from app.jobs.server import jobs
+from app.jobs.worker import search_plans
 from simplan.scenario import parse_scenario
 from simplan.search.space import OBJECTIVES
 from simplan.spec.plan import ParallelPlan
+from tests.app.questions import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "model": {
-        "family": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 96,
-        "seq_len": 32,
-    },
-    "cluster": {"preset": "dgx-h100", "num_devices": 4},
-    "training": {"global_batch_size": 8},
-    "plan": {"dp_shard": 4},
-}
 PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedule="1f1b"), ParallelPlan(tp=4)]
 
 
@@ -47,9 +36,9 @@ def no_jobs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jobs.clear()
 
 
-def opened(view: dict[str, Any] | None = None, document: dict[str, Any] = SMALL) -> AppTest:
+def opened(view: dict[str, Any] | None = None, document: Mapping[str, Any] = TINY) -> AppTest:
     page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
-    page.session_state["simplan document"] = document
+    page.session_state["simplan document"] = dict(document)
     page.session_state["simplan view"] = view or {}
     page.switch_page("views/search.py")
     return page.run()
@@ -75,7 +64,7 @@ def test_a_link_starts_no_search() -> None:
 
 def test_plans_are_found_pinned_and_compared() -> None:
     page = button(opened(), "Search").click().run()
-    deadline_s = time.monotonic() + 100
+    deadline_s = time.monotonic() + 240
     while not page.success:
         assert time.monotonic() < deadline_s
         time.sleep(0.3)
@@ -91,9 +80,27 @@ def test_plans_are_found_pinned_and_compared() -> None:
     assert complaints(again) == []
 
 
+def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"objectives": ["step_time", "memory"], "top": 3}
+    text = yaml.safe_dump({**{key: TINY[key] for key in TINY if key != "plan"}, "search": section})
+    told: list[Update] = []
+    whole = search_plans(text, told.append)
+    later = [update for update in told if update.doing.startswith("explaining")]
+    assert [sum(plan.explanation is not None for plan in update.value.ranked) for update in later] == [0, 1, 2]
+    assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
+    assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
+    job = Job("search", text)
+    job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
+    monkeypatch.setattr(Jobs, "find", lambda *_: job)
+    page = opened()
+    assert complaints(page) == []
+    assert "best of" in page.success[0].value
+    assert button(page, "Open as the plan")
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
-    document = basket.with_plan({**SMALL, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
+    document = basket.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
     assert parse_scenario(yaml.safe_dump(document)).plan == plan
 
 
