@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
 from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
+from simplan.spec.compile_rules import unmodelled_compilation
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.expert_rules import unmodelled_expert_parallelism
 from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
@@ -41,7 +43,8 @@ def check_job(job: Job, num_local_ranks: int | None = None) -> None:
     not_modelled = list(_not_modelled(job))
     if not_modelled:
         raise NotModelledError(not_modelled)
-    problems = [*_inconsistent(job), *_too_many_ranks(job, num_local_ranks or job.plan.num_devices)]
+    num_ranks = num_local_ranks or job.plan.num_devices
+    problems = [*_inconsistent(job), *_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)]
     if problems:
         raise SpecError(problems)
     check_executable(job.parsed_table(), job.plan, job.software)
@@ -59,7 +62,7 @@ def check_rehearsal(job: Job, rank: int, *, fake: bool) -> None:
         NotModelledError, SpecError, ProgramError: As ``check_job``, however many ranks the job has; there is no such
             rank, or no such device here.
     """
-    not_modelled = list(_not_modelled(job))
+    not_modelled = [*_not_modelled(job), *(_compiled_without_data(job) if fake else ())]
     if not_modelled:
         raise NotModelledError(not_modelled)
     problems = [*_inconsistent(job), *_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
@@ -81,6 +84,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_offload(job.model, plan)
     yield from unmodelled_adapters(job.model, training, plan)
     yield from unmodelled_optimizers(training, plan, job.software)
+    yield from unmodelled_compilation(training, plan, job.software)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -225,6 +229,22 @@ def _no_such_rank(job: Job, rank: int) -> Iterator[Problem]:
             rule=f"is none of the {job.plan.num_devices} ranks of the plan",
             fix=f"use 0 to {job.plan.num_devices - 1}",
         )
+
+
+def _compiled_without_data(job: Job) -> Iterator[Problem]:
+    if job.software.compiled:
+        rule = "makes kernels that need tensors with data"
+        fix = "use false, which keeps a little more, or rehearse on a device"
+        yield Problem(field="software.compiled", value="true", rule=rule, fix=fix)
+
+
+def _no_compiler(job: Job, num_ranks: int) -> Iterator[Problem]:
+    """On CPUs torch.compile writes C++; on CUDA devices triton, which comes with torch."""
+    if not job.software.compiled or runs_on_cuda(job, num_ranks):
+        return
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        rule = "needs a C++ compiler on this machine, and there is no g++ or clang++"
+        yield Problem(field="software.compiled", value="true", rule=rule, fix="install one, or use false")
 
 
 def _no_such_device(job: Job) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ def time_layers(
         keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
     """
     first_of_key: dict[str, int] = {}
-    for index, layer in enumerate(shape.model.layers_of(shape.shard)):
+    for index, layer in enumerate(shape.layers):
         first_of_key.setdefault(layer.key, index)
     benches = [_LayerBench(shape, index, device) for index in first_of_key.values()]
     for bench in benches:
@@ -67,7 +67,7 @@ class _LayerBench:
     """Copies of one layer and their timings."""
 
     def __init__(self, shape: ShapeRequest, index: int, device: torch.device) -> None:
-        layers = shape.model.layers_of(shape.shard)
+        layers = shape.layers
         layer = layers[index]
         self._shape, self._layer = shape, layer
         self._parallel = Parallel.silent(shape.shard)
@@ -80,7 +80,7 @@ class _LayerBench:
         repeats = Counter(layers)[layer]
         num_copies = min(_MOST_COPIES, repeats, 1 + _CACHE_BYTES // max(1, footprint))
         frozen = TIMED_DTYPES[shape.dtype]
-        self._copies: list[nn.Module] = [
+        stages = [
             build_stage(
                 shape.model,
                 [index],
@@ -93,6 +93,12 @@ class _LayerBench:
             )
             for seed in range(num_copies)
         ]
+        if shape.compiled:
+            from executor.compiling import compile_blocks
+
+            for stage in stages:
+                compile_blocks(stage, shape.model, whole=shape.shard.tp * shape.shard.cp == 1)
+        self._copies: list[nn.Module] = [*stages]
         weights = [parameter for copy in self._copies for parameter in trained_parameters(copy)]
         # what the optimizer updates: the weights themselves, or the fp32 copies that they were cast from
         self._masters = weights if self._mixed == "autocast" else [nn.Parameter(w.detach().float()) for w in weights]
@@ -140,7 +146,7 @@ class _LayerBench:
             with_split: Forward and backward also once with backward in two parts.
         """
         self._backward()
-        if with_split and self._gives_gradients and not self._shape.model.lora_rank:
+        if with_split and self._gives_gradients and not (self._shape.model.lora_rank or self._shape.compiled):
             self._split_backward()
         for copy in self._copies:
             if self._mixed == "cast":

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -111,7 +112,12 @@ def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, 
             heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
             first = checkpoints.restore()
     _keep_steps_before(first, files.steps)
-    with files.steps.open("a") as steps:
+    watched: AbstractContextManager[None] = nullcontext()
+    if job.software.compiled:
+        from executor.compiling import watched_compilation
+
+        watched = watched_compilation(heartbeat)
+    with files.steps.open("a") as steps, watched:
         _timed_steps(job, trainer, device, recorder, steps, first, checkpoints)
         del trainer, checkpoints
         memory = _memory(job, build, device, recorder, heartbeat)

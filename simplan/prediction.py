@@ -165,7 +165,7 @@ class Prediction:
                 "cluster": self.cluster.model_dump(mode="json"),
                 "training": self.training.model_dump(mode="json"),
                 "plan": self.plan.model_dump(mode="json"),
-                "software": self.software.id,
+                "software": self.software.title,
             },
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": self.num_microbatches,

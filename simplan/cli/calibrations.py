@@ -91,7 +91,7 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     shape, plan = _shape(scenario), scenario.plan
     ranks = scenario.cluster.ranks_per_node
     cost = CalibratedCost(calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=ranks, mixed=shape.mixed)
-    keys = {layer.key for layer in shape.model.layers_of(shape.shard)}
+    keys = {layer.key for layer in shape.layers}
     kinds = kinds_needed(plan, scenario.model, scenario.training) if ranks > 1 else frozenset()
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
@@ -213,6 +213,7 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters),
         dtype=precision,
         optimizer=training.optimizer,
+        compiled=scenario.software.compiled,
     )
 
 

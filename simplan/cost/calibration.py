@@ -11,7 +11,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from simplan.spec.base import Count, NonNegative, Positive, Spec
-from simplan.spec.layer import CollectiveKind
+from simplan.spec.layer import CollectiveKind, LayerSpec
+from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import OptimizerName
 from simplan.spec.shard import Shard
@@ -224,6 +225,7 @@ class ShapeRequest(Spec):
         dtype: Precision.
         mixed: How half precision comes about; see ``way_of_mixing``.
         optimizer: Whose step is timed, over fp32 weights.
+        compiled: Blocks are compiled.
     """
 
     model: ModelSpec
@@ -232,6 +234,12 @@ class ShapeRequest(Spec):
     mixed: Mixed = "autocast"
     dtype: TimedDtype = "fp32"
     optimizer: OptimizerName = "adamw"
+    compiled: bool = False
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each rank has, with the keys by which they are priced."""
+        return styled_layers(self.model.layers_of(self.shard), LayerStyle(compiled=self.compiled), self.model.family)
 
 
 class CalibrationRequest(Spec):

@@ -53,6 +53,7 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
     not_modelled = [
         *_split_without_pipeline(table),
         *_split_tensors(table, plan),
+        *_split_compiled(table, software),
         *_reduced_every_microbatch(plan),
         *_buckets(plan, software),
     ]
@@ -160,6 +161,13 @@ def _split_tensors(table: Table, plan: ParallelPlan) -> Iterator[Problem]:
         yield Problem(
             field="plan.sequence_parallel", value="true", rule=rule, fix="use false, or a schedule without I and W"
         )
+
+
+def _split_compiled(table: Table, software: SoftwareSpec) -> Iterator[Problem]:
+    split = _first(table, _SPLIT) if software.compiled else None
+    if split is not None:
+        rule = f"the backward of a compiled block is one function, which {split} would run whole"
+        yield Problem(field="software.compiled", value="true", rule=rule, fix="use false, or a table without I and W")
 
 
 def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from simplan.program.adapter_footprint import adapted_moments, has_adapters
 from simplan.program.attention_footprint import eager_attention_bytes
+from simplan.program.compiled_footprint import compiled_moments
 from simplan.program.convolution_footprint import convolution_moments, has_convolutions
 from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
 from simplan.program.head_footprint import head_moments, scatter_elements
@@ -90,6 +91,8 @@ def layer_footprint(
             forward, backward = expert_moments(layer, b, state, drops=whole_again)
         case LayerKind.BLOCK:
             forward, backward = _block_moments(layer, b, state, recomputation)
+    if layer.compiled:
+        backward += tuple(compiled_moments(layer, b, state, recomputation))
     # a part that runs again alone is needed after the worst moment, unless that is its own
     again = rebuilt if whole_again else 0
     alone = () if whole_again else dropped

@@ -368,8 +368,18 @@ def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | 
 
 
 def read_software(sections: Sections, data: Any) -> SoftwareSpec | None:
-    """The section ``software``: a name in the catalogue."""
-    return sections.look_up(("software",), catalogue.software, data)
+    """The section ``software``: a name in the catalogue, or ``preset`` with its options."""
+    if not isinstance(data, dict):
+        return sections.look_up(("software",), catalogue.software, data)
+    chosen = {key: value for key, value in data.items() if key != "preset"}
+    profile = sections.look_up(("software", "preset"), catalogue.software, data.get("preset", "torch"))
+    if profile is None:
+        return None
+    for key in chosen.keys() - set(profile.options):
+        known = f"its options are {', '.join(profile.options)}" if profile.options else "it has no options"
+        sections.refuse(("software", key), f"is no option of {profile.id}", value=chosen[key], fix=known)
+        return None
+    return sections.read(SoftwareSpec, {**profile.model_dump(), **chosen}, ("software",))
 
 
 def read_expectations(sections: Sections, data: Any) -> tuple[Expectation, ...]:

@@ -126,6 +126,7 @@ class LayerSpec:
         buffers: Tables of its own that are neither weights nor kept for backward.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
+        compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
     """
 
     key: str
@@ -141,6 +142,7 @@ class LayerSpec:
     buffers: tuple[Saved, ...] = ()
     tied: tuple[str, ...] = ()
     gradient_order: tuple[int, ...] = field(default=())
+    compiled: bool = False
 
     def __hash__(self) -> int:
         return hash(self.key)

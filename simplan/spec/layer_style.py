@@ -24,6 +24,7 @@ SplitBackward = Literal["all", "products"]
 _FP32_BYTES = 4
 _MASK_BYTES = 1
 _GATED = "silu output"
+COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities": ("log-probabilities", _FP32_BYTES),
     "log_probabilities_of_parts": ("log-probabilities of parts", _FP32_BYTES),
@@ -57,6 +58,10 @@ class LayerStyle(Spec):
         gathered_keys: How queries of a part of a sequence attend to keys that are gathered from all context-parallel
             ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
             the kernel needs none.
+        compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
+            the middle of a block, from the branch that is added, where that is narrower. What products with weights
+            have as input is kept, as backward would have to write it to memory all the same (the partitioner of
+            torch 2.13, torch/_functorch/config.py: ban_recompute_materialized_backward).
     """
 
     attention: Literal["fused", "unfused"] = "fused"
@@ -68,6 +73,7 @@ class LayerStyle(Spec):
     narrow_values: bool = False
     split_backward: SplitBackward = "all"
     gathered_keys: Literal["masked", "by_rank"] = "masked"
+    compiled: bool = False
 
 
 def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -> tuple[LayerSpec, ...]:
@@ -106,8 +112,11 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         kernels = tuple(_with_repeated_keys(kernels))
     if style.narrow_values:
         kernels, saved = _narrow_values(kernels, saved)
-    if style.fused_gates:
+    compiled = style.compiled and layer.kind is LayerKind.BLOCK
+    if style.fused_gates or compiled:
         saved = [tensor for tensor in saved if not tensor.name.endswith(_GATED)]
+    if compiled:
+        saved = [replace(t, residual=False) if t.made_by == "residual1" else t for t in saved]
     if dropout:
         saved += _masks(layer)
     if style.loss != "log_probabilities":
@@ -116,13 +125,13 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     constants = layer.constants
     if style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer):
         constants = tuple(table for table in constants if table.name != "attention mask")
-    if (kernels, tuple(saved), constants) == (layer.kernels, layer.saved, layer.constants):
+    if not compiled and (kernels, tuple(saved), constants) == (layer.kernels, layer.saved, layer.constants):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values]
-    words.append("by rank" * (constants != layer.constants))
+    words += ["by rank" * (constants != layer.constants), COMPILED * compiled]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
-    return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants)
+    return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants, compiled=compiled)
 
 
 def _is_masked_for_gathering(layer: LayerSpec) -> bool:

@@ -92,6 +92,7 @@ def _selective(layer: LayerSpec) -> Recomputation:
     names = {layer.kernels[index].name for index in cores}
     reader = next(kernel for kernel in layer.kernels[last:] if isinstance(kernel, Gemm))
     keeps = reader.trained or any(kernel.name == f"{reader.name}.lora_a" for kernel in layer.kernels)
+    keeps &= not layer.compiled  # torch.compile computes the projection's input again as well
     saved = tuple(t for t in layer.saved if t.made_by not in names or (keeps and t.name == f"{t.made_by} output"))
     return Recomputation(saved, again, last)
 

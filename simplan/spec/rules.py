@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
+from simplan.spec.compile_rules import unmodelled_compilation
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.document_rules import unmodelled_documents
 from simplan.spec.hardware import ClusterSpec
@@ -59,6 +60,7 @@ def check_plan(
         *_unmodelled_here(cluster, software),
         *unmodelled_optimizers(training, plan, software),
         *unmodelled_low_precision(model, training, plan, software),
+        *unmodelled_compilation(training, plan, software),
     ]
     violated = [
         *model_rules(model),

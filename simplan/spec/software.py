@@ -26,10 +26,12 @@ from simplan.spec.training import TrainingSpec
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
 
-__all__ = ["LowPrecisionLinears", "SoftwareSpec", "StateBytes", "TensorOverlap"]
+__all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes", "TensorOverlap"]
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
+SoftwareOption = Literal["compiled"]
+"""Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
 
@@ -152,7 +154,9 @@ class SoftwareSpec(Spec):
         low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
         layers: How it computes layers.
         rates: What it makes of kernels.
-        compiled: Blocks are compiled, which joins memory-bound kernels.
+        compiled: Blocks are compiled, which joins memory-bound kernels; where the profile is ``executable`` they keep
+            for backward what torch.compile does, else as much as others.
+        options: Fields that a scenario may set.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
@@ -215,6 +219,7 @@ class SoftwareSpec(Spec):
     layers: LayerStyle = LayerStyle()
     rates: StackRates = StackRates()
     compiled: bool = False
+    options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
@@ -249,13 +254,19 @@ class SoftwareSpec(Spec):
     sources: dict[str, str] = Field(default_factory=dict)
 
     @property
+    def title(self) -> str:
+        """Its name, with the options that are set."""
+        return f"{self.id}, compiled" if self.compiled and "compiled" in self.options else self.id
+
+    @property
     def traffic(self) -> float:
         """Of memory-bound kernels, as of ``StackRates``."""
         return self.rates.compiled_traffic if self.compiled else self.rates.traffic
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """The layers of a model as one rank has and computes them."""
-        return styled_layers(model.layers_of(plan.shard), self.layers, model.family)
+        style = self.layers.model_copy(update={"compiled": True}) if self.compiled and self.executable else self.layers
+        return styled_layers(model.layers_of(plan.shard), style, model.family)
 
     def reduces_every(self, plan: ParallelPlan) -> bool:
         """Whether gradients are reduced after every microbatch, not only after the last one."""

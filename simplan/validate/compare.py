@@ -149,7 +149,7 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
             ("model", inputs["model"], job.model.model_dump(mode="json")),
             ("training", inputs["training"], job.training.model_dump(mode="json")),
             ("plan", inputs["plan"], job.plan.model_dump(mode="json")),
-            ("software", inputs["software"], job.software.id),
+            ("software", inputs["software"], job.software.title),
             ("stage_boundaries", prediction["stage_boundaries"], list(job.boundaries)),
             ("table", prediction["table"], [list(row) for row in job.table]),
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from executor.loss import cross_entropy
-from executor.model import build_stage
+from executor.model import Stage, build_stage
 from executor.parallel import Parallel
 from simplan.program.footprint import layer_footprint
 from simplan.spec.layer import LayerKind, LayerSpec
@@ -78,15 +78,25 @@ def traced(run: Callable[[], Any], *, onednn: bool = False) -> tuple[Any, int, i
 
 
 class LayerRun:
-    """One layer, run forward and backward."""
+    """One layer, run forward and backward, once it is prepared."""
 
-    def __init__(self, family: str, shard: str, index: int, recompute: Recompute, precision: str) -> None:
+    def __init__(
+        self,
+        family: str,
+        shard: str,
+        index: int,
+        recompute: Recompute,
+        precision: str,
+        prepare: Callable[[Stage], None] | None = None,
+    ) -> None:
         spec, self._precision = model_of(family), precision
         self._parallel = Parallel.silent(SHARDS[shard])
         self.layer: LayerSpec = spec.layers_of(SHARDS[shard])[index]
         self.state = STATES[precision]
         dtype = torch.bfloat16 if precision == "cast" else torch.float32
         self._stage = build_stage(spec, [index % len(spec.layers)], dtype, CPU, 0, self._parallel, recompute)
+        if prepare is not None:
+            prepare(self._stage)
         tokens = torch.randint(spec.vocab_size, (BATCH, spec.seq_len // SHARDS[shard].cp))
         self._targets = tokens.flip(1)
         self._input = tokens

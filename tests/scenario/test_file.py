@@ -213,3 +213,28 @@ def test_a_scenario_made_in_code_is_checked() -> None:
         Scenario(**parts, plan=ParallelPlan(dp_replicate=2, prefetch_depth=2))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="the plan needs 4 devices and the cluster has 2"):
         Scenario(**parts, plan=ParallelPlan(pp=4))  # type: ignore[arg-type]
+
+
+def test_software_with_an_option(tmp_path: Path) -> None:
+    text = MODEL + TWO + REST
+    assert load(tmp_path, text + "software: {preset: torch, compiled: true}").software.compiled
+    assert load(tmp_path, text + "software: {preset: torch}").software == catalogue.software("torch")
+    for software, said in (
+        ("{preset: torch, compiled: 3}", "software.compiled = 3"),
+        ("{preset: torch, bucket_bytes: 1}", "software.bucket_bytes = 1: is no option of torch; its options are"),
+        ("{preset: megatron-core, compiled: true}", "it has no options"),
+        ("{preset: torhc}", "torch"),
+    ):
+        assert said in refusal(tmp_path, f"{text}software: {software}\n")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("{pp: 2, schedule: zb-h1}", 'plan.schedule = "zb-h1": splits backward'),
+        ("{dp_replicate: 2, offload_activations: true}", "plan.offload_activations = true: moves tensors"),
+    ],
+)
+def test_what_compiled_blocks_do_not_go_with(tmp_path: Path, plan: str, said: str) -> None:
+    training = "training: {global_batch_size: 24}\nsoftware: {compiled: true}\n"
+    assert said.replace('"', "") in refusal(tmp_path, MODEL + TWO + training + f"plan: {plan}\n").replace('"', "")

@@ -1,0 +1,87 @@
+"""torch.compile by transformer block.
+
+What is compiled is the function of a block, not the module: hooks of FSDP and DDP stay outside of it. Blocks of one
+shape share one compilation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from executor.heartbeat import Heartbeat, RankState
+from executor.model import Stage
+from simplan.spec.layer import LayerKind
+from simplan.spec.model import ModelSpec
+
+__all__ = ["BACKEND", "compile_blocks", "watched_compilation"]
+
+BACKEND = "inductor"
+_BEAT_S = 2.0
+_MOST_SHAPES = 256  # kinds of blocks in one process; a calibration has many
+_MOST_S = 900.0  # a compilation that takes longer hangs
+
+
+def compile_blocks(stage: Stage, spec: ModelSpec, *, whole: bool, threads: int | None = None) -> None:
+    """Compiles the blocks of a stage, in place; torch does so when they first run.
+
+    Args:
+        stage: Before FSDP shards it or DDP wraps it.
+        spec: The model.
+        whole: Every block is one function, or it is an error; else what exchanges tensors runs between compiled parts.
+        threads: Processes that compile at once; None for torch's choice.
+    """
+    from torch import _dynamo, _inductor  # a second to import: only where needed
+
+    _dynamo.config.fail_on_recompile_limit_hit = True  # not eager without a word
+    _dynamo.config.recompile_limit = _MOST_SHAPES
+    _dynamo.config.optimize_ddp = False  # it would cut blocks at the ends of buckets
+    if threads is not None:
+        _inductor.config.compile_threads = threads
+    for index, layer in stage.layers.items():
+        if spec.layers[int(index)].kind is LayerKind.BLOCK:
+            _compile(layer, fullgraph=whole)
+
+
+def _compile(layer: nn.Module, *, fullgraph: bool) -> None:
+    layer.forward = torch.compile(layer.forward, backend=BACKEND, fullgraph=fullgraph, dynamic=False)
+
+
+@contextmanager
+def watched_compilation(heartbeat: Heartbeat) -> Iterator[None]:
+    """While torch compiles inside of the block, the heartbeat goes on, for a compiler is silent for long."""
+    from torch._dynamo.callback import CallbackArgs, callback_handler
+
+    compiles = threading.Event()
+    over = threading.Event()
+
+    def begin(args: CallbackArgs) -> None:
+        del args
+        compiles.set()
+
+    def end(args: CallbackArgs) -> None:
+        del args
+        compiles.clear()
+
+    def beat() -> None:
+        spent_s = 0.0
+        while not over.wait(_BEAT_S):
+            spent_s = spent_s + _BEAT_S if compiles.is_set() else 0.0
+            if 0 < spent_s < _MOST_S:
+                heartbeat.beat(RankState.RUNNING, "compiling")
+
+    thread = threading.Thread(target=beat, name="compilation watch", daemon=True)
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
