@@ -173,12 +173,12 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> Shari
     return CoreUse(cores, [cluster.node_of(op.rank) for op in program.ops], [demand(op) for op in program.ops])
 
 
-def assign_layers(model: ModelSpec, plan: ParallelPlan, cost: CostModel) -> StageAssignment:
+def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel) -> StageAssignment:
     """The user's split of layers into stages, or the balanced one."""
     if plan.stage_layers is not None:
         return assign_stage_layers(plan.stage_layers)
     seconds: dict[str, float] = {}
-    for layer in (layers := model.layers_of(plan.shard)):
+    for layer in (layers := software.layers_of(model, plan)):
         if layer.key not in seconds:
             seconds[layer.key] = sum(
                 cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters)).seconds
@@ -196,7 +196,7 @@ def stages_and_table(
         model, training, plan, software: What is asked.
         cost: Prices, for the balanced split and for schedules that are found from the times of stages.
     """
-    assignment = assign_layers(model, plan, cost)
+    assignment = assign_layers(model, plan, software, cost)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     timed = facts is not None and facts.needs_times
     found = stage_times(model, training, plan, software, assignment, cost) if timed else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from simplan.cost.base import CostModel, Provenance
@@ -22,7 +23,7 @@ from simplan.program.uncollected import uncollected
 from simplan.sim.engine import Sharing, Slowdown, timeline
 from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes, whole_blocks
 from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import Attention, Gemm
+from simplan.spec.layer import Attention, Gemm, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
@@ -119,23 +120,23 @@ def predict(
         hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
-        reference_s=_reference_s(cost, model, plan),
+        reference_s=_reference_s(cost, software.layers_of(model, plan), plan),
         assumptions=(
             *_assumptions(cluster, plan, software, simulated.pricing, simulated.sharing),
             *packing_assumptions(
                 model,
                 plan,
                 microbatches,
-                attention_s(model, plan, assignment, table, microbatches, cost) / step_time_s,
+                attention_s(software.layers_of(model, plan), plan, assignment, table, microbatches, cost) / step_time_s,
             ),
         ),
     )
 
 
-def _reference_s(cost: CostModel, model: ModelSpec, plan: ParallelPlan) -> float | None:
+def _reference_s(cost: CostModel, layers: Sequence[LayerSpec], plan: ParallelPlan) -> float | None:
     if not isinstance(cost, CalibratedCost):
         return None
-    return cost.reference_s({layer.key for layer in model.layers_of(plan.shard)}, plan.microbatch_size)
+    return cost.reference_s({layer.key for layer in layers}, plan.microbatch_size)
 
 
 def recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from simplan.cost.base import CostModel
 from simplan.program.action import Table
@@ -72,10 +72,14 @@ def fullest_excess(packs: PackStatistics, num_ranks: int, packs_each: int) -> fl
 
 
 def attention_s(
-    model: ModelSpec, plan: ParallelPlan, assignment: StageAssignment, table: Table, microbatches: int, cost: CostModel
+    layers: Sequence[LayerSpec],
+    plan: ParallelPlan,
+    assignment: StageAssignment,
+    table: Table,
+    microbatches: int,
+    cost: CostModel,
 ) -> float:
     """Seconds that attention cores take in a step on the pipeline rank where they take most."""
-    layers = model.layers_of(plan.shard)
     by_key = {layer.key: _core_s(layer, plan, cost) for layer in layers}
     by_row = [
         sum(by_key[layers[index].key] for stage in {a.stage for a in row} for index in assignment.layer_range(stage))

@@ -12,7 +12,6 @@ from simplan.program.program import LayerWork, Phase, Program
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
 from simplan.spec.layer import LayerSpec
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
 from simplan.spec.rules import num_microbatches
@@ -70,7 +69,7 @@ class ReferenceEvaluator:
         if same not in self._least_s:
             plan = same.plan()
             num = num_microbatches(self._question.training, plan)
-            self._least_s[same] = _least_time_s(self._question.model, plan, self._cost(plan), num)
+            self._least_s[same] = _least_time_s(self._question, plan, self._cost(plan), num)
         return self._least_s[same]
 
     def _cost(self, plan: ParallelPlan) -> CostModel:
@@ -90,14 +89,15 @@ class ReferenceEvaluator:
         return lower(model, training, plan, software, assignment, table, how)
 
 
-def _least_time_s(model: ModelSpec, plan: ParallelPlan, cost: CostModel, num_microbatches: int) -> float:
+def _least_time_s(question: Question, plan: ParallelPlan, cost: CostModel, num_microbatches: int) -> float:
     """Over pipeline ranks, the most of: forward of one microbatch before it, all its work, backward after it.
 
     A rank begins with a forward of a microbatch that came through all stages before its first; and it ends, unless
     backwards are split, with a backward that still has to go back through them.
     """
-    layers = model.layers_of(plan.shard)
-    assignment = assign_layers(model, plan, cost)
+    model, software = question.model, question.software
+    layers = software.layers_of(model, plan)
+    assignment = assign_layers(model, plan, software, cost)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     splits = facts is not None and facts.splits_backward
     seconds: dict[tuple[LayerSpec, tuple[int, ...]], tuple[float, float]] = {}
