@@ -13,6 +13,7 @@ from executor.environment import environment
 from executor.host_clock import ClockReading, common_time_s
 from executor.rank import RankFiles
 from executor.recorder import StepRecord
+from executor.slow_ranks import find_slow_ranks, told
 from executor.steady import steady_from
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
@@ -59,6 +60,8 @@ def gather(
                 step_times_s=tuple(records[i].end_s - records[i].start_s for i in steady),
             )
         )
+    facts = _environment(job, num_ranks - len(clocks), clocks)
+    slow = find_slow_ranks(job, [steps[i] for i in steady], cuda=facts["backend"] == "nccl")
     return Measurement(
         job=job,
         complete=failure is None,
@@ -70,8 +73,9 @@ def gather(
         ranks=tuple(ranks),
         first_step=steps[0][0].step if steps else 0,
         checkpoints=checkpoints,
-        notes=(*notes, *_unwritten(checkpoints)),
-        environment=_environment(job, num_ranks - len(clocks), clocks),
+        slow_ranks=slow,
+        notes=(*notes, *_unwritten(checkpoints), *map(told, slow)),
+        environment=facts,
     )
 
 

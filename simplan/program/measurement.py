@@ -12,7 +12,15 @@ from simplan.program.job import Job
 from simplan.program.timeline import SpanKind
 from simplan.spec.base import Spec
 
-__all__ = ["IssuedKind", "MeasuredCollective", "MeasuredSpan", "Measurement", "PeakMemory", "RankMeasurement"]
+__all__ = [
+    "IssuedKind",
+    "MeasuredCollective",
+    "MeasuredSpan",
+    "Measurement",
+    "PeakMemory",
+    "RankMeasurement",
+    "SlowRank",
+]
 
 IssuedKind = Literal[
     "all_reduce",
@@ -96,6 +104,24 @@ class RankMeasurement(Spec):
     step_times_s: tuple[float, ...] = ()
 
 
+class SlowRank(Spec):
+    """A rank that computes for longer than others with the same to do.
+
+    Attributes:
+        rank: Which.
+        factor: How many times as long.
+        compared_with: The others.
+        compute_s: Seconds of a step in which it computes, median over the steady steps; waits are left out.
+        others_compute_s: The same of the others.
+    """
+
+    rank: int
+    factor: float
+    compared_with: tuple[int, ...]
+    compute_s: float
+    others_compute_s: float
+
+
 class Measurement(Spec):
     """A measured run.
 
@@ -109,6 +135,7 @@ class Measurement(Spec):
         ranks: One entry per rank.
         first_step: Steps that the checkpoint had done with which the run began; 0 for a run from the beginning.
         checkpoints: What each took, as rank 0 has it.
+        slow_ranks: Ranks that are slower than their like, beyond the spread of their steps.
         notes: What a reader should know besides, one sentence each.
         environment: Machine, versions, threads, backend.
     """
@@ -124,6 +151,7 @@ class Measurement(Spec):
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: int = 0
     checkpoints: tuple[CheckpointTiming, ...] = ()
+    slow_ranks: tuple[SlowRank, ...] = ()
     notes: tuple[str, ...] = ()
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
 

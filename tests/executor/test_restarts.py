@@ -49,13 +49,18 @@ def undisturbed(job: Job, folder: Path) -> Measurement:
         return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
 
 
+def restarts_of(run: Measurement) -> list[str]:
+    """What was told about them; a loaded machine may also be told to have a slow rank."""
+    return [note for note in run.notes if "; restart " in note]
+
+
 def test_a_killed_rank_is_restarted(tmp_path: Path, make_job: Any) -> None:
     job = make_job(dp=2)
     whole = undisturbed(job, tmp_path / "whole")
     kept = run_and_hit(with_restarts(job, tmp_path / "kept", 1), signal.SIGKILL, 1, tmp_path / "out", 1)
     assert kept.complete
     assert kept.losses == whole.losses
-    (note,) = kept.notes
+    (note,) = restarts_of(kept)
     assert note.startswith("rank 1 was killed by signal 9")
     assert note.endswith("; restart 1 of 1")
     assert len(kept.warmup_step_times_s) == 2, "one at the beginning and one after the restart"
@@ -83,7 +88,7 @@ def test_every_strategy_survives_two_faults(
     assert kept.complete
     assert kept.losses == whole.losses
     said = "was killed by signal 9" if number == signal.SIGKILL else "progress for 25 s"
-    assert [said in note for note in kept.notes] == [True, True]
+    assert [said in note for note in restarts_of(kept)] == [True, True]
 
 
 @pytest.mark.slow
@@ -94,5 +99,5 @@ def test_when_no_restart_is_left_the_last_fault_ends_the_run(tmp_path: Path, mak
     wait_until_gone(tmp_path)
     left = Measurement.model_validate_json((tmp_path / "out" / "measurement.json").read_bytes())
     assert not left.complete
-    assert len(left.notes) == 1
+    assert len(restarts_of(left)) == 1
     assert len(left.losses) >= 35
