@@ -1,7 +1,8 @@
 """``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
-``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs. ``environment --out
-FILE`` writes what a measurement here would be taken on.
+``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs. ``calibrate`` takes
+``--nodes`` too, with ``join-calibration NODES.json`` on the others. ``environment --out FILE`` writes what a
+measurement here would be taken on.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
@@ -36,11 +37,12 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name)
         command.add_argument("file", type=Path, metavar=what)
         command.add_argument("--out", type=Path, required=True)
-        if name == "run":
+        if name in ("run", "calibrate"):
             command.add_argument("--nodes", type=Path)
         if name == "rehearse":
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
+    commands.add_parser("join-calibration").add_argument("file", type=Path, metavar="NODES.json")
     commands.add_parser("environment").add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
@@ -51,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "join":
             _join(args.file, args.out)
         elif args.command == "calibrate":
-            _calibrate(args.file, args.out)
+            _calibrate(args.file, args.out, args.nodes)
+        elif args.command == "join-calibration":
+            _join_calibration(args.file)
         elif args.command == "environment":
             _environment(args.out)
         else:
@@ -107,14 +111,23 @@ def _environment(out: Path) -> None:
     out.write_text(json.dumps(environment(1, cuda=torch.cuda.is_available())))
 
 
-def _calibrate(file: Path, out: Path) -> None:
+def _calibrate(file: Path, out: Path, nodes_file: Path | None) -> None:
     from executor.calibrate import calibrate
     from simplan.cost.calibration import CalibrationRequest
+    from simplan.program.nodes import Nodes
 
     def tell(done: int, of: int, what: str) -> None:
         _tell({"event": "progress", "done": done, "of": of, "what": what})
 
-    calibrate(_parse(CalibrationRequest, file), tell, out)
+    nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
+    calibrate(_parse(CalibrationRequest, file), tell, out, nodes=nodes)
+
+
+def _join_calibration(file: Path) -> None:
+    from executor.calibrate import join_calibration
+    from simplan.program.nodes import Nodes
+
+    join_calibration(_parse(Nodes, file))
 
 
 def _tell(event: dict[str, str | int]) -> None:

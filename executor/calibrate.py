@@ -9,10 +9,14 @@ from pathlib import Path
 import torch
 
 from executor.launch import Beats, launch_ranks
+from executor.meeting import meet
+from executor.settling import on_all_nodes
+from executor.team import Team
 from simplan.cost.calibration import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
+from simplan.program.nodes import Nodes
 
-__all__ = ["Progress", "calibrate"]
+__all__ = ["Progress", "calibrate", "join_calibration"]
 
 Progress = Callable[[int, int, str], None]
 """Called with per cent done, 100, and what is being timed."""
@@ -21,7 +25,11 @@ _PATIENCE_S = 120.0
 
 
 def calibrate(
-    request: CalibrationRequest, on_progress: Progress | None = None, result_file: Path | None = None
+    request: CalibrationRequest,
+    on_progress: Progress | None = None,
+    result_file: Path | None = None,
+    *,
+    nodes: Nodes | None = None,
 ) -> Calibration:
     """Times what the request names on ``num_ranks`` ranks at once.
 
@@ -29,12 +37,55 @@ def calibrate(
         request: What to measure.
         on_progress: Is told how far it is.
         result_file: Gets what was measured so far after every part, so that an interruption loses only one of them.
+        nodes: How to meet the other nodes, of which this is node 0; None where the request is about this machine alone.
 
     Raises:
-        SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started.
-        RunError: A rank failed or hung; all are ended.
+        SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started. Or the
+            nodes were not asked the same.
+        RunError: A rank failed or hung, or nodes did not come; all are ended.
     """
+    assert (nodes is not None) == (request.num_nodes > 1)
     _check(request)
+    team = None if nodes is None else meet(nodes, request.model_dump_json())
+    with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
+        result_file = (result_file or Path(folder) / "calibration.json").resolve()
+        _on_nodes(request, Path(folder), result_file, on_progress, team)
+        if not result_file.exists():
+            raise RunError("the ranks ended without a calibration")
+        return Calibration.model_validate_json(result_file.read_bytes())
+
+
+def join_calibration(nodes: Nodes) -> None:
+    """This node's part of what node 0 calibrates; returns when all nodes are done.
+
+    Raises:
+        SpecError: The nodes were not asked the same, or this one cannot do it.
+        RunError: Ranks of any node failed or hung, or nodes did not come.
+    """
+    team = meet(nodes, None)
+    request = CalibrationRequest.model_validate_json(team.job)
+    with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
+        _on_nodes(request, Path(folder), Path(folder) / "calibration.json", None, team)
+
+
+def _on_nodes(
+    request: CalibrationRequest, out_dir: Path, result_file: Path, on_progress: Progress | None, team: Team | None
+) -> None:
+    if team is None:
+        _measure(request, out_dir, result_file, on_progress, None)
+        return
+
+    def work() -> None:
+        _check(request)
+        _measure(request, out_dir, result_file, on_progress, team)
+
+    on_all_nodes(team, work)
+
+
+def _measure(
+    request: CalibrationRequest, out_dir: Path, result_file: Path, on_progress: Progress | None, team: Team | None
+) -> None:
+    """Runs the ranks of this machine."""
     told: tuple[str, int] | None = None
 
     def on_poll(beats: Beats) -> None:
@@ -45,21 +96,17 @@ def calibrate(
         told = beat.doing, beat.step
         on_progress(min(100, beat.step), 100, beat.doing)
 
-    with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
-        out_dir = Path(folder)
-        request_file, result_file = out_dir / "request.json", (result_file or out_dir / "calibration.json").resolve()
-        request_file.write_text(request.model_dump_json())
-        launch_ranks(
-            "executor.calibrate_worker",
-            [str(request_file), str(result_file)],
-            num_ranks=request.num_ranks,
-            out_dir=out_dir,
-            timeout_s=_PATIENCE_S + request.budget_s,
-            on_poll=on_poll,
-        )
-        if not result_file.exists():
-            raise RunError("the ranks ended without a calibration")
-        return Calibration.model_validate_json(result_file.read_bytes())
+    request_file = out_dir / "request.json"
+    request_file.write_text(request.model_dump_json())
+    launch_ranks(
+        "executor.calibrate_worker",
+        [str(request_file), str(result_file)],
+        num_ranks=request.num_ranks * request.num_nodes,
+        out_dir=out_dir,
+        timeout_s=_PATIENCE_S + request.budget_s,
+        on_poll=on_poll,
+        team=team,
+    )
 
 
 def _check(request: CalibrationRequest) -> None:
@@ -77,6 +124,9 @@ def _problems(request: CalibrationRequest) -> Iterator[Problem]:
             rule=f"{request.num_ranks} ranks need as many CUDA devices; this machine has {num_gpus}",
             fix="use device cpu" if num_gpus == 0 else f"use num_ranks = {num_gpus}, or device cpu",
         )
+    if request.num_nodes > 1 and (request.shapes or request.grid or request.host_copies or request.overlap):
+        rule = "times collectives and messages between nodes, and nothing else"
+        yield Problem(field="num_nodes", value=str(request.num_nodes), rule=rule, fix="leave the rest to one node")
     for index, shape in enumerate(request.shapes):
         if request.device == "cpu" and shape.dtype == "tf32":
             yield Problem(field=f"shapes.{index}.dtype", value="tf32", rule="needs CUDA devices", fix="use fp32")

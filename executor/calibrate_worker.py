@@ -106,6 +106,8 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
     """What the request names."""
     n, small = request.num_ranks, request.small_grid
     on = f"on {n} {device.type} rank{'s' if n > 1 else ''}"
+    if request.num_nodes > 1:
+        on += f" of each of {request.num_nodes} nodes"
 
     def layers(shape: ShapeRequest, going: KeepGoing) -> Found:
         _compute_in(shape.dtype)
@@ -120,7 +122,8 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         return {"kernels": _stamped(found, reference)}
 
     def links(going: KeepGoing) -> Found:
-        return {"communication": tuple(time_links(request.communication, n, device, going))}
+        timed = time_links(request.communication, n * request.num_nodes, device, going, ranks_per_node=n)
+        return {"communication": tuple(timed)}
 
     def copies(going: KeepGoing) -> Found:
         return {"host_copies": tuple(time_host_copies(n, device, going))}
@@ -133,7 +136,7 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         yield _Part(name, 6 / len(request.shapes), partial(layers, shape))
     for dtype in request.grid:
         yield _Part(f"kernels in {dtype} {on}", 6 / len(request.grid), partial(kernels, dtype))
-    if request.communication and n > 1:
+    if request.communication and n * request.num_nodes > 1:
         yield _Part(f"collectives and messages {on}", 3, links)
     if request.host_copies:
         yield _Part(f"copies between device and host {on}", 1, copies)

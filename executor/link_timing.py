@@ -91,7 +91,7 @@ def time_links(
         CommunicationTiming(
             kind=link.kind,
             num_ranks=link.num_ranks,
-            world_size=num_ranks,
+            world_size=per_node,
             num_bytes=link.num_bytes,
             seconds=sample_of(link.seconds),
             num_nodes=link.num_nodes,

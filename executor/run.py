@@ -8,11 +8,12 @@ from pathlib import Path
 from executor.checkpoint_folder import check_resume
 from executor.checks import check_job
 from executor.host_clock import ClockReading
-from executor.launch import Beats, RanksError, launch_ranks
+from executor.launch import Beats, launch_ranks
 from executor.meeting import meet
 from executor.rank import RankFiles
 from executor.results import gather
-from executor.team import Failure, OtherNodeError, Team
+from executor.settling import on_all_nodes
+from executor.team import NodeResult, Team
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
 from simplan.program.job import Job
@@ -130,26 +131,19 @@ def _run_on_all(
     Raises:
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
     """
-    failure: Failure | None = Failure(sentence=f"{team.me} was interrupted")
-    try:
+
+    def work() -> None:
         check_job(job, len(team.ranks))
         team.read_clock()
         _run_here(job, out_dir, on_progress, rank_module, team)
         team.read_clock()
-        failure = None
-    except OtherNodeError as error:
-        failure = Failure(sentence=str(error), consequence=True)
-    except SimplanError as error:
-        consequence = isinstance(error, RanksError) and error.consequence
-        failure = Failure(sentence=f"{team.me}: {error}", consequence=consequence, exit_code=error.exit_code)
-    finally:
-        found, theirs = team.settle(failure, _steps_of(team, out_dir))
-        for result in theirs:
-            for rank, lines in result.steps.items():
-                write_whole(RankFiles(out_dir, rank).steps, lines)
-                readings[rank] = result.readings
-    if found is not None:
-        raise found.error()
+
+    def keep(result: NodeResult) -> None:
+        for rank, lines in result.steps.items():
+            write_whole(RankFiles(out_dir, rank).steps, lines)
+            readings[rank] = result.readings
+
+    on_all_nodes(team, work, lambda: _steps_of(team, out_dir), keep)
 
 
 def _steps_of(team: Team, out_dir: Path) -> dict[int, str]:

@@ -184,15 +184,22 @@ def calibrate(
     ] = 240.0,
     device: TimedDevice = None,
     dtype: TimedPrecisions = None,
+    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes; the same command runs on each.")] = 1,
+    rdzv: Rendezvous = None,
+    node_rank: NodeRank = None,
+    interface: Interface = None,
+    join_timeout: JoinTimeout = 300.0,
     calibration: CalibrationFile = None,
     json: AsJson = False,
 ) -> int:
     """Measure this machine: the layers of scenarios, or, without any, kernels over a grid of sizes for any model.
 
-    Collectives and messages are timed with both. An interrupted calibration goes on where it stopped.
+    Collectives and messages are timed with both. An interrupted calibration goes on where it stopped. With --nodes and
+    --rdzv, collectives and messages are timed inside of nodes and across them; node 0 keeps what is found.
     """
     from simplan.cli.calibrations import Wanted
     from simplan.cli.commands import calibrate_command
+    from simplan.cli.nodes import Meeting
 
     return calibrate_command(
         scenarios or [],
@@ -201,6 +208,7 @@ def calibrate(
         budget_s=budget,
         calibration_file=calibration,
         wanted=Wanted(device, tuple(map(str, dtype or ()))),
+        meeting=Meeting(nodes, rdzv, node_rank, interface, join_timeout),
     )
 
 

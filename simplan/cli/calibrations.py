@@ -17,11 +17,22 @@ from simplan.cost.kinds import kinds_needed
 from simplan.cost.store import default_path, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
+from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 
-__all__ = ["Wanted", "covers", "ensure", "is_needed", "measure", "read", "refuse_unneeded", "requests_for"]
+__all__ = [
+    "Wanted",
+    "covers",
+    "ensure",
+    "is_needed",
+    "measure",
+    "read",
+    "refuse_unneeded",
+    "request_across",
+    "requests_for",
+]
 
 QUICK_BUDGET_S = 30.0
 
@@ -152,12 +163,38 @@ def requests_for(
     ]
 
 
-def measure(requests: Iterable[CalibrationRequest], file: Path | None) -> Calibration:
+def request_across(num_nodes: int, num_ranks: int | None, budget_s: float, wanted: Wanted) -> CalibrationRequest:
+    """What to measure on several nodes: how bytes move inside of them and between them.
+
+    Args:
+        num_nodes: Nodes.
+        num_ranks: Ranks of each; None for as many as it has GPUs or cores.
+        budget_s, wanted: As of ``requests_for``; nothing is computed, so there are no precisions.
+
+    Raises:
+        SpecError: Precisions were asked for.
+    """
+    if wanted.dtypes:
+        rule = "is about kernels, and across nodes only collectives and messages are timed"
+        raise SpecError(Problem(field="--dtype", value=" ".join(wanted.dtypes), rule=rule, fix="leave it out"))
+    device = wanted.device or ("cuda" if num_nvidia_devices() else "cpu")
+    return CalibrationRequest(
+        shapes=(),
+        num_ranks=num_ranks or max(1, num_nvidia_devices() if device == "cuda" else num_cores()),
+        num_nodes=num_nodes,
+        device=device,
+        budget_s=budget_s,
+        communication=tuple(CollectiveKind),
+    )
+
+
+def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: Nodes | None = None) -> Calibration:
     """Runs the requests, adds what they found to a calibration file, and returns all that is in it.
 
     Args:
         requests: What to measure.
         file: The calibration file; None means the one in the cache folder.
+        nodes: How to meet the other nodes, of which this is node 0.
 
     Raises:
         SpecError: torch is missing, or the file cannot be written or is no calibration.
@@ -171,9 +208,13 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None) -> Calibr
         with tempfile.TemporaryDirectory(prefix="simplan-") as folder, Progress(_title(request)) as progress:
             request_file, result_file = Path(folder) / "request.json", Path(folder) / "calibration.json"
             write_model(request_file, request)
+            arguments = ["calibrate", str(request_file), "--out", str(result_file)]
+            if nodes is not None:
+                write_model(Path(folder) / "nodes.json", nodes)
+                arguments += ["--nodes", str(Path(folder) / "nodes.json")]
             try:
                 run_executor(
-                    ["calibrate", str(request_file), "--out", str(result_file)],
+                    arguments,
                     lambda event: progress.update(event["done"], event["of"], event.get("what", "")),
                 )
             finally:  # what an interrupted calibration has measured is kept
@@ -218,4 +259,5 @@ def _shape(scenario: Scenario) -> ShapeRequest:
 
 
 def _title(request: CalibrationRequest) -> str:
-    return f"calibrating with {request.num_ranks} rank{'s' if request.num_ranks > 1 else ''}"
+    of_each = f" on each of {request.num_nodes} nodes" if request.num_nodes > 1 else ""
+    return f"calibrating with {request.num_ranks} rank{'s' if request.num_ranks > 1 else ''}{of_each}"

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, requests_for
+from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
-from simplan.cli.nodes import Meeting, join, nodes_of
+from simplan.cli.nodes import Meeting, join, join_calibration, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path
+from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import write_json
 from simplan.report.comparison import comparison_text
@@ -142,10 +143,23 @@ def calibrate_command(
     budget_s: float,
     calibration_file: Path | None,
     wanted: Wanted,
+    meeting: Meeting,
 ) -> int:
     """``simplan calibrate``."""
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
-    calibration = measure(requests_for(scenarios, num_ranks, budget_s, wanted), calibration_file)
+    if meeting.num_nodes > 1:
+        if files:
+            rule = "is not timed across nodes: collectives and messages are, for any scenario"
+            raise SpecError(Problem(field="SCENARIO", value=str(files[0]), rule=rule, fix="leave it out"))
+        request = request_across(meeting.num_nodes, num_ranks, budget_s, wanted)
+        nodes = nodes_to_time(meeting, request)
+        if nodes.node_rank != 0:
+            join_calibration(nodes)
+            return 0
+        calibration = measure([request], calibration_file, nodes)
+    else:
+        refuse_without_nodes(meeting)
+        calibration = measure(requests_for(scenarios, num_ranks, budget_s, wanted), calibration_file)
     where = calibration_file or default_path()
     if as_json:
         print_json(calibration.model_dump(mode="json"))

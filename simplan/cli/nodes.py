@@ -5,25 +5,27 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from simplan.cli.execute import RunOptions
 from simplan.cli.output import say
 from simplan.cli.processes import run_executor
+from simplan.cost.calibration import CalibrationRequest
 from simplan.errors import Problem, SpecError
 from simplan.io import write_model
 from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario
 
-__all__ = ["Meeting", "join", "nodes_of"]
+__all__ = ["Meeting", "join", "join_calibration", "nodes_of", "nodes_to_time", "refuse_without_nodes"]
 
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The options of ``simplan run`` about nodes, as given."""
+    """The options of ``simplan run`` and ``calibrate`` about nodes, as given."""
 
     num_nodes: int = 1
     rdzv: str | None = None
@@ -44,11 +46,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
             rule = f"the scenario's cluster has {cluster.num_nodes} nodes"
             fix = f"give --nodes {cluster.num_nodes} --rdzv HOST:PORT on each of them"
             raise SpecError(Problem(field="--nodes", value="1", rule=rule, fix=fix), file=scenario.file)
-        given = {"--rdzv": meeting.rdzv, "--node-rank": meeting.node_rank, "--interface": meeting.interface}
-        for option, value in given.items():
-            if value is not None:
-                rule = "is about several nodes, and --nodes is 1"
-                raise SpecError(Problem(field=option, value=str(value), rule=rule, fix="give --nodes too"))
+        refuse_without_nodes(meeting)
         return None
     if cluster.num_devices % num_nodes:
         rule = f"must divide the {cluster.num_devices} devices of the scenario's cluster"
@@ -57,20 +55,47 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
         rule = f"the scenario's cluster has {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
         fix = f"use --nodes {cluster.num_nodes}, or change cluster.num_nodes"
         raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
+    return _nodes(meeting, cluster.num_devices // num_nodes, _asked(scenario, options))
+
+
+def nodes_to_time(meeting: Meeting, request: CalibrationRequest) -> Nodes:
+    """The request to the other nodes of a calibration of what joins them.
+
+    Raises:
+        SpecError: The options do not fit each other.
+    """
+    asked = {"calibrate": "collectives and messages", "--ranks": str(request.num_ranks), "--device": request.device}
+    return _nodes(meeting, request.num_ranks, asked | {"--budget": f"{request.budget_s:g}"})
+
+
+def refuse_without_nodes(meeting: Meeting) -> None:
+    """Options about several nodes mean nothing on one.
+
+    Raises:
+        SpecError: One of them is given.
+    """
+    given = {"--rdzv": meeting.rdzv, "--node-rank": meeting.node_rank, "--interface": meeting.interface}
+    for option, value in given.items():
+        if value is not None:
+            rule = "is about several nodes, and --nodes is 1"
+            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix="give --nodes too"))
+
+
+def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Nodes:
     host, port = _endpoint(meeting.rdzv)
     node_rank = meeting.node_rank
-    if node_rank is not None and node_rank >= num_nodes:
-        rule = f"must be less than --nodes = {num_nodes}"
+    if node_rank is not None and node_rank >= meeting.num_nodes:
+        rule = f"must be less than --nodes = {meeting.num_nodes}"
         raise SpecError(Problem(field="--node-rank", value=str(node_rank), rule=rule))
     return Nodes(
-        num_nodes=num_nodes,
-        ranks_per_node=cluster.num_devices // num_nodes,
+        num_nodes=meeting.num_nodes,
+        ranks_per_node=ranks_per_node,
         host=host,
         port=port,
         node_rank=0 if node_rank is None and _is_here(host) else node_rank,
         interface=meeting.interface,
         join_timeout_s=meeting.join_timeout_s,
-        asked=_asked(scenario, options),
+        asked=asked,
     )
 
 
@@ -86,6 +111,20 @@ def join(nodes: Nodes, folder: Path) -> None:
     request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
     write_model(request, nodes)
     run_executor(["join", str(request), "--out", str(folder)], lambda event: None)
+
+
+def join_calibration(nodes: Nodes) -> None:
+    """Runs this node's part of what node 0 calibrates.
+
+    Raises:
+        SpecError: The nodes were not asked the same.
+        RunError: It failed, on whichever node.
+    """
+    say(f"joining node 0 at {nodes.endpoint}")
+    with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
+        request = Path(folder) / "nodes.json"
+        write_model(request, nodes)
+        run_executor(["join-calibration", str(request)], lambda event: None)
 
 
 def _endpoint(rdzv: str | None) -> tuple[str, int]:

@@ -102,7 +102,8 @@ class CalibratedCost:
         """
         if host_copies and not self._host_copies():
             return False
-        timed = {t.kind for t in self._calibration.communication if t.world_size == self._num_ranks}
+        here = (t for t in self._calibration.communication if t.num_nodes == 1)
+        timed = {t.kind for t in here if t.world_size == self._num_ranks}
         return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
 
     def reference_s(self, layer_keys: Collection[str], microbatch_size: int) -> float | None:

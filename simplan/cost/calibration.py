@@ -171,7 +171,7 @@ class CommunicationTiming(Spec):
     Attributes:
         kind: How; ``send`` is one way, from the call of send to the receiver's having the bytes.
         num_ranks: Ranks in the group (2 for a send).
-        world_size: Ranks on the machine, all taking part in groups like this one at the same time.
+        world_size: Ranks on the machine, or on each of several, all taking part in groups like this one at once.
         num_bytes: As ``CollectiveKind`` counts them.
         num_nodes: Nodes that the group is spread over.
     """
@@ -247,7 +247,8 @@ class CalibrationRequest(Spec):
 
     Attributes:
         shapes: Layers to time.
-        num_ranks: Processes that run at the same time.
+        num_ranks: Processes that run at the same time, on each node.
+        num_nodes: Nodes; on several, collectives and messages are timed and nothing else.
         device: What they compute on.
         budget_s: Time to spend on the measurements, start-up excluded.
         communication: Kinds of collectives and messages to time too.
@@ -262,6 +263,7 @@ class CalibrationRequest(Spec):
     schema_version: Literal[1] = 1
     shapes: tuple[ShapeRequest, ...]
     num_ranks: Count
+    num_nodes: Count = 1
     device: Literal["cpu", "cuda"] = "cpu"
     budget_s: Positive = 60.0
     communication: tuple[CollectiveKind, ...] = (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND)

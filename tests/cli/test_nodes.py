@@ -52,6 +52,30 @@ def test_options_that_do_not_fit(options: list[str], sentence: str, simplan: Sim
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--rdzv", "a:1"], "--rdzv = a:1: is about several nodes, and --nodes is 1; give --nodes too"),
+        (["--nodes", "2"], "--rdzv: must say where the nodes meet; give a name of node 0 and a free port there"),
+        (
+            ["--nodes", "2", "--rdzv", "a:1", "--dtype", "bf16"],
+            "--dtype = bf16: is about kernels, and across nodes only",
+        ),
+    ],
+)
+def test_calibration_options_that_do_not_fit(options: list[str], sentence: str, simplan: Simplan) -> None:
+    result = simplan("calibrate", *options)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_scenarios_are_not_timed_across_nodes(simplan: Simplan, two: Path) -> None:
+    result = simplan("calibrate", two, "--nodes", "2", "--rdzv", "a:1")
+    assert result.returncode == 2
+    assert "is not timed across nodes: collectives and messages are, for any scenario; leave it out" in result.stderr
+
+
 def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     result = simplan("run", two, "--nodes", "2", "--rdzv", endpoint, "--node-rank", "1", "--join-timeout", "1")

@@ -23,8 +23,12 @@ from executor.rank import RankFiles
 from executor.run import run_job
 from executor.team import Failure, first_cause
 from executor.team import Host as Place
+from simplan.cost.calibrated import CalibratedCost
+from simplan.cost.calibration import CalibrationRequest
+from simplan.cost.store import load
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
+from simplan.spec.layer import CollectiveKind
 from tests.hosts import Host, hosts, unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +115,35 @@ def test_plans_on_shaped_hosts_are_those_on_one(
         assert run_on(made, job, tmp_path) == [(0, "")] * number
     there = json.loads((tmp_path / "0" / "measurement.json").read_text())
     assert there["losses"] == pytest.approx(run_job(job, tmp_path / "here").losses, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_hosts_can_be_made")
+def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
+    kinds = (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND)
+    request = CalibrationRequest(shapes=(), num_ranks=1, num_nodes=2, budget_s=0.5, communication=kinds)
+    (tmp_path / "request.json").write_text(request.model_dump_json())
+    bandwidth_bytes_per_s = 200e6 / 8
+    with hosts(2, 200) as made:
+        started = []
+        for k, host in enumerate(made):
+            nodes = tmp_path / f"nodes{k}.json"
+            meeting = Nodes(num_nodes=2, ranks_per_node=1, host=made[0].address, port=PORT, node_rank=k)
+            nodes.write_text(meeting.model_dump_json())
+            command = ("calibrate", tmp_path / "request.json", "--out", tmp_path / "found.json", "--nodes", nodes)
+            started.append(start(host, *command) if k == 0 else start(host, "join-calibration", nodes))
+        ended = [(process.communicate(timeout=200)[1], process.returncode) for process in started]
+    assert ended == [("", 0), ("", 0)]
+    found = load(tmp_path / "found.json")
+    assert found is not None
+    assert {(t.kind, t.num_ranks, t.world_size, t.num_nodes) for t in found.communication} == {
+        (kind, 2, 1, 2) for kind in kinds
+    }
+    largest = max((t for t in found.communication if t.kind is CollectiveKind.SEND), key=lambda t: t.num_bytes)
+    # bytes cannot be faster than the link they cross
+    assert largest.seconds.low_s > largest.num_bytes / bandwidth_bytes_per_s
+    cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=1)
+    assert not cost.covers((), 1, kinds), "nothing was timed inside of a node"
 
 
 @pytest.mark.slow

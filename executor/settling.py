@@ -1,0 +1,45 @@
+"""One piece of work on all nodes: done here, then agreed upon how it went everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from executor.launch import RanksError
+from executor.team import Failure, NodeResult, OtherNodeError, Team
+from simplan.errors import SimplanError
+
+__all__ = ["on_all_nodes"]
+
+
+def on_all_nodes(
+    team: Team,
+    work: Callable[[], None],
+    steps: Callable[[], Mapping[int, str]] = dict,
+    keep: Callable[[NodeResult], None] = lambda result: None,
+) -> None:
+    """Does this node's part, and settles with the others how theirs went.
+
+    Args:
+        team: The nodes, which have met.
+        work: This node's part.
+        steps: What the ranks of this node have measured, once the work has ended, also early.
+        keep: On node 0, gets what every other node has to say, also when the work has failed.
+
+    Raises:
+        SpecError, RunError: What the nodes have agreed on, the same on all of them.
+    """
+    failure: Failure | None = Failure(sentence=f"{team.me} was interrupted")
+    try:
+        work()
+        failure = None
+    except OtherNodeError as error:
+        failure = Failure(sentence=str(error), consequence=True)
+    except SimplanError as error:
+        consequence = isinstance(error, RanksError) and error.consequence
+        failure = Failure(sentence=f"{team.me}: {error}", consequence=consequence, exit_code=error.exit_code)
+    finally:
+        found, theirs = team.settle(failure, steps())
+        for result in theirs:
+            keep(result)
+    if found is not None:
+        raise found.error()
