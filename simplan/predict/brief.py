@@ -271,8 +271,16 @@ class _Job:
         from simplan.predict.pipeline_rest import added_bytes, added_s  # brings numba
 
         plan, program, few = self.plan, step.program, step.microbatches
-        blocking = plan.schedule in self.software.synchronous_schedules
-        seconds = added_s(program, step.durations_s, step.spans_s, plan, few, many, blocking_sends=blocking)
+        seconds = added_s(
+            program,
+            step.durations_s,
+            step.spans_s,
+            plan,
+            few,
+            many,
+            blocking_sends=plan.schedule in self.software.synchronous_schedules,
+            received_ahead=plan.schedule in self.software.receives_ahead,
+        )
         grows = self.software.holds_sends or plan.schedule in _KEEPS_ALL
         added = added_bytes(program, plan_table(plan, many if grows else min(many, _FILLS * plan.pp)))
         if self.software.preallocated_receives:

@@ -47,6 +47,7 @@ def added_s(
     many: int,
     *,
     blocking_sends: bool,
+    received_ahead: bool,
 ) -> _Floats:
     """Seconds, one for each vector of durations.
 
@@ -56,11 +57,12 @@ def added_s(
         spans_s: Starts and ends of the same.
         plan: The plan.
         few, many: Microbatches.
-        blocking_sends: A rank waits for its sends before it goes on.
+        blocking_sends, received_ahead: As of ``pipeline_times``.
     """
     times = _times(program, durations_s, spans_s, plan)
     tables = [compiled_table(plan.schedule, plan.pp, m, plan.virtual_stages, "none") for m in (many, few)]
-    ends = [pipeline_times(table, times, blocking_sends=blocking_sends) for table in tables]
+    how = {"blocking_sends": blocking_sends, "received_ahead": received_ahead}
+    ends = [pipeline_times(table, times, **how) for table in tables]
     return np.asarray(ends[0] - ends[1])
 
 

@@ -133,7 +133,8 @@ class _RankLowering:
         self.pp_rank = self.place.pp
         self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
         ordered = not (how.host_waits or self.synchronous)  # these are in one batch, and pass each other
-        self.writer = RankWriter(rank, first, folding, ordered_messages=ordered)
+        ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
+        self.writer = RankWriter(rank, first, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)

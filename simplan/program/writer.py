@@ -23,12 +23,23 @@ class RankWriter:
         folding: Which other ranks are written out.
         ordered_messages: Messages between two ranks, of either direction, pass one after the other in order of issue,
             since they share a communicator and its stream (NCCL).
+        receives_ahead: As of ``SoftwareSpec``: only those of one way and sender do so, and what is received waits for
+            no computation of the rank.
     """
 
-    def __init__(self, rank: int, first: int, folding: Folding, *, ordered_messages: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        first: int,
+        folding: Folding,
+        *,
+        ordered_messages: bool = True,
+        receives_ahead: bool = False,
+    ) -> None:
         self.rank = rank
         self._ordered = ordered_messages
-        self._last_message: dict[int, int] = {}  # by peer
+        self._ahead = receives_ahead
+        self._last_message: dict[tuple[int, bool, bool], int] = {}  # by peer, way and whether it is received
         self.ops: list[Op] = []
         self.last_compute: int | None = None
         self._first = first
@@ -117,14 +128,16 @@ class RankWriter:
         meeting = (forward, source_stage, action.microbatch, ends, number)
         message = Message(CollectiveKind.SEND, num_bytes, ends)
         peer = ends[1] if ends[0] == self.rank else ends[0]
-        waits = [*self.blocking, self.last_compute]
+        received = self._ahead and ends[1] == self.rank
+        way = peer, self._ahead and forward, received
+        waits = [] if received else [*self.blocking, self.last_compute]
         if self._ordered:
-            waits.append(self._last_message.get(peer))
+            waits.append(self._last_message.get(way))
         work = (
             self._one(message) if gathered is None else self._works.setdefault((message, gathered), (message, gathered))
         )
         index = self._add(action, stream, str(action), SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
-        self._last_message[peer] = index
+        self._last_message[way] = index
         return index
 
     def host_copy(

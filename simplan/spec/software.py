@@ -181,6 +181,9 @@ class SoftwareSpec(Spec):
             ``plan.grad_sync`` says, since nothing has room for whole ones. Without a pipeline only.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
             what it receives when it needs it, and goes on when all is there and sent.
+        receives_ahead: Those in which a pipeline rank posts what it receives for its next forward and its next backward
+            before the computation that comes first: a message waits for its sender only, and for those before it in
+            its direction.
         first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
             in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
@@ -235,6 +238,7 @@ class SoftwareSpec(Spec):
     holds_sends: bool = True
     splits_sends: bool = False
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    receives_ahead: Annotated[tuple[str, ...], Field(strict=False)] = ()
     first_stage_splits: bool = False
     ddp_splits: bool = False
     ddp_stages: bool = False

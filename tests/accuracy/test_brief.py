@@ -21,7 +21,12 @@ MODEL = ModelSpec(
 TORCH = catalogue.software("torch")
 SYNCHRONOUS = ("naive", "gpipe", "1f1b")
 BLOCKING = TORCH.model_copy(
-    update={"holds_sends": False, "synchronous_schedules": SYNCHRONOUS, "preallocated_receives": False}
+    update={
+        "holds_sends": False,
+        "synchronous_schedules": SYNCHRONOUS,
+        "receives_ahead": ("interleaved_1f1b",),
+        "preallocated_receives": False,
+    }
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import Slot
 from simplan.sim.pipeline.types import Flags, Floats, Longs, Places, Steps
-from simplan.sim.pipeline.walk import WAY, State, walk
+from simplan.sim.pipeline.walk import WAY, State, lane_of, walk
 
 __all__ = ["repeat"]
 
@@ -35,6 +35,7 @@ def repeat(
     state: State,
     costs: tuple[Floats, ...],
     blocking_sends: bool,
+    received_ahead: bool,
 ) -> None:
     """Goes through a segment as often as it comes.
 
@@ -42,21 +43,21 @@ def repeat(
         events: Slot, stage and microbatch of its events.
         repeats, shift: How often it comes, and by how much microbatches are higher from one time to the next.
         live: What is on its way when it begins: place among what waits, and microbatch.
-        depth, places, state, costs, blocking_sends: As for ``walk``.
+        depth, places, state, costs, blocking_sends, received_ahead: As for ``walk``.
     """
     if repeats == 1:
-        walk(events, 0, depth, places, state, costs, blocking_sends)
+        walk(events, 0, depth, places, state, costs, blocking_sends, received_ahead)
         return
-    touched = _touched(events, places, state)
+    touched = _touched(events, places, state, received_ahead)
     number, check = 0, 1
     while number < repeats:
         if number < check or repeats - number < 3:
-            walk(events, number * shift, depth, places, state, costs, blocking_sends)
+            walk(events, number * shift, depth, places, state, costs, blocking_sends, received_ahead)
             number += 1
             continue
         check *= 2
         before = _read(touched, live, number * shift, depth, state)
-        walk(events, number * shift, depth, places, state, costs, blocking_sends)
+        walk(events, number * shift, depth, places, state, costs, blocking_sends, received_ahead)
         number += 1
         after = _read(touched, live, number * shift, depth, state)
         later = after[0] - before[0]
@@ -70,7 +71,7 @@ def repeat(
 
 
 @jit
-def _touched(events: Steps, places: Places, state: State) -> Touched:
+def _touched(events: Steps, places: Places, state: State, received_ahead: bool) -> Touched:
     """Which pairs, streams, gathers of ranks and gathers of stages a segment writes."""
     slots, stages, _ = events
     rank_of, sends_over, _ = places
@@ -81,10 +82,11 @@ def _touched(events: Steps, places: Places, state: State) -> Touched:
         if slots[e] == _UNSHARD:
             shards[rank_of[s]] = gathers[s] = True
         elif way < 2 and sends_over[way, s] >= 0:
-            pairs[sends_over[way, s]] = True
+            sender, receiver = rank_of[s], rank_of[s + 1 if way == 0 else s - 1]
+            pairs[lane_of(sends_over[way, s], way, sender, receiver, received_ahead)] = True
             if streams.shape[1] > 0:
-                streams[2 * way, rank_of[s]] = True
-                streams[2 * way + 1, rank_of[s + 1 if way == 0 else s - 1]] = True
+                streams[2 * way, sender] = True
+                streams[2 * way + 1, receiver] = True
     gathers &= state.is_gathering
     return pairs, streams, shards, gathers
 

@@ -107,7 +107,9 @@ class PipelineTimes:
         return np.asarray(self.send_s[1, 1:])
 
 
-def pipeline_times(table: PipelineTable, times: PipelineTimes, *, blocking_sends: bool = False) -> Floats:
+def pipeline_times(
+    table: PipelineTable, times: PipelineTimes, *, blocking_sends: bool = False, received_ahead: bool = False
+) -> Floats:
     """Step times of plans that share a table, ``(plans,)``, seconds.
 
     As ``simplan.sim.engine`` has it for the Program of the table. A message starts when both ends are there: each when
@@ -118,10 +120,13 @@ def pipeline_times(table: PipelineTable, times: PipelineTimes, *, blocking_sends
         table: What all ranks do.
         times: How long it takes.
         blocking_sends: A rank waits for each of its sends before it goes on.
+        received_ahead: Receives are posted long before, so that a message waits for its sender only, and for those
+            before it from the same rank on the same way.
     """
     events, sizes = (table.slot, table.stage, table.microbatch), (table.num_pairs, table.depth, int(table.two_peers))
     ends = times.tied_s, times.update_s, times.after_s
-    return _walked(events, table.segments, table.live, sizes, table.places, times.of_events, ends, blocking_sends)
+    how = blocking_sends, received_ahead
+    return _walked(events, table.segments, table.live, sizes, table.places, times.of_events, ends, how)
 
 
 @jit
@@ -133,16 +138,17 @@ def _walked(
     places: Places,
     costs: tuple[Floats, ...],
     ends: tuple[Floats, Floats, Floats],
-    blocking_sends: bool,
+    how: tuple[bool, bool],
 ) -> Floats:
     """All segments of a step; ``sizes`` are pairs of ranks, depth, and whether there are two peers."""
     slots, stages, microbatches = events
+    blocking_sends, received_ahead = how
     num_pairs, depth, two_peers = sizes
     num_stages, num_units, k = costs[2].shape
     p = ends[1].shape[0]
     state = State(
         np.zeros((p, k)),
-        np.zeros((num_pairs, k)),
+        np.zeros((4 * num_pairs, k)),
         np.zeros((4, p * two_peers, k)),
         np.zeros((2 * num_stages * depth, k)),
         np.zeros((p, k)),
@@ -158,7 +164,7 @@ def _walked(
         part = slice(first, first + length)
         repeat(
             (slots[part], stages[part], microbatches[part]),
-            repeats, shift, live[begin:end, 1:], depth, places, state, costs, blocking_sends,
+            repeats, shift, live[begin:end, 1:], depth, places, state, costs, blocking_sends, received_ahead,
         )  # fmt: skip
         begin = end
     return _finished(places, state, ends[0], ends[1], ends[2])
@@ -176,7 +182,7 @@ def _finished(places: Places, state: State, tied_s: Floats, update_s: Floats, af
             for stage in range(boundary, boundary + 2):
                 rank = rank_of[stage]
                 for k in range(num_plans):
-                    ready_s[rank, k] = max(ready_s[rank, k], pair_s[pair, k])
+                    ready_s[rank, k] = max(ready_s[rank, k], pair_s[4 * pair : 4 * pair + 4, k].max())
     first, last = rank_of[0], rank_of[-1]
     step_s = np.zeros(num_plans)
     for k in range(num_plans):

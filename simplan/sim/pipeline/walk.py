@@ -10,7 +10,7 @@ from simplan.sim.jit import jit
 from simplan.sim.pipeline.slots import Slot
 from simplan.sim.pipeline.types import Flags, Floats, Places, Steps
 
-__all__ = ["DURATIONS", "WAY", "State", "walk"]
+__all__ = ["DURATIONS", "WAY", "State", "lane_of", "walk"]
 
 
 DURATIONS = ("forward", "backward", "backward_last", "input", "weight", "weight_last")
@@ -29,7 +29,8 @@ class State(NamedTuple):
 
     Attributes:
         clock_s: By rank, the end of its last computation.
-        pair_s: By pair of ranks, the end of the last message between them.
+        pair_s: By pair of ranks, way and sender, the end of the last message; the first of a pair's four has all of
+            them where these wait for each other.
         stream_s: By way and end (F sent, F received, B sent, B received) and rank, the end of its last message, where
             that is not the last one of a pair.
         arrival_s: Ends of messages that have not been used, ``depth`` for each way and receiving stage.
@@ -48,6 +49,12 @@ class State(NamedTuple):
 
 
 @jit
+def lane_of(pair: int, way: int, sender: int, receiver: int, received_ahead: bool) -> int:
+    """Row of ``State.pair_s``."""
+    return 4 * pair + (2 * way + (sender < receiver) if received_ahead else 0)
+
+
+@jit
 def walk(
     events: Steps,
     offset: int,
@@ -56,10 +63,12 @@ def walk(
     state: State,
     costs: tuple[Floats, ...],
     blocking_sends: bool,
+    received_ahead: bool,
 ) -> None:
     """Goes through events once, with microbatches that are higher by ``offset``.
 
-    With ``blocking_sends`` a rank goes on when what it sent has come.
+    With ``blocking_sends`` a rank goes on when what it sent has come, with ``received_ahead`` a message waits neither
+    for its receiver nor for those of the other way.
     """
     slots, stages, microbatches = events
     rank_of, sends_over, gets_over = places
@@ -94,12 +103,14 @@ def walk(
                 continue
             target = s + 1 if way == 0 else s - 1
             q = rank_of[target]
+            over = lane_of(over, way, r, q, received_ahead)
             b = (way * num_stages + target) * depth + j
             if has_streams:
                 for k in range(num_plans):
                     pair[over, k] = max(pair[over, k], stream[2 * way, r, k], stream[2 * way + 1, q, k])
             for k in range(num_plans):
-                arrival[b, k] = max(clock[r, k], clock[q, k], pair[over, k]) + send_s[way, s, k]
+                receiver_s = 0.0 if received_ahead else clock[q, k]
+                arrival[b, k] = max(clock[r, k], receiver_s, pair[over, k]) + send_s[way, s, k]
                 pair[over, k] = arrival[b, k]
                 if blocking_sends:
                     clock[r, k] = arrival[b, k]

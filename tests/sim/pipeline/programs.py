@@ -15,6 +15,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
 SHARDING: dict[str, dict[str, Any]] = {
@@ -51,7 +52,16 @@ def cases(draw: st.DrawFn, most_microbatches: int = 14) -> Case:
 
 
 def case(
-    schedule: str, p: int, m: int, v: int, sharding: dict[str, Any], layers: list[int], precision: Any, *, tied: bool
+    schedule: str,
+    p: int,
+    m: int,
+    v: int,
+    sharding: dict[str, Any],
+    layers: list[int],
+    precision: Any,
+    *,
+    tied: bool,
+    software: SoftwareSpec = SOFTWARE,
 ) -> Case:
     """The plan of these ranks, microbatches, virtual stages and layers of stages."""
     model = ModelSpec(
@@ -67,5 +77,5 @@ def case(
     table = plan_table(plan, m)
     training = TrainingSpec(global_batch_size=m * plan.dp, precision=precision)
     how = Lowering(level=2, expand_all=False)
-    program = lower(model, training, plan, SOFTWARE, assign_stage_layers(layers), table, how)
+    program = lower(model, training, plan, software, assign_stage_layers(layers), table, how)
     return Case(plan, program, compiled_table(schedule, p, m, v, unshard_of(plan)))

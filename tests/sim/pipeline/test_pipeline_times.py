@@ -13,9 +13,10 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.complete import last_backwards
 from simplan.program.program import Op, Stream
 from simplan.sim.engine import simulate
+from simplan.sim.pipeline.table import compiled_table
 from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
 from simplan.spec.plan import RankMapping
-from tests.sim.pipeline.programs import SHARDING, Case, case, cases
+from tests.sim.pipeline.programs import SHARDING, SOFTWARE, Case, case, cases
 
 _K = ActionKind
 _MESSAGES = {Stream.SEND_F: 0, Stream.RECV_F: -1, Stream.SEND_B: 0, Stream.RECV_B: 1}
@@ -137,3 +138,32 @@ def test_what_is_leaped_over_takes_as_long_as_in_the_engine(
         times = random_times(found, 2, seed)
         expected = [simulate(found.program, durations_of(found, times, plan)).step_time_s for plan in range(2)]
         assert pipeline_times(found.table, times) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 40, 2), (2, 60, 3), (3, 14, 4)])
+def test_receives_that_are_posted_ahead_are_those_of_the_engine(p: int, m: int, v: int) -> None:
+    ahead = SOFTWARE.model_copy(update={"receives_ahead": ("interleaved_1f1b",)})
+    found = case("interleaved_1f1b", p, m, v, {}, [1] * p * v, "fp32", tied=False, software=ahead)
+    for seed in range(3):
+        times = random_times(found, 2, seed)
+        expected = [simulate(found.program, durations_of(found, times, plan)).step_time_s for plan in range(2)]
+        assert pipeline_times(found.table, times, received_ahead=True) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 8), st.integers(2, 4), st.floats(0.1, 0.9), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_sends_shorter_than_a_forward_cost_nothing_in_the_middle_of_an_interleaved_pipeline(
+    p: int, v: int, send_s: float, slow: list[bool]
+) -> None:
+    """Every rank computes without a pause, so that a further round of p microbatches takes p v (F + B)."""
+
+    def step_s(rounds: int) -> float:
+        table = compiled_table("interleaved_1f1b", p, rounds * p, v, "none")
+        times = PipelineTimes.zeros(p * v, p, 1)
+        times.forward_s[:], times.backward_s[:], times.backward_last_s[:] = 1.0, 2.0, 2.0
+        for boundary in range(p * v - 1):
+            if slow[boundary % p]:
+                times.send_forward_s[boundary] = times.send_backward_s[boundary] = send_s
+        return float(pipeline_times(table, times, received_ahead=True)[0])
+
+    assert step_s(13) - step_s(12) == pytest.approx(3 * p * v)
