@@ -100,7 +100,7 @@ def test_a_grid_prices_a_model_that_was_never_timed_and_an_interrupted_one_goes_
     larger = cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 32, 0)).seconds
     assert larger > cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 2, 0)).seconds
     (overlap,) = found.overlaps
-    assert cost.reference_s((), 2) == found.kernels[0].reference_s
+    assert cost.reference_s((), 2) == pytest.approx(found.kernels[0].reference_s)
     assert min(overlap.compute_slowdown, overlap.communication_slowdown) >= 1
     assert found.host_copies
 
