@@ -23,10 +23,11 @@ from simplan.errors import Problem, RunError, SimplanError, SpecError
 from simplan.program.nodes import Nodes
 from simplan.spec.base import Spec
 
-__all__ = ["Failure", "Host", "NodeResult", "OtherNodeError", "Team", "first_cause"]
+__all__ = ["Failure", "Host", "LostNodeError", "NodeResult", "OtherNodeError", "Team", "first_cause"]
 
 _EXCHANGE_S = 0.5
-_LOST_S = 30.0  # without an answer for so long, a node counts as lost
+_LOST_S = 30.0  # without an answer for so long, or half of the job's timeout if that is less, a node counts as lost
+_LEAST_LOST_S = 5.0
 _FAREWELL_S = 10.0
 Beats = tuple[Beat | None, ...]
 _Result = TypeVar("_Result")
@@ -95,6 +96,10 @@ class OtherNodeError(RunError):
     """Another node has ended the run; ``Team.settle`` tells why."""
 
 
+class LostNodeError(RunError):
+    """A node cannot be reached any more."""
+
+
 class Team:
     """This node among the others, after they have met (``executor.meeting.meet``).
 
@@ -121,6 +126,8 @@ class Team:
         self._readings: list[ClockReading] = []
         others = range(1, nodes.num_nodes) if node_rank == 0 else range(1)
         self._heard = {node: _Heard(time.monotonic()) for node in others}
+        self._lost: set[int] = set()
+        self._lost_s = max(_LEAST_LOST_S, min(_LOST_S, json.loads(job)["timeout_s"] / 2))
         self._pending: Future[dict[int, _Told]] | None = None
         self._asked_s = 0.0
 
@@ -180,7 +187,7 @@ class Team:
 
         Raises:
             OtherNodeError: One of the others has ended the run.
-            RunError: A node has not been heard of for too long.
+            LostNodeError: A node has not been heard of for too long.
         """
         now_s = time.monotonic()
         if self._pending is not None and self._pending.done():
@@ -192,8 +199,8 @@ class Team:
             mine = [_told(beats[rank], now_s) for rank in self.ranks]
             self._pending = self._line.submit(lambda: self._tell_and_hear(mine))
         for node, heard in self._heard.items():
-            if now_s - heard.at_s > _LOST_S:
-                raise RunError(f"{self.name(node)} has not been heard of for {_LOST_S:g} s on {self.me}")
+            if now_s - heard.at_s > self._lost_s:
+                raise self._lost_node(node, f"nothing has been heard of it for {self._lost_s:g} s")
         return self._all_beats(beats) if self.leads else beats
 
     def settle(self, failure: Failure | None, steps: Mapping[int, str]) -> tuple[Failure | None, list[NodeResult]]:
@@ -206,6 +213,8 @@ class Team:
         Returns:
             Why the run ended early, the same on all nodes that can still talk; and on node 0 the results of the others.
         """
+        if 0 in self._lost:
+            return failure, []
         result = NodeResult(failure=failure, steps=dict(steps), readings=tuple(self._readings))
         try:
             if failure is not None:
@@ -224,7 +233,12 @@ class Team:
         except OtherNodeError:
             raise
         except RuntimeError:
-            raise RunError(f"{self.me} lost its connection with {self.name(0)}") from None
+            raise self._lost_node(0, "the connection with it was lost") from None
+
+    def _lost_node(self, node: int, how: str) -> LostNodeError:
+        self._lost.add(node)
+        where = self.hosts[node]
+        return LostNodeError(f"node {node} ({where.name}, {where.address}) cannot be reached: {how}")
 
     def _tell_and_hear(self, mine: _Told) -> dict[int, _Told]:
         """One exchange, on the store's thread; gives what is new."""
@@ -253,20 +267,22 @@ class Team:
         failures = [mine.failure]
         results = []
         deadline_s = time.monotonic() + _LOST_S
-        others = range(1, self._nodes.num_nodes)
+        others = [node for node in range(1, self._nodes.num_nodes) if node not in self._lost]
+        told = []
         for node in others:
             packed = self._wait(f"result/{node}", deadline_s)
             if packed is None:
                 lost = f"{self.name(node)} has not been heard of for {_LOST_S:g} s"
                 failures.append(Failure(sentence=lost, consequence=mine.failure is not None))
                 continue
+            told.append(node)
             results.append(NodeResult.model_validate_json(zlib.decompress(packed)))
             failures.append(results[-1].failure)
         found = first_cause([failure for failure in failures if failure is not None])
         end = "null" if found is None else found.model_dump_json()
         self._ask(lambda: self._store.set("end", end))
         deadline_s = time.monotonic() + _FAREWELL_S
-        for node in others[: len(results)]:
+        for node in told:
             self._wait(f"bye/{node}", deadline_s)
         return found, results
 

@@ -48,6 +48,10 @@ class Host:
             prefix += ["unshare", "-T", "--monotonic", str(self.clock_offset_s), "--fork", "--kill-child"]
         return [*prefix, *command]
 
+    def cut(self) -> None:
+        """Takes its link down: nobody is told, packets only get lost."""
+        _run(["ip", "-n", self.name, "link", "set", "eth0", "down"])
+
     def sent_bytes(self) -> int:
         """Bytes that have left its interface, headers included."""
         text = _run(["ip", "netns", "exec", self.name, "cat", "/sys/class/net/eth0/statistics/tx_bytes"])
