@@ -117,7 +117,7 @@ def launch_ranks(
             beats = tuple(read_beat(file.heartbeat) if rank in ours else None for rank, file in enumerate(files))
             beats = attempts.look(beats)
             if agent.returncode is None and team is not None:
-                beats = _with_others(team, beats, agent)
+                beats = _with_others(team, beats, agent, timeout_s)
             if on_poll is not None:
                 on_poll(beats)
             if agent.returncode is not None:
@@ -200,10 +200,10 @@ def _node_files(out_dir: Path, team: Team | None) -> tuple[Path, Path]:
     return out_dir / f"torchrun{node}.log", out_dir / f"failures{node}.json"
 
 
-def _with_others(team: Team, beats: Beats, agent: Agent) -> Beats:
+def _with_others(team: Team, beats: Beats, agent: Agent, timeout_s: float) -> Beats:
     """The beats with those of other nodes. When one of these failed, ranks here get the time to say it was they."""
     try:
-        return team.exchange(beats)
+        return team.exchange(beats, timeout_s)
     except OtherNodeError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(_CAUSE_S)

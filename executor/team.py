@@ -26,7 +26,7 @@ from simplan.spec.base import Spec
 __all__ = ["Failure", "Host", "LostNodeError", "NodeResult", "OtherNodeError", "Team", "first_cause"]
 
 _EXCHANGE_S = 0.5
-_LOST_S = 30.0  # without an answer for so long, or half of the job's timeout if that is less, a node counts as lost
+_LOST_S = 30.0  # without an answer for so long, a node counts as lost
 _LEAST_LOST_S = 5.0
 _FAREWELL_S = 10.0
 Beats = tuple[Beat | None, ...]
@@ -127,7 +127,6 @@ class Team:
         others = range(1, nodes.num_nodes) if node_rank == 0 else range(1)
         self._heard = {node: _Heard(time.monotonic()) for node in others}
         self._lost: set[int] = set()
-        self._lost_s = max(_LEAST_LOST_S, min(_LOST_S, json.loads(job)["timeout_s"] / 2))
         self._pending: Future[dict[int, _Told]] | None = None
         self._asked_s = 0.0
 
@@ -179,16 +178,18 @@ class Team:
         if not self.leads:
             self._readings.append(read_clock(self._nodes.host, self._clock_port))
 
-    def exchange(self, beats: Beats) -> Beats:
+    def exchange(self, beats: Beats, timeout_s: float) -> Beats:
         """Tells the others what this node's ranks do. Node 0 gets the beats of all ranks back, others their own.
 
         Args:
             beats: By global rank; None for ranks of other nodes.
+            timeout_s: Of the job. A silent node is given up in half of it at most, so that the run can end in time.
 
         Raises:
             OtherNodeError: One of the others has ended the run.
             LostNodeError: A node has not been heard of for too long.
         """
+        lost_s = max(_LEAST_LOST_S, min(_LOST_S, timeout_s / 2))
         now_s = time.monotonic()
         if self._pending is not None and self._pending.done():
             for node, told in self._result(self._pending).items():
@@ -199,8 +200,8 @@ class Team:
             mine = [_told(beats[rank], now_s) for rank in self.ranks]
             self._pending = self._line.submit(lambda: self._tell_and_hear(mine))
         for node, heard in self._heard.items():
-            if now_s - heard.at_s > self._lost_s:
-                raise self._lost_node(node, f"nothing has been heard of it for {self._lost_s:g} s")
+            if now_s - heard.at_s > lost_s:
+                raise self._lost_node(node, f"nothing has been heard of it for {lost_s:g} s")
         return self._all_beats(beats) if self.leads else beats
 
     def settle(self, failure: Failure | None, steps: Mapping[int, str]) -> tuple[Failure | None, list[NodeResult]]:
