@@ -7,6 +7,7 @@ the server is gone, it ends as well.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -29,7 +30,7 @@ SEARCHING = "searching"
 """What a search does until all plans are looked at; then it explains the best."""
 
 _PAUSE_S = 0.25
-_NICE = 5
+_PROMPT_S, _NICE = 1.5, 5  # the first plans are wanted at once
 _Tell = Callable[[Update], None]
 
 _SMALL = """
@@ -80,19 +81,23 @@ TASKS: dict[str, Callable[[Any, _Tell], Any]] = {"search": search_plans, "accura
 
 
 def main() -> None:
-    """Does what it is asked, and gives way to the pages."""
-    os.nice(_NICE)
+    """Does what it is asked; after a moment it gives way to the pages."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may have ignored it
     with os.fdopen(os.dup(1), "wb") as channel:
         os.dup2(2, 1)  # what a library prints is no message
 
+        asked_s = math.inf
+
         def send(message: Update | Done | Failed) -> None:
+            if time.monotonic() - asked_s > _PROMPT_S:
+                os.setpriority(os.PRIO_PROCESS, 0, _NICE)
             channel.write(pickle.dumps(message))  # in one piece, also when a signal comes
             channel.flush()
 
         try:
             search_plans(_SMALL, lambda _: None)  # brings machine code into memory
             name, question = pickle.load(sys.stdin.buffer)
+            asked_s = time.monotonic()
             send(_answer(name, question, send))
         except (EOFError, BrokenPipeError, KeyboardInterrupt):
             os._exit(0)  # nobody asks, nobody listens; without the interpreter's own words about it

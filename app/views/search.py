@@ -131,8 +131,9 @@ def _show_running(asked: SearchScenario, key: Any) -> None:
 
 
 def _is_searched(job: Job) -> bool:
-    """Whether the ranking is final, and only explanations are missing."""
-    return job.update is not None and job.update.doing != SEARCHING and isinstance(job.value, SearchResult)
+    """Whether the ranking is final, and only explanations are missing. One look: the job goes on meanwhile."""
+    known = job.value
+    return isinstance(known, SearchResult) and not known.interrupted
 
 
 def _show_explaining(asked: SearchScenario, job: Job, key: Any) -> None:
