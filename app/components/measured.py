@@ -13,6 +13,7 @@ from app.components.problems import escaped
 from app.figures.validation import steps_figure, terms_figure
 from simplan.program.measurement import Measurement
 from simplan.units import format_percent, format_time
+from simplan.validate.compare import Comparison
 from simplan.validate.measured import measured_timeline, predicted_timeline
 
 __all__ = ["show_comparison_of", "show_uploaded"]
@@ -75,8 +76,36 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
         for row in found.rows
     ]
     with st.expander(f"All {len(rows)} terms"):
-        st.dataframe(pd.DataFrame(rows), hide_index=True)
+        st.dataframe(pd.DataFrame(rows), hide_index=True, placeholder="")
+    _show_parts(found)
     st.caption(escaped(". ".join(found.notes)))
     with st.container(horizontal=True):
         download("Terms", "comparison", "csv", csv_text(rows))
         download("Comparison", "comparison", "json", lambda: json_text(found.to_json()))
+
+
+def _show_parts(found: Comparison) -> None:
+    """What the error is made of, and where the step of each rank went; in milliseconds."""
+    terms = [
+        {
+            "part": term.part,
+            "counted as": str(term.share),
+            "predicted, ms": term.predicted_s * 1e3,
+            "measured, ms": term.measured_s * 1e3,
+            "difference, ms": term.difference_s * 1e3,
+        }
+        for term in found.terms
+    ]
+    with st.expander("Terms that sum to the error: what both critical paths are made of"):
+        st.dataframe(pd.DataFrame(terms).round(3), hide_index=True)
+    splits = [
+        {"rank": split.rank, "share": str(share), "predicted, ms": split.predicted_s.get(share, 0.0) * 1e3}
+        | {"measured, ms": split.measured_s.get(share, 0.0) * 1e3}
+        for split in found.splits
+        for share in dict.fromkeys((*split.predicted_s, *split.measured_s))
+    ]
+    with st.expander("Where the step of each rank went"):
+        st.dataframe(pd.DataFrame(splits).round(3), hide_index=True)
+    with st.container(horizontal=True):
+        download("Additive terms", "terms of the error", "csv", csv_text(terms))
+        download("Steps of ranks", "steps of ranks", "csv", csv_text(splits))

@@ -59,7 +59,7 @@ def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> 
         )
     title = "GiB at the worst instant" if unit == "GiB" else "seconds of one step"
     styled(figure, height=90 + 40 * len(ordered), barmode="group", bargap=0.3, bargroupgap=0.05, xaxis_title=title)
-    figure.update_yaxes(autorange="reversed", type="category")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure
 
 

@@ -251,7 +251,7 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> go.Figure:
         )
     height = 90 + 26 * len(explained)
     styled(figure, height=height, barmode="stack", bargap=0.25, xaxis_title="seconds of one step")
-    figure.update_yaxes(autorange="reversed", type="category")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure
 
 
@@ -285,5 +285,5 @@ def space_figure(space: SpaceCount) -> go.Figure:
     styled(figure, height=70 + 24 * len(rows), bargap=0.25)
     most = max(row["plans"] for row in rows)
     figure.update_xaxes(type="log", title_text="plans", dtick=1, range=[-0.2, math.log10(most) + 0.9])
-    figure.update_yaxes(autorange="reversed", type="category")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure

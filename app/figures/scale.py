@@ -84,6 +84,7 @@ def scale_figure(
                 y=[*(row["high_s"] for row in rows), *(row["low_s"] for row in reversed(rows))],
                 fill="toself",
                 fillcolor="rgba(59,125,216,0.15)",
+                mode="lines",  # points of its outline are no predictions
                 line={"width": 0},
                 hoverinfo="skip",
                 name="9 of 10 cases",
@@ -146,7 +147,7 @@ def worth_figure(values: Sequence[MarginalValue]) -> go.Figure:
     )
     styled(figure, height=80 + 34 * len(shown), bargap=0.3, xaxis_title="% of the step that 1 % more saves")
     figure.update_xaxes(range=[0, 1.25 * max(-100 * value.relative_change for value in shown)])
-    figure.update_yaxes(autorange="reversed", type="category")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure
 
 

@@ -114,7 +114,7 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> go.Figure:
         hovertemplate="%{y}: predicted %{customdata[0]}, measured %{customdata[1]}: %{x:+.1f} %<extra></extra>",
     )
     styled(figure, height=90 + 26 * len(shown), barmode="overlay", xaxis_title="%")
-    figure.update_yaxes(autorange="reversed", type="category")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure
 
 

@@ -37,9 +37,9 @@ def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> go.Figure
         base=[*(start / unit_s for start in starts), 0.0],
         marker={
             "color": [*(SPLIT[part.group] for part in parts), MUTED],
-            "pattern": {
+            "pattern": {  # with bgcolor beside color the hatched bars would be drawn on nothing
                 "shape": [*("/" if part.group in _HATCHED else "" for part in parts), ""],
-                "bgcolor": [*(SPLIT[part.group] for part in parts), MUTED],
+                "fillmode": "overlay",
                 "fgcolor": "rgba(255,255,255,0.6)",
                 "size": 6,
                 "solidity": 0.2,

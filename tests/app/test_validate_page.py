@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from typing import Any
 
 import pytest
+from streamlit.testing.v1 import AppTest
 
 from app.jobs.server import jobs, runs
 from simplan.cli.dashboard import RUN_FLAG
 from tests.app.pages import SMALL, assert_no_bug, opened
+from tests.app.test_uploads import made
 
 HERE = {**SMALL, "cluster": {"preset": "this-machine", "num_devices": 4}}
 
@@ -36,3 +40,22 @@ def test_published_runs_of_the_repository_are_offered() -> None:
     [source] = [box for box in page.selectbox if box.label == "Source"]
     assert "zero_bubble" in source.options
     assert "Predict them" in [button.label for button in page.button]
+
+
+def test_terms_of_a_comparison_sum_to_its_error() -> None:
+    def page() -> None:
+        from app import uploads
+        from app.components.measured import show_comparison_of
+        from tests.app.test_uploads import made
+
+        prediction, measurement = made()
+        show_comparison_of(uploads.prediction_of("p", prediction), uploads.measurement_of("m", measurement))
+
+    shown = AppTest.from_function(page, default_timeout=120).run()
+    assert_no_bug(shown)
+    _, terms, splits = (table.value for table in shown.dataframe)
+    prediction, measurement = (json.loads(content) for content in made())
+    measured_s = statistics.median(measurement["step_times_s"])
+    assert terms["difference, ms"].sum() == pytest.approx(1e3 * (prediction["step_time_s"] - measured_s), abs=0.01)
+    for _, split in splits.groupby("rank"):
+        assert split["predicted, ms"].sum() == pytest.approx(1e3 * prediction["step_time_s"], abs=0.01)
