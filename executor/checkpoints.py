@@ -7,6 +7,7 @@ is told and passed over: training goes on, and the one before it stays.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from simplan.units import format_bytes
 
 __all__ = ["Checkpoints"]
 
+_APPEARS_S = 10.0  # for what one node has written to show on the others, which may remember what a folder held
+
 
 class Checkpoints:
     """The checkpoints of one rank's run; every rank of the job must make one and call the same methods.
@@ -50,6 +53,28 @@ class Checkpoints:
         self._tell = tell
         if dist.get_rank() == 0:
             drop_unfinished(self._folder)
+        self._see_that_it_is_shared()
+
+    def _see_that_it_is_shared(self) -> None:
+        """Rank 0 would take its own files for the whole of a checkpoint.
+
+        Raises:
+            RunError: This rank does not see what rank 0 writes.
+        """
+        leads = dist.get_rank() == 0
+        mark = self._folder / f".seen-by-all-{os.getpid()}"
+        if leads:
+            mark.touch()
+        told = [mark]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        deadline_s = time.monotonic() + _APPEARS_S
+        while not told[0].exists():
+            if time.monotonic() > deadline_s:
+                raise RunError(f"{self._folder} is not the folder that rank 0 has; name one that all nodes share")
+            time.sleep(0.1)
+        dist.barrier(self._group)
+        if leads:
+            mark.unlink()
 
     def restore(self) -> int:
         """Takes over the newest whole checkpoint; gives the steps it has done, 0 when there is none.

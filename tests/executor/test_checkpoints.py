@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -12,11 +13,12 @@ import pytest
 
 from executor.checkpoint_folder import newest_checkpoint
 from executor.run import run_job
-from simplan.errors import SpecError
+from simplan.errors import RunError, SpecError
 from simplan.program.checkpoint import CheckpointHeader, Checkpointing
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.spec.training import TrainingSpec
+from tests.executor.conftest import RANK_PROGRAMS
 
 NUM_STEPS = 6
 """All of them: one warm-up step and the steady ones."""
@@ -170,6 +172,23 @@ def test_half_a_checkpoint_is_passed_over(make_job: Any, tmp_path: Path) -> None
         "resuming after step 2",
     )
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_ranks_do_not_share_is_refused(
+    make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has a file system of its own at that place, as another host would."""
+    trial = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", tmp_path]
+    if os.geteuid() != 0 or subprocess.run(trial, check=False, capture_output=True).returncode:
+        pytest.skip("a file system of one's own takes root, who may mount")
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path / "kept"))
+    with pytest.raises(RunError) as caught:
+        run_job(with_checkpoints(make_job(dp=2), tmp_path / "kept"), tmp_path / "out", rank_module="apart_worker")
+    assert str(caught.value).startswith(
+        f"rank 1 raised RunError: {tmp_path / 'kept'} is not the folder that rank 0 has; name one that all nodes share"
+    )
 
 
 @pytest.fixture
