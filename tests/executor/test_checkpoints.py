@@ -179,7 +179,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused(
     make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 has a file system of its own at that place, as another host would."""
-    trial = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", tmp_path]
+    trial = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(trial, check=False, capture_output=True).returncode:
         pytest.skip("a file system of one's own takes root, who may mount")
     monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
