@@ -40,6 +40,8 @@ _STD = 0.03  # what step times scatter about a perfect model, roughly
 _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
 """What a row counts for: where a source does not print something that sets the work, others had to assume it."""
 _ITERATIONS = 8
+_ITERATIONS_LEFT_OUT = 3
+"""Of fits without a part of the rows. They begin at what all rows say, from where three steps go nearly all the way."""
 
 
 def main() -> None:
@@ -61,7 +63,7 @@ def main() -> None:
         "fitted": log_errors(rows, values),
     }
     tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), values)
-    tables["source left out"], _ = left_out(rows, lambda row: row.source, {})
+    tables["source left out"], _ = left_out(rows, lambda row: row.source, values)
     stds = relative_stds(rows, values, tables["five-fold"])
     unseen = unseen_std(rows, values, tables["source left out"])
     print("\n".join(_errors_text(rows, tables)))
@@ -76,12 +78,13 @@ def main() -> None:
         print(f"wrote {FITTED_FILE.name} and {LEFT_OUT_FILE.name}")
 
 
-def fit(rows: Sequence[Row], start: Values) -> dict[str, float]:
+def fit(rows: Sequence[Row], start: Values, iterations: int = _ITERATIONS) -> dict[str, float]:
     """Constants by name.
 
     Args:
         rows: What to fit on.
         start: Values to start from; textbook values of those that are missing.
+        iterations: Steps at most.
     """
     constants = constants_of(rows)
     names = [constant.name for constant in constants]
@@ -93,7 +96,7 @@ def fit(rows: Sequence[Row], start: Values) -> dict[str, float]:
 
     sizes = Counter(row.source for row in rows)
     weights = np.array([_TRUST[row.run.quality] * sizes[row.source] ** -0.5 for row in rows])
-    found = minimize(constants, residuals, weights, start=start, most_iterations=_ITERATIONS)
+    found = minimize(constants, residuals, weights, start=start, most_iterations=iterations)
     return dict(zip(names, map(float, found), strict=True))
 
 
@@ -126,7 +129,8 @@ def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
         return Constant(field, getattr(rates, field), *ALL[field], rows)
     name = f"{owner}.{field}"
     if field in KERNELS:
-        return Constant(name, 1.0, *SUSTAINED, rows)
+        sustained = catalogue.kernel_rates(owner, textbook=True).attention[field].sustained
+        return Constant(name, sustained, *SUSTAINED, rows)
     if field in SOFTWARE:
         return Constant(name, getattr(catalogue.software(owner, textbook=True).rates, field), *SOFTWARE[field], rows)
     return Constant(name, getattr(catalogue.kernel_rates(owner, textbook=True), field), *ARCHITECTURE[field], rows)
@@ -159,7 +163,7 @@ def left_out(
 
 def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> tuple[Floats, dict[str, float]]:
     seen = [row for row, out in zip(rows, held, strict=True) if not out]
-    values = _textbook(rows) | fit(seen, start)
+    values = _textbook(rows) | fit(seen, start, _ITERATIONS_LEFT_OUT)
     return log_errors([row for row, out in zip(rows, held, strict=True) if out], values), values
 
 
@@ -169,7 +173,7 @@ def _textbook_values() -> dict[str, float]:
     for architecture in {catalogue.device(name).architecture for name in catalogue.names("devices")}:
         rates = catalogue.kernel_rates(architecture, textbook=True)
         values |= {f"{architecture}.{field}": getattr(rates, field) for field in ARCHITECTURE}
-        values |= {f"{architecture}.{kernel}": 1.0 for kernel in rates.attention}
+        values |= {f"{architecture}.{kernel}": share.sustained for kernel, share in rates.attention.items()}
     for name in catalogue.names("software"):
         software = catalogue.software(name, textbook=True).rates
         values |= {f"{name}.{field}": getattr(software, field) for field in SOFTWARE}

@@ -24,8 +24,9 @@ class AttentionRates:
     """What attention reaches.
 
     Attributes:
-        products: Matrix products of 16 or 32 bits.
-        share: Of their rate, by a fused kernel whose heads are wide and whose queries meet many keys.
+        products: Matrix products of 16 or 32 bits, of which unfused attention has four.
+        flop_per_s: The best published rate of such products.
+        share: Of that, by a fused kernel whose heads are wide and whose queries meet many keys.
         half_keys: Keys that a query meets at which a fused kernel reaches half of its rate.
         narrow_heads: Part of the rate that heads of 64 reach.
         width: Bytes of an element.
@@ -33,6 +34,7 @@ class AttentionRates:
     """
 
     products: ProductRates
+    flop_per_s: float
     share: AttentionShare
     half_keys: float
     narrow_heads: float
@@ -51,7 +53,7 @@ class AttentionRates:
         share *= self.share.sustained * keys / (keys + self.half_keys)
         if kernel.head_dim < _WIDE_HEAD:
             share *= self.narrow_heads ** (_WIDE_HEAD / kernel.head_dim - 1)
-        rate = self.products.flop_per_s * share
+        rate = self.flop_per_s * share
         times = b / rate * (_BACKWARD_PRODUCTS if backward else 1)
         return sum(max(flops * times, self.products.launch_s) for flops in kernel.calls)
 

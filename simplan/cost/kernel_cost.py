@@ -55,6 +55,7 @@ def kernel_cost(
         products=products,
         attention=AttentionRates(
             products,
+            ceiling * stack.stack_share,
             _attention_share(rates, stack.attention_kernel),
             rates.half_keys,
             rates.narrow_heads,

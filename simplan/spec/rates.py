@@ -20,7 +20,7 @@ _Part = Annotated[float, Field(gt=0, le=1)]
 
 
 class AttentionShare(Spec):
-    """What fused attention reaches of the rate of large matrix products, heads of 128 and long sequences.
+    """What fused attention reaches of the best published rate of matrix products, heads of 128, long sequences.
 
     Attributes:
         forward, backward: In either direction, of the FLOPs that are not masked.
@@ -29,7 +29,7 @@ class AttentionShare(Spec):
 
     forward: _Part
     backward: _Part
-    sustained: Positive = 1.0
+    sustained: Positive = 0.9
 
 
 class KernelRates(Spec):
@@ -65,14 +65,14 @@ class KernelRates(Spec):
 
     ceiling_share: _Part = 0.77
     matmul_share: _Part = 0.93
-    low_share: _Part = 0.8
+    low_share: _Part = 0.9
     fp4_share: _Part = 0.6
     bandwidth_share: _Part = 0.85
     half_depth: NonNegative = 80.0
     last_wave: _Part = 0.5
     attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)
     half_keys: NonNegative = 250.0
-    narrow_heads: _Part = 0.8
+    narrow_heads: _Part = 0.88
     score_traffic: Positive = 1.3
     row_scale_share: _Part = 0.75
     aligned: Annotated[int, Field(ge=1)] = 8

@@ -31,7 +31,7 @@ from simplan.spec.software import StateBytes
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
 PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
-ATTENTION = AttentionRates(PRODUCTS, AttentionShare(forward=0.6, backward=0.5), 0.0, 1.0, 2)
+ATTENTION = AttentionRates(PRODUCTS, 1e14, AttentionShare(forward=0.6, backward=0.5, sustained=1.0), 0.0, 1.0, 2)
 
 
 def costs(state: StateBytes = STATE, **fields: Any) -> KernelCost:
