@@ -41,7 +41,8 @@ _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
 """What a row counts for: where a source does not print something that sets the work, others had to assume it."""
 _ITERATIONS = 8
 _ITERATIONS_LEFT_OUT = 3
-"""Of fits without a part of the rows. They begin at what all rows say, from where three steps go nearly all the way."""
+"""Of fits without a part of the rows. They begin at what all rows say, from where three steps go all the way but for
+rounding: with a source left out, the median over the sources is 9.35 % after three steps and 9.37 % after eight."""
 
 
 def main() -> None:
