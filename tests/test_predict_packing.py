@@ -43,7 +43,7 @@ def test_equal_documents_cost_their_share_of_attention() -> None:
 
     def attention_s(documents: int) -> float:
         keys = 4096 / documents / 2
-        rate = 794.5e12 * rates.matmul_share * share.sustained * keys / (keys + rates.half_keys)
+        rate = 794.5e12 * share.sustained * keys / (keys + rates.half_keys)
         return 4 * 32 * 2 * 4096 * 4096**2 / documents / rate * (1 / share.forward + 2.5 / share.backward) * slowest
 
     # read and written, twice as much in backward
