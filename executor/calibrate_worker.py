@@ -146,8 +146,8 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
 
 def _stamped(timings: Iterable[_Timing], reference: Reference) -> tuple[_Timing, ...]:
     """The timings, and how fast the machine was meanwhile."""
-    mean_s = reference.mean_s()
-    return tuple(timing.model_copy(update={"reference_s": mean_s}) for timing in timings)
+    median_s = reference.median_s()
+    return tuple(timing.model_copy(update={"reference_s": median_s}) for timing in timings)
 
 
 def _keep_going(name: str, heartbeat: Heartbeat, first: float, share: float, budget_s: float) -> KeepGoing:

@@ -60,7 +60,10 @@ class Reference:
 
         return timed
 
-    def mean_s(self) -> float | None:
-        """Mean over all that was timed on all ranks, None for nothing; every rank must call this."""
+    def median_s(self) -> float | None:
+        """Of all that was timed on all ranks, None for nothing; every rank must call this.
+
+        Not the mean: one stall of the machine in so short a time would count as if it were slow throughout.
+        """
         found = [seconds for of_rank in gathered(self._seconds) for seconds in of_rank]
-        return statistics.fmean(found) if found else None
+        return statistics.median(found) if found else None

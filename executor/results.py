@@ -80,9 +80,9 @@ def gather(
 
 
 def _reference_s(steps: Sequence[Sequence[StepRecord]]) -> float | None:
-    """Median over steps, as their time is, of the mean over ranks."""
-    of_steps = [[r.reference_s for r in step if r.reference_s is not None] for step in steps]
-    return statistics.median(map(statistics.fmean, of_steps)) if of_steps and all(of_steps) else None
+    """Median over steps and ranks, as of a calibration (``executor.reference``)."""
+    found = [record.reference_s for step in steps for record in step if record.reference_s is not None]
+    return statistics.median(found) if found else None
 
 
 def _environment(

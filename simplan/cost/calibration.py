@@ -122,7 +122,7 @@ class LayerTiming(Spec):
         gather_copy_s: What FSDP does around an all-gather of this layer's parameters over all ranks: its hooks, copying
             the rank's shards in and whole parameters out.
         reduce_copy_s: What it does around a reduce-scatter of their gradients.
-        reference_s: What the executor's reference product took meanwhile, mean over ranks: how fast the machine was.
+        reference_s: What the executor's reference product took meanwhile, in the median: how fast the machine was.
     """
 
     key: str
