@@ -9,18 +9,11 @@ from typing import Any
 
 from app.results import plan
 from simplan.prediction import Prediction
+from tests.search.questions import SIZES
 
 TINY: Mapping[str, Any] = {
     "name": "small",
-    "model": {
-        "family": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 96,
-        "seq_len": 32,
-    },
+    "model": {"family": "llama", **SIZES},
     "cluster": {"preset": "dgx-h100", "num_devices": 4},
     "training": {"global_batch_size": 8},
     "plan": {"dp_shard": 4},

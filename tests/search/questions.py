@@ -9,10 +9,10 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["FAMILIES", "TORCH", "question"]
+__all__ = ["FAMILIES", "SIZES", "TORCH", "question"]
 
 TORCH = catalogue.software("torch")
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -22,15 +22,15 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {**_SIZES, "tied_embeddings": True},
-    "llama": {**_SIZES, "num_key_value_heads": 2, "tied_embeddings": False},
-    "mpt": _SIZES,
-    "bert": _SIZES,
-    "vit": {key: value for key, value in _SIZES.items() if key not in ("vocab_size", "seq_len")}
+    "gpt": {**SIZES, "tied_embeddings": True},
+    "llama": {**SIZES, "num_key_value_heads": 2, "tied_embeddings": False},
+    "mpt": SIZES,
+    "bert": SIZES,
+    "vit": {key: value for key, value in SIZES.items() if key not in ("vocab_size", "seq_len")}
     | {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_classes": 8},
-    "moe": {**_SIZES, **_EXPERTS, "tied_embeddings": False},
+    "moe": {**SIZES, **_EXPERTS, "tied_embeddings": False},
     "deepseek": {
-        **_SIZES,
+        **SIZES,
         **_EXPERTS,
         "tied_embeddings": False,
         "kv_lora_rank": 16,
@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 16,
     },
-    "t5": _SIZES,
+    "t5": SIZES,
     "resnet": {"depths": (1, 1), "embedding_size": 16, "image_size": 32, "num_classes": 8},
 }
 
