@@ -61,8 +61,12 @@ def run_job(
         if on_note is not None:
             on_note(sentence)
 
-    for found in check_resume(job):
-        note(found)
+    def say_where_it_begins() -> None:
+        for found in check_resume(job):
+            note(found)
+
+    if nodes is None:
+        say_where_it_begins()
     team = None if nodes is None else meet(nodes, job.model_dump_json())
     out_dir = _folder(out_dir)
     failure: str | None = "the run was interrupted"
@@ -71,7 +75,7 @@ def run_job(
         if team is None:
             _run_here(job, out_dir, on_progress, rank_module, None, note)
         else:
-            _run_on_all(team, job, out_dir, on_progress, rank_module, readings)
+            _run_on_all(team, job, out_dir, on_progress, rank_module, readings, say_where_it_begins)
         failure = None
     except SimplanError as error:
         failure = str(error)
@@ -97,7 +101,7 @@ def join_job(nodes: Nodes, out_dir: Path, *, rank_module: str = "executor.worker
         RunError: Ranks of any node failed or hung, or nodes did not come.
     """
     team = meet(nodes, None)
-    _run_on_all(team, Job.model_validate_json(team.job), _folder(out_dir), None, rank_module, {})
+    _run_on_all(team, Job.model_validate_json(team.job), _folder(out_dir), None, rank_module, {}, lambda: None)
 
 
 def _folder(out_dir: Path) -> Path:
@@ -121,12 +125,14 @@ def _run_on_all(
     on_progress: Progress | None,
     rank_module: str,
     readings: dict[int, tuple[ClockReading, ...]],
+    before: Callable[[], None],
 ) -> None:
     """Runs this node's ranks, and settles with the others how it went.
 
     Args:
         team, job, out_dir, on_progress, rank_module: As in ``run_job``.
         readings: On node 0, gets the readings of every other node's clock by rank, also when the run fails.
+        before: Called before ranks are started; what it raises ends the run on all nodes.
 
     Raises:
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
@@ -134,6 +140,7 @@ def _run_on_all(
 
     def work() -> None:
         check_job(job, len(team.ranks))
+        before()
         team.read_clock()
         _run_here(job, out_dir, on_progress, rank_module, team)
         team.read_clock()

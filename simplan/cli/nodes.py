@@ -164,5 +164,18 @@ def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
         "cluster": f"{cluster.num_nodes} x {cluster.ranks_per_node} {cluster.device.id}",
     }
     asked = {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in sections.items()}
-    steps = {"--steps": options.num_steps, "--warmup": options.num_warmup_steps, "--timeout": options.timeout_s}
-    return {"name": scenario.name, **asked, **{option: str(value) for option, value in steps.items()}}
+    flags = {"--steps": options.num_steps, "--warmup": options.num_warmup_steps, "--timeout": options.timeout_s}
+    return {"name": scenario.name, **asked, **{flag: str(value) for flag, value in (flags | _kept(options)).items()}}
+
+
+def _kept(options: RunOptions) -> dict[str, object]:
+    """The flags about checkpoints: ranks of all nodes write into one folder and read from it."""
+    kept = options.checkpointing
+    if kept is None:
+        return {"--checkpoint-dir": None}
+    return {
+        "--checkpoint-dir": kept.folder,
+        "--checkpoint-every": kept.every,
+        "--restarts": kept.max_restarts,
+        "--resume": kept.resume,
+    }

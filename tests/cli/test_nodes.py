@@ -6,8 +6,14 @@ import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from simplan.cli.execute import RunOptions
+from simplan.cli.nodes import Meeting, nodes_of
+from simplan.program.checkpoint import Checkpointing
+from simplan.scenario import load_scenario
 
 Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -81,3 +87,25 @@ def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     result = simplan("run", two, "--nodes", "2", "--rdzv", endpoint, "--node-rank", "1", "--join-timeout", "1")
     assert result.returncode == 4
     assert f"error: node 0 did not answer at {endpoint} within 1 s; start the same command there" in result.stderr
+
+
+def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
+    """What a node keeps and goes on from is part of what all must agree on."""
+    scenario, meeting = load_scenario(two), Meeting(num_nodes=2, rdzv="a:1", node_rank=1)
+
+    def asked(checkpointing: Checkpointing | None) -> dict[str, str]:
+        nodes = nodes_of(scenario, RunOptions(checkpointing=checkpointing), meeting)
+        assert nodes is not None
+        return nodes.asked
+
+    kept = Checkpointing(folder="/kept")
+    changes: dict[str, dict[str, Any]] = {
+        "--checkpoint-dir": {"folder": "/elsewhere"},
+        "--checkpoint-every": {"every": 3},
+        "--restarts": {"max_restarts": 2},
+        "--resume": {"resume": True},
+    }
+    for flag, change in changes.items():
+        differing = {key for key, text in asked(kept.model_copy(update=change)).items() if text != asked(kept)[key]}
+        assert differing == {flag}
+    assert asked(None)["--checkpoint-dir"] == "None"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from simplan.cost.store import load
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.spec.layer import CollectiveKind
+from tests.executor.test_checkpoints import with_checkpoints
 from tests.hosts import Host, hosts, unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,14 +81,18 @@ def run_on(made: Sequence[Host], job: Job, folder: Path, **fields: Any) -> list[
 
 
 @pytest.mark.usefixtures("_hosts_can_be_made")
-def test_ddp_on_two_hosts_is_ddp_on_one(make_job: MakeJob, tmp_path: Path) -> None:
+def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(make_job: MakeJob, tmp_path: Path) -> None:
+    """The first half here, the second on hosts, from the checkpoint: nothing of it is other than on one host."""
     job = make_job(dp=2, dtype="fp64")
+    here = run_job(with_checkpoints(job, tmp_path / "kept", num_steps=4), tmp_path / "here")
+    shutil.rmtree(tmp_path / "kept" / "step-00000004")
     with hosts(2, own_clocks=True) as made:
-        assert run_on(made, job, tmp_path) == [(0, ""), (0, "")]
+        again = with_checkpoints(job, tmp_path / "kept", num_steps=4, resume=True)
+        assert run_on(made, again, tmp_path) == [(0, ""), (0, "")]
     there = json.loads((tmp_path / "0" / "measurement.json").read_text())
-    here = run_job(job, tmp_path / "here")
     assert there["complete"]
-    assert there["losses"] == list(here.losses)
+    assert there["notes"][0] == "resuming after step 2"
+    assert there["losses"] == list(here.losses[2:])
     assert there["environment"]["num_nodes"] == 2
     assert there["environment"]["clock_error_s"] < CLOCK_ERROR_S
     assert not (tmp_path / "1" / "measurement.json").exists()
