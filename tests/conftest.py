@@ -16,9 +16,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ONE_WORKER = (
     "tests/cli/test_run.py",
-    "tests/executor/test_context_parallel.py",
-    "tests/executor/test_family_splits.py",
-    "tests/executor/test_tensor_parallel.py",
+    "tests/executor/test_split_layers.py",
     "tests/test_explain.py",
     "tests/validate/test_compare.py",
 )

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on two real ranks against one process and against what the layers say."""
+"""Tensor, sequence and context parallelism on two real ranks against one process and against what the layers say."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from executor.model import build_stage
-from executor.parallel import Parallel, partial_parameters
+from executor.parallel import Parallel, Peers, partial_parameters
 from simplan.spec.shard import Shard
+from tests.executor.family_models import variant
 from tests.executor.splits import (
     Case,
     assert_equals_one_process,
@@ -21,17 +22,35 @@ from tests.executor.splits import (
 
 TENSOR = Shard(tp=2)
 SEQUENCE = Shard(tp=2, sequence_parallel=True)
-NAMES = {"tensor": TENSOR, "sequence": SEQUENCE}
+SHARDS = {
+    "tensor": TENSOR,
+    "sequence": SEQUENCE,
+    "gather": Shard(cp=2, cp_comm="all_gather"),
+    "a2a": Shard(cp=2, cp_comm="a2a"),
+}
+SPLIT = {
+    "gpt": tuple(SHARDS),
+    "llama": tuple(SHARDS),
+    "qkv-bias": ("tensor", "sequence"),
+    "attention-bias": ("sequence",),
+    "qk-norm": ("tensor", "sequence", "a2a"),
+    "window": ("gather", "a2a"),
+    "mpt": tuple(SHARDS),
+    "bert": ("tensor", "sequence"),
+    "vit": ("tensor",),
+}
+MODELS = {name: small_model(name) if name in ("gpt", "llama") else variant(name) for name in SPLIT}
 EXACT = {
-    f"{family}-{name}": Case(small_model(family), shard, "none", torch.float64)
-    for family in ("gpt", "llama")
-    for name, shard in NAMES.items()
+    f"{name}-{shard}": Case(MODELS[name], SHARDS[shard], "none", torch.float64)
+    for name, shards in SPLIT.items()
+    for shard in shards
 }
 RECORDED = {
-    f"{family}-{name}-{recompute}": Case(small_model(family), shard, recompute, torch.float32)
-    for family in ("gpt", "llama")
-    for name, shard in NAMES.items()
+    f"{name}-{shard}-{recompute}": Case(MODELS[name], SHARDS[shard], recompute, torch.float32)
+    for name, shards in SPLIT.items()
+    for shard in shards
     for recompute in ("none", "selective", "full")
+    if recompute != "selective" or name in ("gpt", "llama")
 }
 
 
@@ -62,10 +81,12 @@ def test_gradients_complete_in_the_order_of_the_layers(name: str, results: dict[
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_partial_gradients_are_summed_in_one_message(name: str, results: dict[str, list[Any]]) -> None:
+    """Norms of heads see some heads each also where tokens are not split."""
     case = RECORDED[name]
     layers = case.model.layers_of(case.shard)
     elements = sum(p.num_elements for layer in layers for p in layer.parameters if p.partial_gradient)
-    wanted = [("all_reduce", (0, 1), 4 * elements)] if case.shard.sequence_parallel else []
+    assert (elements > 0) == (case.shard.sequence_parallel or (name.startswith("qk-norm") and case.shard.tp > 1))
+    wanted = [("all_reduce", (0, 1), 4 * elements)] if elements else []
     for result in results[name]:
         assert result["issued for partial gradients"] == wanted
 
@@ -79,3 +100,15 @@ def test_partial_gradients_are_of_what_every_rank_has_whole() -> None:
     block = {"norm1.weight", "norm1.bias", "proj.bias", "norm2.weight", "norm2.bias", "down.bias"}
     assert names == {"layers.0.wpe.weight", *(f"layers.1.{name}" for name in block)}
     assert partial_parameters(stage, model, TENSOR) == []
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_context_parallel_ranks_have_all_tokens_and_equal_work(cp: int) -> None:
+    """Work of causal attention: each token meets as many keys as its position says."""
+    seq_len = 4 * cp * 3
+    tokens = torch.arange(2 * seq_len).view(2, -1)
+    parts = [Parallel(Shard(cp=cp), cp=Peers(cp, rank)).local_tokens(tokens) for rank in range(cp)]
+    assert sorted(torch.cat(parts, dim=1)[0].tolist()) == list(range(seq_len))
+    assert len({int((part[0] + 1).sum()) for part in parts}) == 1
+    for part in parts:
+        assert torch.equal(part[1], part[0] + seq_len)
