@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from simplan.errors import Problem, SpecError
 from simplan.io import read_text
 from simplan.problems import render_value
+from simplan.scenario.collecting import Sections
 from simplan.spec.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
-
-if TYPE_CHECKING:  # which reads the section with this module
-    from simplan.scenario.sections import Sections
 
 __all__ = ["draw_documents"]
 

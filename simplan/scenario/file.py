@@ -4,7 +4,7 @@
 
     name: llama3-8b-8xh100
     model: {preset: llama3-8b, seq_len: 8192}    # or hf_config: config.json, or inline: family and its keys
-    cluster: {preset: dgx-h100, num_nodes: 1}    # or num_devices; or inline, see simplan.scenario.sections
+    cluster: {preset: dgx-h100, num_nodes: 1}    # or num_devices; or inline, see simplan.scenario.clusters
     training: {global_batch_size: 16, precision: bf16}
     software: torch
     plan: {dp_replicate: 8, microbatch_size: 2}  # or search: {objective: step_time}, see simplan.scenario.search
@@ -28,8 +28,10 @@ from simplan.errors import SpecError
 from simplan.io import read_yaml
 from simplan.problems import Path as ProblemPath
 from simplan.problems import find_place, in_file_order
+from simplan.scenario.clusters import read_cluster
+from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
-from simplan.scenario.sections import Sections, read_cluster, read_expectations, read_model, read_software
+from simplan.scenario.sections import read_expectations, read_model, read_software
 from simplan.spec.base import Spec
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec

@@ -1,0 +1,217 @@
+"""The section ``cluster`` of a scenario file.
+
+It is a preset with overrides, or given inline::
+
+    cluster: {preset: dgx-h100, num_devices: 12}
+    cluster: {preset: this-machine, num_devices: 2}
+    cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, inter_link_gbit_per_device: 10}
+    cluster:
+      device: {preset: a100-sxm-80gb, memory_bytes: 60_000_000_000}
+      devices_per_node: 4
+      intra_link: pcie4
+      inter_link_gbit_per_device: 100
+      num_nodes: 2
+
+The network is InfiniBand or RoCE of so many Gbit/s per device, unless ``inter_link`` names another, e.g. efa-400gbit;
+between machines like this one it is Ethernet with TCP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simplan.errors import SpecError
+from simplan.problems import Path
+from simplan.scenario.collecting import Sections
+from simplan.spec import catalogue
+from simplan.spec.base import Count, Positive, Spec
+from simplan.spec.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
+from simplan.spec.machine import THIS_MACHINE, this_machine
+
+__all__ = ["read_cluster"]
+
+
+class _Cluster(Spec):
+    """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
+
+    preset: Any = None
+    device: Any = None
+    devices_per_node: Count | None = None
+    intra_link: Any = None
+    inter_link: Any = None
+    inter_link_gbit_per_device: Positive | None = None
+    host_memory_bytes: HostBytes | None = None
+    num_nodes: Count | None = None
+    num_devices: Count | None = None
+
+
+def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
+    """The section ``cluster``: ``preset`` with overrides, or inline."""
+    if not sections.is_mapping(data, ("cluster",), "{preset: dgx-h100}"):
+        return None
+    section = sections.read(_Cluster, data, ("cluster",))
+    if section is None:
+        return None
+    if section.preset == THIS_MACHINE:
+        return _this_machine(sections, section)
+    entry: catalogue.NodeEntry | None = None
+    if section.preset is not None:
+        entry = sections.look_up(("cluster", "preset"), catalogue.node, section.preset)
+        if entry is None:
+            return None
+    elif section.device is None or section.devices_per_node is None:
+        key = "device" if section.device is None else "devices_per_node"
+        fix = "give preset, or device and devices_per_node"
+        sections.refuse(("cluster", key), "is missing", fix=fix)
+        return None
+    device = entry.device if entry else None
+    if section.device is not None:
+        device = _device(sections, section, device)
+    if device is None:
+        return None
+    intra_link, found = _intra_link(sections, section, device, entry)
+    inter_link, found_between = _inter_link(sections, section, entry)
+    per_node = section.devices_per_node or (entry.devices_per_node if entry else 0)
+    num_devices = _num_devices(sections, section, per_node)
+    if not found or not found_between or num_devices is None:
+        return None
+    node = catalogue.NodeEntry(
+        id=entry.id if entry else "inline",
+        device=device,
+        devices_per_node=per_node,
+        intra_link=intra_link,
+        inter_link=inter_link,
+        source=entry.source if entry else "the scenario",
+        host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
+    )
+    return catalogue.make_cluster(node, num_devices)
+
+
+def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+    """CPU ranks of this machine, or its accelerators when the section names a device."""
+    num_nodes = section.num_nodes or 1
+    of_one = ("devices_per_node", "host_memory_bytes")
+    for key in of_one if num_nodes > 1 else (*of_one, "inter_link", "inter_link_gbit_per_device"):
+        if getattr(section, key) is not None:
+            rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
+            sections.refuse(("cluster", key), rule, fix="remove it")
+            return None
+    if section.device is not None:
+        if num_nodes > 1:
+            rule = "this-machine with a device of its own is one node"
+            sections.refuse(("cluster", "num_nodes"), rule, value=num_nodes, fix="use 1, or a preset of many nodes")
+            return None
+        return _accelerators_here(sections, section)
+    try:
+        if num_nodes > 1:
+            cluster = _machines_like_this(sections, section, num_nodes)
+        else:
+            cluster = catalogue.cluster(THIS_MACHINE, section.num_devices)
+    except SpecError as error:
+        sections.keep(error, ("cluster", "num_devices"))
+        return None
+    if cluster is None:
+        return None
+    link, found = _intra_link(sections, section, cluster.device, None)
+    return cluster.model_copy(update={"intra_link": link}) if found else None
+
+
+def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -> ClusterSpec | None:
+    """Several nodes like this one, joined by Ethernet."""
+    ranks = section.num_devices or num_nodes
+    if ranks % num_nodes:
+        rule = f"must be a multiple of num_nodes = {num_nodes}, as all nodes run as many ranks"
+        fix = f"use {ranks - ranks % num_nodes or num_nodes} or {ranks - ranks % num_nodes + num_nodes}"
+        sections.refuse(("cluster", "num_devices"), rule, value=ranks, fix=fix)
+        return None
+    if section.inter_link is None and section.inter_link_gbit_per_device is None:
+        rule = "is needed to join several nodes"
+        sections.refuse(("cluster", "inter_link_gbit_per_device"), rule, fix="give the Gbit/s of each rank")
+        return None
+    inter_link, found = _inter_link(sections, section, None, "tcp")
+    if not found:
+        return None
+    return this_machine(ranks, catalogue.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
+
+
+def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+    device = _device(sections, section, None)
+    if device is None:
+        return None
+    link, found = _intra_link(sections, section, device, None)
+    num_devices = section.num_devices or 1
+    if not found:
+        return None
+    node = catalogue.NodeEntry(THIS_MACHINE, device, num_devices, link, None, "named in the scenario")
+    return catalogue.make_cluster(node, num_devices)
+
+
+def _device(sections: Sections, section: _Cluster, default: DeviceSpec | None) -> DeviceSpec | None:
+    """A device by name, or a mapping: overrides of its ``preset`` (of the cluster's device when it has none)."""
+    path: Path = ("cluster", "device")
+    data = section.device
+    if not isinstance(data, dict):
+        return sections.look_up(path, catalogue.device, data)
+    overrides = {key: value for key, value in data.items() if key != "preset"}
+    if "preset" in data:
+        default = sections.look_up((*path, "preset"), catalogue.device, data["preset"])
+        if default is None:
+            return None
+    base: dict[str, Any] = default.model_dump() if default else {"id": "inline"}
+    sources = {**base.get("sources", {}), **dict.fromkeys(overrides, "the scenario")}
+    device = sections.read(DeviceSpec, {**base, "sources": sources, **overrides}, path)
+    if device is not None and device.host_link is not None:
+        found = sections.look_up((*path, "host_link"), catalogue.link, device.host_link)
+        return None if found is None else device
+    return device
+
+
+def _intra_link(
+    sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalogue.NodeEntry | None
+) -> tuple[LinkSpec | None, bool]:
+    """``(link, found)``: what joins devices of a node; found is False when its description is wrong."""
+    if section.intra_link is not None:
+        link = _link(sections, ("cluster", "intra_link"), section.intra_link)
+        return link, link is not None
+    if entry is not None and section.device is None:
+        return entry.intra_link, True
+    if device.intra_link is None:
+        return None, True
+    link = sections.look_up(("cluster", "device"), catalogue.link, device.intra_link)
+    return link, link is not None
+
+
+def _inter_link(
+    sections: Sections, section: _Cluster, entry: catalogue.NodeEntry | None, kind: str = "network"
+) -> tuple[LinkSpec | None, bool]:
+    """The same of what joins nodes; ``kind`` is the network of so many Gbit/s."""
+    gbit = section.inter_link_gbit_per_device
+    if section.inter_link is not None:
+        if gbit is not None:
+            rule = "is given twice, with inter_link_gbit_per_device"
+            sections.refuse(("cluster", "inter_link"), rule, value=section.inter_link, fix="give one of the two")
+            return None, False
+        link = _link(sections, ("cluster", "inter_link"), section.inter_link)
+        return link, link is not None
+    if gbit is not None:
+        return catalogue.network_link(gbit, kind), True
+    return entry.inter_link if entry else None, True
+
+
+def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
+    """A link by name, or a mapping."""
+    if not isinstance(data, dict):
+        return sections.look_up(path, catalogue.link, data)
+    return sections.read(LinkSpec, {"id": "inline", **catalogue.unmeasured_link(), **data}, path)
+
+
+def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | None:
+    """Devices of the job: as given, or full nodes, one without either."""
+    nodes, devices = section.num_nodes, section.num_devices
+    if nodes is None or devices is None:
+        return devices or per_node * (nodes or 1)
+    if -(-devices // per_node) != nodes:
+        rule = f"needs {-(-devices // per_node)} nodes of {per_node}, and num_nodes = {nodes}"
+        sections.refuse(("cluster", "num_devices"), rule, value=devices, fix="give one of the two")
+        return None
+    return devices
