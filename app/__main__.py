@@ -46,6 +46,7 @@ def streamlit_arguments(host: str, port: int, *, browser: bool) -> list[str]:
         "server.headless": not browser,
         "server.maxUploadSize": _MAX_UPLOAD_MIB,
         "server.fileWatcherType": "none",
+        "runner.magicEnabled": False,
         "browser.gatherUsageStats": False,
         "client.showErrorDetails": "none",
         "client.toolbarMode": "minimal",

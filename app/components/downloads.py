@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import plotly.graph_objects as go
 import streamlit as st
+from plotly.basedatatypes import BaseFigure
+
+from app.figures.style import Figure
 
 __all__ = ["csv_text", "download", "file_name", "json_text", "show_figure"]
 
@@ -54,7 +56,7 @@ def download(
     )
 
 
-def show_figure(figure: go.Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
+def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
     """A figure over the whole width, whose camera saves it as SVG.
 
     Args:
@@ -70,7 +72,18 @@ def show_figure(figure: go.Figure, name: str, *, alt: str, key: str | None = Non
         "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
         "toImageButtonOptions": {"format": "svg", "filename": file_name(name)},
     }
-    st.plotly_chart(figure, width="stretch", key=key, config=config, alt=alt)
+    st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt)
+
+
+class _Ready(BaseFigure):  # type: ignore[misc]  # plotly has no types
+    """A figure that Streamlit takes as it is: it has Plotly check plain dictionaries, again in every rerun."""
+
+    def __init__(self, figure: Figure) -> None:
+        self._figure = figure
+
+    def to_dict(self) -> Figure:
+        """What is sent to the browser."""
+        return self._figure
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-
-from app.figures.style import styled
+from app.figures.style import Figure, bar, figure
 from app.palette import PLANS
 from simplan.explain import DifferenceRow
 from simplan.units import GIB
@@ -31,7 +29,7 @@ def difference_rows(rows: Sequence[DifferenceRow]) -> list[dict[str, Any]]:
     ]
 
 
-def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> go.Figure:
+def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> Figure:
     """Groups of terms, a bar for each of the two; the largest difference on top.
 
     Args:
@@ -41,9 +39,8 @@ def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> 
     groups = _groups(rows)
     ordered = sorted(groups, key=lambda group: -abs(groups[group][1] - groups[group][0]))
     unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
-    figure = go.Figure()
-    for index, name in enumerate(names):
-        figure.add_bar(
+    bars = [
+        bar(
             name=name,
             orientation="h",
             y=[f"{group.replace('_', ' ')} " for group in ordered],
@@ -57,10 +54,17 @@ def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> 
             hovertemplate=f"{name}: %{{x:,.4~g}} {unit}<br>difference: %{{customdata[0]:+,.4~g}} {unit}"
             "<extra>%{y}</extra>",
         )
-    title = "GiB at the worst instant" if unit == "GiB" else "seconds of one step"
-    styled(figure, height=90 + 40 * len(ordered), barmode="group", bargap=0.3, bargroupgap=0.05, xaxis_title=title)
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return figure
+        for index, name in enumerate(names)
+    ]
+    return figure(
+        bars,
+        height=90 + 40 * len(ordered),
+        barmode="group",
+        bargap=0.3,
+        bargroupgap=0.05,
+        xaxis={"title": "GiB at the worst instant" if unit == "GiB" else "seconds of one step"},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+    )
 
 
 def difference_words(rows: Sequence[DifferenceRow], most: int = 3) -> list[str]:

@@ -9,10 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from app.figures.style import styled
+from app.figures.style import Figure, across, bar, figure, numbered, scatter
 from app.palette import ACTIONS, COMMUNICATION, MEMORY, MUTED, PLANS
 from app.results.timeline import Box, MemoryCurve, TimelineResult
 from simplan.program.action import ActionKind
@@ -39,7 +36,7 @@ class _Scale:
     unit_s: float
 
 
-def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = None) -> go.Figure:
+def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = None) -> Figure:
     """The chart.
 
     Args:
@@ -52,44 +49,67 @@ def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = No
     heights = [_TITLE_PX + _ROW_PX * len(result.lanes) for result in results] + [_MEMORY_PX]
     total = sum(heights)
     titles = [_title(result, several=len(results) > 1) for result in results]
-    figure = make_subplots(
-        rows=len(heights),
-        cols=1,
-        shared_xaxes=True,
-        row_heights=[height / total for height in heights],
-        vertical_spacing=min(0.06, 30 / total),
-        subplot_titles=[*titles, ""],
-    )
+    places = _places(heights)
+    last = len(heights)
     texts = sum(len(lane.compute) for result in results for lane in result.lanes) <= _MOST_TEXTS
     legend: set[str] = set()
+    traces: list[dict[str, Any]] = []
+    axes: dict[str, Any] = {}
     for row, result in enumerate(results, start=1):
-        for trace in _boxes(result, scale, legend, texts=texts):
-            figure.add_trace(trace, row=row, col=1)
-        figure.update_yaxes(
-            tickvals=list(range(len(result.lanes))),
-            ticktext=[f"rank {lane.rank}" for lane in result.lanes],
-            range=[len(result.lanes) - 0.35, -0.5],
-            showgrid=False,
-            fixedrange=True,
-            row=row,
-            col=1,
-        )
+        traces += [trace | {"yaxis": numbered("y", row)} for trace in _boxes(result, scale, legend, texts=texts)]
+        axes[numbered("yaxis", row)] = {
+            "domain": places[row - 1],
+            "tickvals": list(range(len(result.lanes))),
+            "ticktext": [f"rank {lane.rank}" for lane in result.lanes],
+            "range": [len(result.lanes) - 0.35, -0.5],
+            "showgrid": False,
+            "fixedrange": True,
+        }
     memory = _memory_of_one(results[0], scale, memory_rank) if len(results) == 1 else _memory_of_several(results, scale)
-    for trace in memory:
-        figure.add_trace(trace, row=len(heights), col=1)
+    traces += [trace | {"yaxis": f"y{last}"} for trace in memory]
+    axes[f"yaxis{last}"] = {"domain": places[-1], "title": "GiB", "rangemode": "tozero", "fixedrange": True}
     capacity = results[0].capacity_bytes
-    highest = max(result.peak_bytes for result in results)
-    if capacity is not None and capacity < 3 * highest:
-        figure.add_hline(y=capacity / GIB, line=_CAPACITY, row=len(heights), col=1)
-    figure.update_annotations(font={"size": 12}, x=0, xanchor="left", align="left")
-    styled(figure, height=total + _AROUND_PX, barmode="overlay", bargap=0, uniformtext={"minsize": 8, "mode": "hide"})
-    figure.update_layout(legend={"y": 1.0 + 26 / total}, margin={"t": 60}, dragmode="zoom", hovermode="closest")
+    near = capacity is not None and capacity < 3 * max(result.peak_bytes for result in results)
     lowest_s = min(result.window_s[0] for result in results)
     end_s = max(min(result.window_s[1], result.step_time_s) for result in results)
-    figure.update_xaxes(range=[lowest_s / scale.unit_s, (end_s + 0.005 * (end_s - lowest_s)) / scale.unit_s])
-    figure.update_xaxes(title=f"time, {scale.unit}", row=len(heights), col=1)
-    figure.update_yaxes(title="GiB", rangemode="tozero", fixedrange=True, row=len(heights), col=1)
-    return figure
+    axes["xaxis"] = {
+        "anchor": f"y{last}",
+        "title": f"time, {scale.unit}",
+        "range": [lowest_s / scale.unit_s, (end_s + 0.005 * (end_s - lowest_s)) / scale.unit_s],
+    }
+    return figure(
+        traces,
+        height=total + _AROUND_PX,
+        barmode="overlay",
+        bargap=0,
+        uniformtext={"minsize": 8, "mode": "hide"},
+        legend={"y": 1.0 + 26 / total},
+        margin={"t": 60},
+        dragmode="zoom",
+        hovermode="closest",
+        annotations=[_note(text, place[1]) for text, place in zip(titles, places, strict=False)],
+        shapes=[across(capacity / GIB, _CAPACITY, yaxis=f"y{last}")] if capacity is not None and near else [],
+        **axes,
+    )
+
+
+def _places(heights: Sequence[int]) -> list[tuple[float, float]]:
+    """From where to where each panel goes, as shares of the height; the first is on top."""
+    total = sum(heights)
+    between = min(0.06, 30 / total)
+    rest = 1 - between * (len(heights) - 1)
+    places, top = [], 1.0
+    for height in heights:
+        bottom = max(0.0, top - rest * height / total)
+        places.append((bottom, top))
+        top = bottom - between
+    return places
+
+
+def _note(text: str, y: float) -> dict[str, Any]:
+    """A title at the left above a panel."""
+    place = {"x": 0, "xref": "paper", "xanchor": "left", "y": y, "yref": "paper", "yanchor": "bottom"}
+    return {"text": text, "showarrow": False, "align": "left", "font": {"size": 12}, **place}
 
 
 def shade(colour: str, place: int, number: int) -> str:
@@ -113,7 +133,7 @@ def _title(result: TimelineResult, *, several: bool) -> str:
     return f"{name}{format_time(result.step_time_s)} a step, compute idles {result.bubble_fraction:.1%}"
 
 
-def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bool) -> Iterable[go.Bar]:
+def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bool) -> Iterable[dict[str, Any]]:
     """A trace for each kind of action, and one for messages."""
     by_look: dict[tuple[int, bool, str], list[tuple[int, Box]]] = {}
     for number, lane in enumerate(result.lanes):
@@ -124,7 +144,7 @@ def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bo
     for (_, recomputes, fill), found in sorted(by_look.items(), key=lambda item: item[0][:2]):
         kind = found[0][1].kind
         name = WORDS.get(kind, str(kind)) + (", recomputing" if recomputes else "")
-        yield go.Bar(
+        yield bar(
             name=name,
             legendgroup=name,
             showlegend=_first(name, legend),
@@ -149,7 +169,7 @@ def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bo
         )
     messages = [(number, box) for number, lane in enumerate(result.lanes) for box in lane.messages]
     if messages:
-        yield go.Bar(
+        yield bar(
             name="communication",
             legendgroup="communication",
             showlegend=_first("communication", legend),
@@ -198,12 +218,12 @@ def _hover(box: Box) -> str:
     return "<br>".join([*lines, box.formula])
 
 
-def _memory_of_one(result: TimelineResult, scale: _Scale, rank: int | None) -> Iterable[go.Scatter]:
+def _memory_of_one(result: TimelineResult, scale: _Scale, rank: int | None) -> Iterable[dict[str, Any]]:
     curve = next((curve for curve in result.memory if curve.rank == rank), None) or _largest(result)
     times = [time_s / scale.unit_s for time_s in (*curve.times_s, result.step_time_s)]
     for category, values in curve.by_category.items():
         name = str(category).replace("_", " ")
-        yield go.Scatter(
+        yield scatter(
             name=name,
             legend="legend2",
             x=times,
@@ -216,13 +236,13 @@ def _memory_of_one(result: TimelineResult, scale: _Scale, rank: int | None) -> I
         )
 
 
-def _memory_of_several(results: Sequence[TimelineResult], scale: _Scale) -> Iterable[go.Scatter]:
+def _memory_of_several(results: Sequence[TimelineResult], scale: _Scale) -> Iterable[dict[str, Any]]:
     for result, colour, dash in zip(
         results, PLANS, ("solid", "dash", "dot", "dashdot", "longdash", "solid"), strict=False
     ):
         curve = _largest(result)
         total = curve.total_bytes
-        yield go.Scatter(
+        yield scatter(
             name=f"{result.name}, rank {curve.rank}",
             x=[time_s / scale.unit_s for time_s in (*curve.times_s, result.step_time_s)],
             y=[value / GIB for value in (*total, total[-1])],

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import plotly.graph_objects as go
+from typing import Any
 
 from app.figures.gantt import shade
-from app.figures.style import styled
+from app.figures.style import Figure, bar, figure, scatter
 from app.palette import ACTIONS, MUTED
 from app.results.lesson import Lesson, LessonBox
 from simplan.program.action import ActionKind
@@ -22,7 +21,7 @@ _MOST_FRAMES = 120
 _FRAME_MS = 320
 
 
-def lesson_figure(one: Lesson) -> go.Figure:
+def lesson_figure(one: Lesson) -> Figure:
     """The whole step; playing it draws it from its beginning.
 
     Args:
@@ -30,29 +29,29 @@ def lesson_figure(one: Lesson) -> go.Figure:
     """
     groups = _groups(one)
     instants = _instants(one.length)
-    figure = go.Figure(
-        data=[*_bars(one, groups), _now(one)],
-        frames=[
-            {"name": f"{time:g}", "data": _until(one, groups, time), "layout": _notes(one, time)} for time in instants
-        ],
-    )
-    styled(figure, height=_AROUND_PX + _ROW_PX * one.num_ranks, barmode="overlay", bargap=0)
-    figure.update_layout(uniformtext={"minsize": 8, "mode": "hide"})
-    figure.update_layout(
+    whole = figure(
+        [*_bars(one, groups), _now(one)],
+        height=_AROUND_PX + _ROW_PX * one.num_ranks,
+        barmode="overlay",
+        bargap=0,
+        uniformtext={"minsize": 8, "mode": "hide"},
         margin={"t": 40, "r": 110},
         updatemenus=[_buttons()],
         sliders=[_slider(instants)],
+        xaxis={"title": "time, forwards", "range": [0, one.length * 1.002], "showgrid": True},
+        yaxis={
+            "tickvals": list(range(one.num_ranks)),
+            "ticktext": [f"rank {rank}" for rank in range(one.num_ranks)],
+            "range": [one.num_ranks - 0.5, -0.5],
+            "showgrid": False,
+            "fixedrange": True,
+        },
         **_notes(one, one.length),
     )
-    figure.update_xaxes(title="time, forwards", range=[0, one.length * 1.002], showgrid=True)
-    figure.update_yaxes(
-        tickvals=list(range(one.num_ranks)),
-        ticktext=[f"rank {rank}" for rank in range(one.num_ranks)],
-        range=[one.num_ranks - 0.5, -0.5],
-        showgrid=False,
-        fixedrange=True,
-    )
-    return figure
+    frames = [
+        {"name": f"{time:g}", "data": _until(one, groups, time), "layout": _notes(one, time)} for time in instants
+    ]
+    return whole | {"frames": frames}
 
 
 _Group = tuple[ActionKind, int, list[LessonBox]]
@@ -85,14 +84,14 @@ def _until(one: Lesson, groups: Sequence[_Group], time: float) -> list[dict[str,
     return [*bars, {"type": "scatter", "x": [time, time]}]
 
 
-def _bars(one: Lesson, groups: Sequence[_Group]) -> list[go.Bar]:
+def _bars(one: Lesson, groups: Sequence[_Group]) -> list[dict[str, Any]]:
     """The whole step."""
     bars = []
     for kind, place, boxes in groups:
         fill = shade(ACTIONS.get(kind, MUTED), place, one.virtual_stages)
         several = one.virtual_stages > 1
         bars.append(
-            go.Bar(
+            bar(
                 name=WORDS[kind] + (f", stage {place + 1} of a rank" if several else ""),
                 orientation="h",
                 y=[box.rank for box in boxes],
@@ -117,9 +116,9 @@ def _text(box: LessonBox, *, several: bool) -> str:
     return f"{box.action.stage if several else ''}{box.action.kind}{box.action.microbatch}"
 
 
-def _now(one: Lesson) -> go.Scatter:
+def _now(one: Lesson) -> dict[str, Any]:
     """A line at the time."""
-    return go.Scatter(
+    return scatter(
         x=[one.length, one.length],
         y=[-0.5, one.num_ranks - 0.5],
         mode="lines",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
-from app.figures.style import styled
+from app.figures.style import Figure, across, bar, figure, scatter
 from app.palette import MEMORY, MUTED
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory
@@ -51,8 +49,8 @@ def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
     if len(found) <= _MOST_BARS:
         return tuple(found)
     groups: dict[tuple[object, ...], list[MemoryBar]] = {}
-    for bar in found:
-        groups.setdefault((tuple(bar.parts.items()), bar.peak_action), []).append(bar)
+    for one in found:
+        groups.setdefault((tuple(one.parts.items()), one.peak_action), []).append(one)
     return tuple(
         MemoryBar(
             tuple(rank for bar in bars for rank in bar.ranks), bars[0].parts, bars[0].device_bytes, bars[0].peak_action
@@ -93,19 +91,19 @@ def _parts(bars: Sequence[MemoryBar]) -> list[str]:
     return [part for part in order if any(bar.parts.get(part) for bar in bars)]
 
 
-def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> go.Figure:
+def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> Figure:
     """A trace for each part of the memory, GiB over ranks, and a line for the capacity.
 
     Args:
         bars: From ``memory_bars``.
         capacity_bytes: What a device has; None when unknown.
     """
-    figure = go.Figure()
+    traces, lines = [], []
     labels = [bar.label for bar in bars]
     when = [f"during {bar.peak_action}" if bar.peak_action else "between steps" for bar in bars]
     for part in _parts(bars):
         values = [bar.parts.get(part, 0) for bar in bars]
-        figure.add_bar(
+        trace = bar(
             name=part,
             x=labels,
             y=[value / GIB for value in values],
@@ -121,13 +119,18 @@ def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> go.F
             hovertemplate=f"rank %{{x}}<br><b>{part}</b> %{{customdata[0]}}, %{{customdata[1]}} of the "
             "%{customdata[2]} that are needed<br>%{customdata[3]}<extra></extra>",
         )
+        traces.append(trace)
     if capacity_bytes is not None:
-        figure.add_hline(y=capacity_bytes / GIB, line=_CAPACITY)
-        figure.add_scatter(  # for the legend alone
-            x=[None], y=[None], mode="lines", line=_CAPACITY, name=f"device has {format_bytes(capacity_bytes)}"
-        )
+        lines.append(across(capacity_bytes / GIB, _CAPACITY))
+        name = f"device has {format_bytes(capacity_bytes)}"
+        traces.append(scatter(x=[None], y=[None], mode="lines", line=_CAPACITY, name=name))  # for the legend alone
     most = max([capacity_bytes or 0, *(bar.device_bytes for bar in bars)])
-    styled(figure, height=330, barmode="stack", bargap=0.12)
-    figure.update_xaxes(title="rank", type="category", showgrid=False)
-    figure.update_yaxes(title="GiB", range=[0, most / GIB * 1.05])
-    return figure
+    return figure(
+        traces,
+        height=330,
+        barmode="stack",
+        bargap=0.12,
+        shapes=lines,
+        xaxis={"title": "rank", "type": "category", "showgrid": False},
+        yaxis={"title": "GiB", "range": [0, most / GIB * 1.05]},
+    )

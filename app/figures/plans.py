@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import plotly.graph_objects as go
-
-from app.figures.style import empty, styled
+from app.figures.style import Figure, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS, SPLIT
 from simplan.report.search import search_plan_words
 from simplan.search import RankedPlan, SearchResult, SpaceCount
@@ -124,9 +122,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
     }
 
 
-def plans_figure(
-    rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str, pinned: Iterable[str] = ()
-) -> go.Figure:
+def plans_figure(rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str, pinned: Iterable[str] = ()) -> Figure:
     """Plans as points; the front is a line where it is one of these two axes, pinned plans have a ring.
 
     Args:
@@ -138,10 +134,10 @@ def plans_figure(
     shown = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
     if not shown:
         return empty("No plan of this search has both numbers yet.")
-    figure = go.Figure()
+    traces = []
     line = _front(shown, x, y)
     if len(line) > 1:
-        figure.add_scatter(
+        front = scatter(
             x=[row[x] for row in line],
             y=[row[y] for row in line],
             mode="lines",
@@ -149,9 +145,10 @@ def plans_figure(
             name="front: nothing here is better in both",
             hoverinfo="skip",
         )
+        traces.append(front)
     for number, value in enumerate(dict.fromkeys(_colour(row, colour) for row in shown)):
         points = [row for row in shown if _colour(row, colour) == value]
-        figure.add_scatter(
+        trace = scatter(
             x=[row[x] for row in points],
             y=[row[y] for row in points],
             mode="markers",
@@ -165,9 +162,10 @@ def plans_figure(
             customdata=[[_hover(row)] for row in points],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
+        traces.append(trace)
     ringed = [row for row in shown if row["plan"] in set(pinned)]
     if ringed:
-        figure.add_scatter(
+        rings = scatter(
             x=[row[x] for row in ringed],
             y=[row[y] for row in ringed],
             mode="markers",
@@ -175,10 +173,12 @@ def plans_figure(
             marker={"symbol": "circle-open", "size": 18, "color": MUTED, "line": {"width": 2}},
             hoverinfo="skip",
         )
-    styled(figure, height=430, xaxis_title=AXES[x].label, yaxis_title=AXES[y].label)
-    for axis, name in ((figure.layout.xaxis, x), (figure.layout.yaxis, y)):
-        axis.tickformat = AXES[name].form if name == "mfu" else None
-    return figure
+        traces.append(rings)
+    return figure(traces, height=430, xaxis=_drawn_axis(x), yaxis=_drawn_axis(y))
+
+
+def _drawn_axis(name: str) -> dict[str, Any]:
+    return {"title": AXES[name].label} | ({"tickformat": AXES[name].form} if name == "mfu" else {})
 
 
 def _front(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[Mapping[str, Any]]:
@@ -224,7 +224,7 @@ def _number(value: float, name: str) -> str:
     return f"{text} {unit}".strip()
 
 
-def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> go.Figure:
+def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
     """Where the step of each plan's busiest rank goes: stacked bars that are as long as the step.
 
     Args:
@@ -233,13 +233,13 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> go.Figure:
     explained = [(name, plan, plan.explanation) for name, plan in plans if plan.explanation is not None]
     if not explained:
         return empty("The search has not explained a plan yet.")
-    figure = go.Figure()
+    bars = []
     for part, colour in SPLIT.items():
         key = part.replace(" ", "_")
         seconds = [why.shares.get(key, 0.0) * plan.step_time_s for _, plan, why in explained]
         if not any(seconds):
             continue
-        figure.add_bar(
+        trace = bar(
             name=part,
             orientation="h",
             y=[name for name, _, _ in explained],
@@ -249,10 +249,15 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> go.Figure:
             hovertemplate=f"{part}: %{{x:,.4~g}} s, %{{customdata[0]:.1%}} of the step of rank %{{customdata[1]}}"
             "<extra>%{y}</extra>",
         )
-    height = 90 + 26 * len(explained)
-    styled(figure, height=height, barmode="stack", bargap=0.25, xaxis_title="seconds of one step")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return figure
+        bars.append(trace)
+    return figure(
+        bars,
+        height=90 + 26 * len(explained),
+        barmode="stack",
+        bargap=0.25,
+        xaxis={"title": "seconds of one step"},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+    )
 
 
 def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
@@ -264,14 +269,13 @@ def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
     return rows
 
 
-def space_figure(space: SpaceCount) -> go.Figure:
+def space_figure(space: SpaceCount) -> Figure:
     """The same as bars, on a logarithmic scale: one plan is still seen beside a million."""
     rows = [row for row in space_rows(space) if row["plans"]]
     if not rows:
         return empty("No plan was looked at yet.")
     rejected = [row["rule"] in space.rejected for row in rows]
-    figure = go.Figure()
-    figure.add_bar(
+    bars = bar(
         orientation="h",
         x=[row["plans"] for row in rows],
         y=[f"{row['rule'].replace('_', ' ')} " for row in rows],
@@ -282,8 +286,11 @@ def space_figure(space: SpaceCount) -> go.Figure:
         customdata=[[row["why"]] for row in rows],
         hovertemplate="%{x:,} plans: %{customdata[0]}<extra></extra>",
     )
-    styled(figure, height=70 + 24 * len(rows), bargap=0.25)
     most = max(row["plans"] for row in rows)
-    figure.update_xaxes(type="log", title_text="plans", dtick=1, range=[-0.2, math.log10(most) + 0.9])
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return figure
+    return figure(
+        [bars],
+        height=70 + 24 * len(rows),
+        bargap=0.25,
+        xaxis={"type": "log", "title": "plans", "dtick": 1, "range": [-0.2, math.log10(most) + 0.9]},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+    )

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from app.figures.style import empty, styled
+from app.figures.style import Figure, across, bar, empty, figure, numbered, scatter
 from app.palette import MUTED, PLANS
 from app.results.scale import Point, SlowRank
 from simplan.predict.sensitivity import MarginalValue
@@ -18,6 +15,7 @@ from simplan.units import GIB
 __all__ = ["scale_figure", "scale_rows", "slow_figure", "worth_figure"]
 
 _HOUR_S = 3600.0
+_BETWEEN = 0.06  # panels, as a share of the width
 _RESOURCES = {
     "compute": "FLOP/s",
     "memory_bandwidth": "memory bandwidth",
@@ -59,7 +57,7 @@ def scale_rows(
 
 def scale_figure(
     rows: Sequence[dict[str, Any]], label: str, now: float, capacity_bytes: int | None, *, unit: str = "tokens"
-) -> go.Figure:
+) -> Figure:
     """Panels beside each other over one axis: step time with its interval, throughput, memory, and cost if it is known.
 
     Args:
@@ -74,12 +72,13 @@ def scale_figure(
     panels = [("step_time_s", "step time, s"), ("per_s", f"{unit} per second, all devices")]
     panels += [("device_gib", "device memory of the worst rank, GiB")]
     panels += [("cost", "cost of the budget")] if "cost" in rows[0] else []
-    figure = make_subplots(1, len(panels), subplot_titles=[title for _, title in panels], horizontal_spacing=0.06)
+    traces, shapes = [], []
     x = [row["value"] for row in rows]
     fit = [row["fits"] is not False for row in rows]
-    for column, (key, title) in enumerate(panels, 1):
+    for number, (key, title) in enumerate(panels, 1):
+        place = {"xaxis": numbered("x", number), "yaxis": numbered("y", number)}
         if key == "step_time_s":
-            figure.add_scatter(
+            interval = scatter(
                 x=[*x, *reversed(x)],
                 y=[*(row["high_s"] for row in rows), *(row["low_s"] for row in reversed(rows))],
                 fill="toself",
@@ -88,10 +87,10 @@ def scale_figure(
                 line={"width": 0},
                 hoverinfo="skip",
                 name="9 of 10 cases",
-                row=1,
-                col=column,
+                **place,
             )
-        figure.add_scatter(
+            traces.append(interval)
+        curve = scatter(
             x=x,
             y=[row[key] for row in rows],
             mode="lines+markers",
@@ -105,22 +104,39 @@ def scale_figure(
             },
             customdata=[[label, "" if one else "<br>does not fit"] for one in fit],
             hovertemplate=f"%{{customdata[0]}} %{{x:,.4~g}}: {title} %{{y:,.4~g}}%{{customdata[1]}}<extra></extra>",
-            row=1,
-            col=column,
+            **place,
         )
+        traces.append(curve)
         if key == "device_gib" and capacity_bytes is not None:
-            figure.add_hline(capacity_bytes / GIB, line={"color": MUTED, "dash": "dash"}, row=1, col=column)
+            shapes.append(across(capacity_bytes / GIB, {"color": MUTED, "dash": "dash"}, **place))
     ideal = _ideal(rows, now) if label == "devices" else []
     if ideal:
         line = {"color": MUTED, "dash": "dot", "width": 1.5}
-        figure.add_scatter(x=x, y=ideal, mode="lines", name="in proportion", line=line, hoverinfo="skip", row=1, col=2)
-    styled(figure, height=330, margin={"l": 8, "r": 8, "t": 60, "b": 8})
-    figure.update_layout(legend={"y": 1.14})
-    ticks = [f"{value:,.4g}" for value in x]
-    figure.update_xaxes(type="log", tickvals=x, ticktext=ticks, title_text=label.partition(",")[0], tickangle=0)
-    figure.update_yaxes(rangemode="tozero")
-    figure.update_annotations(font={"size": 13})
-    return figure
+        proportion = {"xaxis": "x2", "yaxis": "y2", "line": line, "hoverinfo": "skip"}
+        traces.append(scatter(x=x, y=ideal, mode="lines", name="in proportion", **proportion))
+    ticks = {"tickvals": x, "ticktext": [f"{value:,.4g}" for value in x], "tickangle": 0}
+    axes: dict[str, Any] = {}
+    titles = []
+    for number, (_, title) in enumerate(panels, 1):
+        domain = _domain(number, len(panels))
+        own = {"type": "log", "title": label.partition(",")[0], "domain": domain, "anchor": numbered("y", number)}
+        axes[numbered("xaxis", number)] = own | ticks
+        axes[numbered("yaxis", number)] = {"rangemode": "tozero", "anchor": numbered("x", number)}
+        titles.append(_panel_title(title, sum(domain) / 2))
+    return figure(traces, height=330, margin={"t": 60}, legend={"y": 1.14}, shapes=shapes, annotations=titles, **axes)
+
+
+def _domain(number: int, count: int) -> list[float]:
+    """Which part of the width a panel has."""
+    width = (1 - _BETWEEN * (count - 1)) / count
+    left = (number - 1) * (width + _BETWEEN)
+    return [left, min(1.0, left + width)]
+
+
+def _panel_title(text: str, x: float) -> dict[str, Any]:
+    """Above the middle of a panel."""
+    place = {"x": x, "xref": "paper", "xanchor": "center", "y": 1.0, "yref": "paper", "yanchor": "bottom"}
+    return {"text": text, "showarrow": False, "font": {"size": 13}, **place}
 
 
 def _ideal(rows: Sequence[dict[str, Any]], now: float) -> list[float]:
@@ -129,13 +145,12 @@ def _ideal(rows: Sequence[dict[str, Any]], now: float) -> list[float]:
     return [] if here is None else [here["per_s"] * row["value"] / now for row in rows]
 
 
-def worth_figure(values: Sequence[MarginalValue]) -> go.Figure:
+def worth_figure(values: Sequence[MarginalValue]) -> Figure:
     """What one percent more of each resource saves, as bars."""
     shown = [value for value in values if value.relative_change < 0]
     if not shown:
         return empty("One percent more of anything changes nothing.")
-    figure = go.Figure()
-    figure.add_bar(
+    bars = bar(
         orientation="h",
         x=[-100 * value.relative_change for value in shown],
         y=[f"{_RESOURCES[value.resource]} " for value in shown],
@@ -145,24 +160,30 @@ def worth_figure(values: Sequence[MarginalValue]) -> go.Figure:
         marker={"color": PLANS[0]},
         hovertemplate="1 % more %{y}: a step is %{x:.4f} % shorter<extra></extra>",
     )
-    styled(figure, height=80 + 34 * len(shown), bargap=0.3, xaxis_title="% of the step that 1 % more saves")
-    figure.update_xaxes(range=[0, 1.25 * max(-100 * value.relative_change for value in shown)])
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return figure
+    most = max(-100 * value.relative_change for value in shown)
+    return figure(
+        [bars],
+        height=80 + 34 * len(shown),
+        bargap=0.3,
+        xaxis={"title": "% of the step that 1 % more saves", "range": [0, 1.25 * most]},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+    )
 
 
-def slow_figure(found: Sequence[SlowRank], slower: float) -> go.Figure:
+def slow_figure(found: Sequence[SlowRank], slower: float) -> Figure:
     """How much longer the step takes by slow rank; the dashed line is the rank's own delay."""
-    figure = go.Figure()
     labels = [f"{format_ranks(list(one.ranks))} " for one in found]
-    figure.add_bar(
+    bars = bar(
         x=labels,
         y=[100 * one.relative_change for one in found],
         marker={"color": PLANS[1]},
         hovertemplate="rank %{x}: a step is %{y:.2f} % longer<extra></extra>",
     )
-    figure.add_hline(100 * slower, line={"color": MUTED, "dash": "dash"})
-    styled(figure, height=260, bargap=0.3, xaxis_title="the slow rank, and those that do the same")
-    figure.update_yaxes(title_text="% longer step", rangemode="tozero")
-    figure.update_xaxes(type="category")
-    return figure
+    return figure(
+        [bars],
+        height=260,
+        bargap=0.3,
+        shapes=[across(100 * slower, {"color": MUTED, "dash": "dash"})],
+        xaxis={"title": "the slow rank, and those that do the same", "type": "category"},
+        yaxis={"title": "% longer step", "rangemode": "tozero"},
+    )

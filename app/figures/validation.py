@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
-
-from app.figures.style import empty, styled
+from app.figures.style import Figure, across, bar, empty, figure, scatter
 from app.palette import ACTIONS, COMMUNICATION, MUTED, PLANS
 from simplan.accuracy.outcome import RunOutcome
 from simplan.program.action import Action, ActionKind
@@ -18,19 +16,18 @@ __all__ = ["errors_figure", "runs_figure", "steps_figure", "terms_figure"]
 _MOST_BARS = 4_000
 
 
-def runs_figure(outcomes: Sequence[RunOutcome]) -> go.Figure:
+def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
     """Step times of published runs: on the diagonal they agree; a trace for each source."""
     known = [outcome for outcome in outcomes if outcome.error is not None]
     if not known:
         return empty("No step time was both measured and predicted.")
-    figure = go.Figure()
     both = [seconds for one in known for seconds in _pair(one)]
     ends = [min(both) / 1.3, max(both) * 1.3]
     line = {"color": MUTED, "dash": "dot", "width": 1.5}
-    figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="equal", hoverinfo="skip")
+    traces = [scatter(x=ends, y=ends, mode="lines", line=line, name="equal", hoverinfo="skip")]
     for number, file in enumerate(dict.fromkeys(outcome.file for outcome in known)):
         points = [outcome for outcome in known if outcome.file == file]
-        figure.add_scatter(
+        trace = scatter(
             x=[_pair(one)[0] for one in points],
             y=[_pair(one)[1] for one in points],
             mode="markers",
@@ -45,10 +42,9 @@ def runs_figure(outcomes: Sequence[RunOutcome]) -> go.Figure:
             hovertemplate="%{customdata[0]}<br>measured %{x:,.4~g} s, predicted %{y:,.4~g} s: %{customdata[1]}"
             "<br>within its interval: %{customdata[2]}<extra></extra>",
         )
-    styled(figure, height=430, xaxis_title="measured step, s", yaxis_title="predicted step, s")
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(type="log", scaleanchor=None)
-    return figure
+        traces.append(trace)
+    x, y = ({"type": "log", "title": f"{word} step, s"} for word in ("measured", "predicted"))
+    return figure(traces, height=430, xaxis=x, yaxis=y)
 
 
 def _pair(outcome: RunOutcome) -> tuple[float, float]:
@@ -61,39 +57,39 @@ def _short(file: str) -> str:
     return file.rpartition("/")[2].removesuffix(".yaml")
 
 
-def errors_figure(outcomes: Sequence[RunOutcome]) -> go.Figure:
+def errors_figure(outcomes: Sequence[RunOutcome]) -> Figure:
     """How runs of each source are off: a box from quarter to quarter, points for the runs."""
-    figure = go.Figure()
+    boxes = []
     for number, file in enumerate(dict.fromkeys(outcome.file for outcome in outcomes)):
         errors = [(one.run.id, one.error) for one in outcomes if one.file == file and one.error is not None]
         if errors:
-            figure.add_box(
-                y=[100 * error for _, error in errors],
-                name=_short(file),
-                text=[name for name, _ in errors],
-                boxpoints="all",
-                jitter=0.4,
-                pointpos=0,
-                marker={"color": PLANS[number % len(PLANS)], "size": 4, "opacity": 0.6},
-                hovertemplate="%{text}: %{y:+.1f} %<extra></extra>",
-            )
-    if not figure.data:
+            box = {
+                "type": "box",
+                "y": [100 * error for _, error in errors],
+                "name": _short(file),
+                "text": [name for name, _ in errors],
+                "boxpoints": "all",
+                "jitter": 0.4,
+                "pointpos": 0,
+                "marker": {"color": PLANS[number % len(PLANS)], "size": 4, "opacity": 0.6},
+                "hovertemplate": "%{text}: %{y:+.1f} %<extra></extra>",
+            }
+            boxes.append(box)
+    if not boxes:
         return empty("No step time was both measured and predicted.")
-    styled(figure, height=430, showlegend=False)
-    figure.add_hline(0, line={"color": MUTED, "dash": "dot"})
-    figure.update_yaxes(title_text="predicted over measured, %", ticksuffix=" %")
-    return figure
+    exact = across(0, {"color": MUTED, "dash": "dot"})
+    up = {"title": "predicted over measured, %", "ticksuffix": " %"}
+    return figure(boxes, height=430, showlegend=False, shapes=[exact], yaxis=up)
 
 
-def terms_figure(rows: Sequence[ComparisonRow]) -> go.Figure:
+def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
     """Signed errors as bars, the spread of the repeats as whiskers around zero: within them nothing can be read off."""
     shown = [row for row in rows if row.signed_error is not None]
     if not shown:
         return empty("Nothing was measured that was predicted.")
-    figure = go.Figure()
     spreads = [100 * (row.spread or 0.0) for row in shown]
     names = [f"{row.name} " for row in shown]
-    figure.add_bar(
+    repeats = bar(
         orientation="h",
         name="repeats spread so far",
         x=[2 * spread for spread in spreads],
@@ -103,7 +99,7 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> go.Figure:
         width=0.8,
         hoverinfo="skip",
     )
-    figure.add_bar(
+    errors = bar(
         orientation="h",
         name="predicted over measured",
         x=[100 * (row.signed_error or 0.0) for row in shown],
@@ -113,24 +109,27 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> go.Figure:
         customdata=[[f"{row.predicted:,.4g} {row.unit}", f"{row.measured:,.4g} {row.unit}"] for row in shown],
         hovertemplate="%{y}: predicted %{customdata[0]}, measured %{customdata[1]}: %{x:+.1f} %<extra></extra>",
     )
-    styled(figure, height=90 + 26 * len(shown), barmode="overlay", xaxis_title="%")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return figure
+    return figure(
+        [repeats, errors],
+        height=90 + 26 * len(shown),
+        barmode="overlay",
+        xaxis={"title": "%"},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+    )
 
 
-def steps_figure(predicted: Timeline, measured: Timeline) -> go.Figure:
+def steps_figure(predicted: Timeline, measured: Timeline) -> Figure:
     """One step of both on one axis: under each rank's prediction its measurement."""
-    figure = go.Figure()
     ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
     boxes: dict[str, list[tuple[str, Span]]] = {}
     for words, timeline in (("predicted", predicted), ("measured", measured)):
         for span in timeline.spans:
             boxes.setdefault(_kind(span), []).append((f"rank {span.rank} {words}", span))
-    left = _MOST_BARS
+    traces, left = [], _MOST_BARS
     for kind, found in boxes.items():
         shown = found[: max(0, left)]
         left -= len(shown)
-        figure.add_bar(
+        trace = bar(
             orientation="h",
             name=kind,
             base=[span.start_s * 1e3 for _, span in shown],
@@ -141,10 +140,15 @@ def steps_figure(predicted: Timeline, measured: Timeline) -> go.Figure:
             customdata=[[span.name, span.stream] for _, span in shown],
             hovertemplate="%{customdata[0]} (%{customdata[1]}): %{x:,.4~g} ms from %{base:,.4~g} ms<extra>%{y}</extra>",
         )
+        traces.append(trace)
     order = [f"rank {rank} {words}" for rank in ranks for words in ("predicted", "measured")]
-    styled(figure, height=120 + 34 * len(order), barmode="overlay", xaxis_title="ms from the start of the step")
-    figure.update_yaxes(categoryorder="array", categoryarray=order[::-1], type="category")
-    return figure
+    return figure(
+        traces,
+        height=120 + 34 * len(order),
+        barmode="overlay",
+        xaxis={"title": "ms from the start of the step"},
+        yaxis={"categoryorder": "array", "categoryarray": order[::-1], "type": "category"},
+    )
 
 
 def _kind(span: Span) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
-
-from app.figures.style import styled
+from app.figures.style import Figure, bar, figure
 from app.palette import MUTED, SPLIT
 from app.results.plan import StepPart
 from simplan.units import format_percent, format_time
@@ -16,7 +14,7 @@ __all__ = ["waterfall_figure"]
 _HATCHED = ("recompute", "exposed communication")
 
 
-def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> go.Figure:
+def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> Figure:
     """A bar for each share, each beginning where the one before ends, and the step below.
 
     Args:
@@ -29,8 +27,7 @@ def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> go.Figure
         f"{part.name}  <b>{format_time(part.seconds)}</b>  {format_percent(part.seconds / step_time_s)}"
         for part in parts
     ]
-    figure = go.Figure()
-    figure.add_bar(
+    bars = bar(
         orientation="h",
         y=[*labels, f"step  <b>{format_time(step_time_s)}</b>"],
         x=[*(part.seconds / unit_s for part in parts), step_time_s / unit_s],
@@ -49,7 +46,10 @@ def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> go.Figure
         hovertemplate="%{y} of the step<br>counted as %{customdata}<extra></extra>",
         showlegend=False,
     )
-    styled(figure, height=330, bargap=0.28)
-    figure.update_xaxes(title=unit, range=[0, step_time_s / unit_s * 1.01], rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    return figure
+    return figure(
+        [bars],
+        height=330,
+        bargap=0.28,
+        xaxis={"title": unit, "range": [0, step_time_s / unit_s * 1.01]},
+        yaxis={"autorange": "reversed", "showgrid": False},
+    )

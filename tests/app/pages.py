@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from streamlit.testing.v1 import AppTest
 
 from app.link import Link, encode
+from tests.app.figures import checked
 
 MAIN = Path(__file__).resolve().parents[2] / "app" / "main.py"
 
@@ -40,6 +42,8 @@ def query_of(test: AppTest) -> dict[str, str]:
 
 
 def assert_no_bug(test: AppTest) -> None:
-    """No stack trace, and nothing that only a bug of ours explains."""
+    """No stack trace, nothing that only a bug of ours explains, and figures that Plotly understands."""
     assert not test.exception, test.exception
     assert not [shown.value for shown in test.error if "bug of simplan" in shown.value]
+    for chart in test.get("plotly_chart"):
+        checked(json.loads(chart.proto.spec))

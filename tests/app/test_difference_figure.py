@@ -11,6 +11,7 @@ from simplan.explain import Difference, difference, explain
 from simplan.predict import predict
 from simplan.scenario import load_scenario
 from simplan.units import GIB
+from tests.app.figures import checked
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
@@ -31,7 +32,7 @@ def test_bars_sum_to_steps_and_to_memory(found: Difference) -> None:
         (found.time, (one.step_time_s, two.step_time_s)),
         (found.memory, (one.device_bytes / GIB, two.device_bytes / GIB)),
     ):
-        figure = difference_figure(rows, ("a", "b"))
+        figure = checked(difference_figure(rows, ("a", "b")))
         assert [sum(bar.x) for bar in figure.data] == pytest.approx(wholes)
         table = difference_rows(rows)
         assert sum(row["difference"] for row in table) == pytest.approx(wholes[1] - wholes[0])

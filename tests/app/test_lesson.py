@@ -9,6 +9,7 @@ import pytest
 from app.figures.lesson import lesson_figure
 from app.results.lesson import lesson
 from simplan.spec.schedules import SCHEDULE_FACTS
+from tests.app.figures import checked
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
@@ -34,7 +35,7 @@ def test_what_ranks_hold() -> None:
 @pytest.mark.parametrize("name", SCHEDULE_FACTS)
 def test_every_schedule_plays_to_its_end(name: str) -> None:
     one = lesson(name, 4, 8)
-    figure = lesson_figure(one)
+    figure = checked(lesson_figure(one))
     first, last = figure.frames[0], figure.frames[-1]
     assert all(width == 0 for trace in first.data if trace.type == "bar" for width in trace.x)
     busy = sum(width for trace in last.data if trace.type == "bar" for width in trace.x)

@@ -9,13 +9,14 @@ import pytest
 from app.figures.memory import memory_bars, memory_figure, memory_rows
 from app.palette import MEMORY
 from simplan.units import GIB
+from tests.app.figures import checked
 from tests.app.questions import predicted
 
 
 @pytest.mark.parametrize("name", ["one-gpu/gpt2-124m", "zb-h1", "fsdp"])
 def test_bars_sum_to_what_the_device_needs(name: str) -> None:
     prediction = predicted(name)
-    figure = memory_figure(memory_bars(prediction.memory), prediction.capacity_bytes)
+    figure = checked(memory_figure(memory_bars(prediction.memory), prediction.capacity_bytes))
     bars = [trace for trace in figure.data if trace.type == "bar"]
     sums = [sum(column) for column in zip(*(trace.y for trace in bars), strict=True)]
     assert sums == pytest.approx([memory.device_bytes / GIB for memory in prediction.memory])
@@ -24,7 +25,7 @@ def test_bars_sum_to_what_the_device_needs(name: str) -> None:
 
 def test_parts_have_the_colours_of_the_field() -> None:
     prediction = predicted("one-gpu/gpt2-124m")
-    figure = memory_figure(memory_bars(prediction.memory), prediction.capacity_bytes)
+    figure = checked(memory_figure(memory_bars(prediction.memory), prediction.capacity_bytes))
     drawn = {trace.name: trace.marker.color for trace in figure.data}
     assert drawn["parameters"] == "#4ea5b7"
     assert drawn["gradients"] == "#e889ab"

@@ -12,6 +12,7 @@ from app.results.headline import headline_of_prediction, headline_of_quick, trai
 from app.results.plan import BETWEEN, WITHIN, plan_result
 from app.results.quick import quick
 from simplan.scenario import parse_scenario
+from tests.app.figures import checked
 from tests.app.questions import text_of
 
 NAMES = ["tensor-fsdp", "zb-h1", "moe-pipeline", "offload-optimizer", "four-dimensions"]
@@ -26,7 +27,7 @@ def test_parts_sum_to_the_step_and_agree_with_the_split(name: str) -> None:
         assert sum(part.seconds for part in parts) == pytest.approx(prediction.step_time_s, rel=1e-9)
         exposed = sum(part.seconds for part in parts if part.group == "exposed communication")
         assert exposed == pytest.approx(splits[rank].exposed_communication_s, rel=1e-9, abs=1e-12)
-        figure = waterfall_figure(parts, prediction.step_time_s)
+        figure = checked(waterfall_figure(parts, prediction.step_time_s))
         [bars] = figure.data
         unit_s = 1.0 if prediction.step_time_s >= 1 else 1e-3
         ends = [base + x for base, x in zip(bars.base, bars.x, strict=True)]

@@ -9,6 +9,7 @@ import pytest
 from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_rows
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.units import GIB
+from tests.app.figures import checked
 from tests.search.questions import question
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
@@ -30,13 +31,15 @@ def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
     assert len(rows) == len(plans)
     assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
     assert sum(row["on_front"] for row in rows) == len(result.pareto)
-    figure = plans_figure(rows, "step_time_s", "device_gib", "schedule")
+    figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
     expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
     assert sorted(points(figure)) == expected
 
 
 def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> None:
-    [line] = [t for t in plans_figure(plan_rows(result), "step_time_s", "device_gib", "pp").data if t.mode == "lines"]
+    [line] = [
+        t for t in checked(plans_figure(plan_rows(result), "step_time_s", "device_gib", "pp")).data if t.mode == "lines"
+    ]
     found = list(zip(line.x, line.y, strict=True))
     assert found == [(plan.step_time_s, plan.device_bytes / GIB) for plan in result.pareto]
 
@@ -45,8 +48,8 @@ def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> No
 def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResult, colour: str) -> None:
     rows = plan_rows(result)
     for x, y in zip(AXES, reversed(list(AXES)), strict=True):
-        plans_figure(rows, x, y, colour).to_dict()
-    figure = plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]])
+        checked(plans_figure(rows, x, y, colour)).to_dict()
+    figure = checked(plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]]))
     hover = [text for t in figure.data if t.customdata is not None for [text] in t.customdata]
     best = next(text for text in hover if text.startswith("<b>1."))
     for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "limited by", "saves", "recompute:"):
@@ -55,12 +58,12 @@ def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResu
 
 
 def test_shares_are_as_long_as_the_step(result: SearchResult) -> None:
-    figure = shares_figure([(str(rank), plan) for rank, plan in enumerate(result.ranked, 1)])
+    figure = checked(shares_figure([(str(rank), plan) for rank, plan in enumerate(result.ranked, 1)]))
     sums = [sum(column) for column in zip(*(trace.x for trace in figure.data), strict=True)]
     assert sums == pytest.approx([plan.step_time_s for plan in result.ranked])
 
 
 def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
     assert sum(row["plans"] for row in space_rows(result.space)) == result.space.total
-    [bars] = space_figure(result.space).data
+    [bars] = checked(space_figure(result.space)).data
     assert sum(bars.x) == result.space.total

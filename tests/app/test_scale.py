@@ -12,6 +12,7 @@ from app.results.scale import AXES, place_on, slow_ranks, sweep, worth
 from simplan.errors import NotModelledError
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
+from tests.app.figures import checked
 from tests.app.questions import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
     if not here.refused:
         assert here.step_time_s == pytest.approx(found.step_time_s, rel=1e-2)
         assert here.device_bytes == found.worst_memory.device_bytes
-    figure = scale_figure(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, found.capacity_bytes)
+    figure = checked(scale_figure(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, found.capacity_bytes))
     assert sum(trace.mode == "lines+markers" for trace in figure.data) in (0, 4)
 
 
@@ -54,13 +55,13 @@ def test_a_slow_rank_costs_something_and_at_most_its_delay() -> None:
     asked = parse_scenario(text_of("1f1b"))
     assert sorted(rank for one in found for rank in one.ranks) == list(range(asked.cluster.num_devices))
     assert all(0 < one.relative_change <= 0.2 + 1e-9 for one in found)
-    assert len(slow_figure(found, 0.2).data[0].x) == len(found)
+    assert len(checked(slow_figure(found, 0.2)).data[0].x) == len(found)
 
 
 def test_what_more_is_worth_is_a_saving() -> None:
     values = worth(text_of("1f1b"))
     assert values[0].relative_change < 0
-    assert len(worth_figure(values).data[0].x) == sum(value.relative_change < 0 for value in values)
+    assert len(checked(worth_figure(values)).data[0].x) == sum(value.relative_change < 0 for value in values)
 
 
 def test_ranks_that_share_cores_are_refused_by_name() -> None:

@@ -12,6 +12,7 @@ from app.results import timeline
 from app.results.timeline import timeline_result, trace_result
 from simplan.program.action import ActionKind
 from simplan.report.drawing import draw_pipeline
+from tests.app.figures import checked
 from tests.app.questions import predicted, text_of
 
 PIPELINES = ["zb-h1", "interleaved", "pipeline-hsdp"]
@@ -68,7 +69,7 @@ def test_a_window_holds_what_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_figure_is_to_scale_with_rank_0_on_top() -> None:
     result = timeline_result(text_of("zb-h1"), 0)
-    figure = gantt_figure([result])
+    figure = checked(gantt_figure([result]))
     bars = [trace for trace in figure.data if trace.type == "bar"]
     colours = {trace.name: trace.marker.color for trace in bars}
     assert colours["forward"] == ACTIONS[ActionKind.FORWARD]
@@ -84,8 +85,8 @@ def test_the_figure_is_to_scale_with_rank_0_on_top() -> None:
 
 def test_several_schedules_share_one_axis() -> None:
     results = [timeline_result(text_of(name), 0) for name in ("zb-h1", "interleaved")]
-    figure = gantt_figure(results)
-    assert figure.layout.xaxis.matches == figure.layout.xaxis2.matches
+    figure = checked(gantt_figure(results))
+    assert {trace.xaxis for trace in figure.data} == {None}, "all on one axis of time"
     assert figure.layout.xaxis.range[1] * 1e-3 >= max(result.step_time_s for result in results)
     lines = [trace for trace in figure.data if trace.type == "scatter"]
     assert [len(trace.x) > 2 for trace in lines] == [True, True]

@@ -22,6 +22,7 @@ from simplan.predict import predict
 from simplan.scenario import load_scenario
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
+from tests.app.figures import checked
 from tests.validate.test_compare import measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +42,11 @@ def test_a_prediction_and_its_measurement_are_compared() -> None:
     measurement = uploads.measurement_of("m.json", files[1])
     found = uploads.compared(prediction, measurement)
     assert found.rows[0].signed_error == pytest.approx(1 / 1.1 - 1)
-    terms = terms_figure(found.rows)
+    terms = checked(terms_figure(found.rows))
     errors = [row.signed_error for row in found.rows if row.signed_error is not None]
     assert list(terms.data[1].x) == pytest.approx([100 * error for error in errors])
     one, two = predicted_timeline(prediction), measured_timeline(measurement)
-    figure = steps_figure(one, two)
+    figure = checked(steps_figure(one, two))
     assert sum(len(trace.x) for trace in figure.data) == len(one.spans) + len(two.spans)
 
 
@@ -106,8 +107,8 @@ def test_published_runs_are_points() -> None:
     outcomes = predict_runs([uploads.published_of("made-up.yaml", text.encode())])
     known = sum(outcome.error is not None for outcome in outcomes)
     assert known == 2
-    assert sum(len(trace.x) for trace in runs_figure(outcomes).data if trace.mode == "markers") == known
-    assert sum(len(trace.y) for trace in errors_figure(outcomes).data) == known
+    assert sum(len(trace.x) for trace in checked(runs_figure(outcomes)).data if trace.mode == "markers") == known
+    assert sum(len(trace.y) for trace in checked(errors_figure(outcomes)).data) == known
 
 
 @pytest.mark.parametrize("flag", [None, "0", "", "yes"])
