@@ -14,6 +14,7 @@ from benchmarks.closed_forms import closed_forms
 from benchmarks.cold_start import cold_start
 from benchmarks.compiled_speed import compiled_speed
 from benchmarks.engine_speed import engine_speed
+from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.pipeline_speed import pipeline_speed
 from benchmarks.search_speed import search_speed
@@ -25,6 +26,7 @@ _ALL: dict[str, Callable[[], list[Row]]] = {
     "engine-speed": engine_speed,
     "compiled-speed": compiled_speed,
     "pipeline-speed": pipeline_speed,
+    "executor-speed": executor_speed,
     "search-speed": search_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,

@@ -22,7 +22,7 @@ from executor.fsdp_timing import FsdpBench
 from executor.lora import trained_parameters
 from executor.loss import cross_entropy
 from executor.model import build_stage
-from executor.optimizers import make_optimizer
+from executor.optimizers import divide_gradients, make_optimizer
 from executor.parallel import Parallel
 from executor.precision import Autocast
 from executor.timing import TIMED_DTYPES, Stopwatch, sample_of, together
@@ -33,7 +33,7 @@ __all__ = ["time_layers"]
 
 _CACHE_BYTES = 128 * 2**20
 _MOST_COPIES = 12
-_SCALE = 3.0
+_SCALE = 3
 
 
 def time_layers(
@@ -234,9 +234,7 @@ class _LayerBench:
         left.append(stage_backward_input(y, gradients, x, copy.parameters())[1])
 
     def _scale(self) -> None:
-        for master in self._masters:
-            assert master.grad is not None
-            master.grad.div_(_SCALE)
+        divide_gradients(self._masters, _SCALE)
 
     def _optimize(self) -> None:
         if self._optimizer is not None:

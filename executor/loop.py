@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from executor.lora import trained_parameters
+from executor.optimizers import divide_gradients
 from executor.recorder import Recorder
 from simplan.program.action import Action, ActionKind
 
@@ -42,6 +42,7 @@ class LoopEngine:
         recorder: Recorder,
     ) -> None:
         self._module = module
+        self._trained = trained_parameters(module)
         self._loss = loss
         self._complete_gradients = complete_gradients
         self._sync_each = sync_each
@@ -69,7 +70,8 @@ class LoopEngine:
             with self._recorder.span(action):
                 if action.kind is ActionKind.REDUCE_GRAD:
                     self._complete_gradients()
-                    self._scale_gradients()
+                    if self._num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
+                        divide_gradients(self._trained, self._num_microbatches)
                 elif action.kind is ActionKind.FORWARD:
                     assert microbatch is not None
                     with self._ddp_synchronized(microbatch):
@@ -92,13 +94,3 @@ class LoopEngine:
         if isinstance(self._module, DistributedDataParallel) and not self._synchronizes(microbatch):
             return self._module.no_sync()
         return nullcontext()
-
-    def _scale_gradients(self) -> None:
-        """Sums of gradients become means over microbatches, as torch's pipelining runtime does it."""
-        if self._num_microbatches == 1:
-            return
-        for parameter in trained_parameters(self._module):
-            gradient = parameter.grad
-            assert gradient is not None
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.div_(self._num_microbatches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import OptimizerName
 from simplan.spec.shard import Shard
 
-__all__ = ["Lamb", "Lars", "Parts", "held_alike", "local", "make_optimizer", "squares"]
+__all__ = ["Lamb", "Lars", "Parts", "divide_gradients", "held_alike", "local", "make_optimizer", "squares"]
 
 _LEARNING_RATE = 1e-3
 _MOMENTUM = 0.9
@@ -67,6 +67,13 @@ def local(tensor: Tensor) -> Tensor:
 def squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of each tensor's elements, (tensors,); 0 of a tensor without elements."""
     return torch.stack(torch._foreach_norm(list(tensors))).square()
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
+    """Divides what is here of all gradients, in place and in one call: one for each DTensor takes the host longer."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, number)
 
 
 def make_optimizer(

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from executor.groups import Group
+from executor.optimizers import divide_gradients
 from executor.recorder import Recorder
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import stage_to_rank
@@ -166,6 +167,11 @@ class _RecordedStage(PipelineStage):
         with self.recorder.span(Action(self.stage_index, ActionKind.REDUCE_GRAD)):
             super().perform_reduce_grad(grad_scale_factor)
             self._complete_gradients()
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """As torch does it, in one call for all gradients."""
+        if grad_scale_factor != 1:
+            divide_gradients(self.submod.parameters(), grad_scale_factor)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._messages(ActionKind.RECV_F, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))

@@ -1,0 +1,233 @@
+"""One rank of ``executor_speed``: steps of the executor, recorded or not, and of a loop written by hand, in turn.
+
+The hand-written trainings have the executor's modules, loss, data and fused AdamW; all else is torch's: DDP, FSDP2 and
+``torch.distributed.pipelining`` as their tutorials have them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from executor.clock import make_clock
+from executor.groups import make_groups
+from executor.heartbeat import Heartbeat, RankState
+from executor.loss import cross_entropy
+from executor.model import Stage, build_stage
+from executor.rank import live_as_rank
+from executor.recorder import Recorder
+from executor.trainer import Trainer
+from executor.worker import start_rank, use_device
+from simplan.program.action import Action, format_table
+from simplan.program.job import Job
+from simplan.program.measurement import IssuedKind
+from simplan.program.table import plan_table
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["CASES", "Case"]
+
+_MICROBATCHES = 4
+_MICROBATCH_SIZE = 2
+_WARMUP_ROUNDS = 3
+_LEAST_ROUNDS, _MOST_ROUNDS = 6, 80
+_BUDGET_S = 35.0
+_TIMEOUT_S = 300.0
+_LEARNING_RATE = 1e-3
+MODEL = ModelSpec(
+    name="small",
+    family="llama",
+    num_hidden_layers=4,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=688,
+    vocab_size=2048,
+    seq_len=128,
+)
+
+Step = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        plan: What the executor runs.
+        against: What it is compared with.
+    """
+
+    plan: ParallelPlan
+    against: str
+
+
+CASES = {
+    "one device": Case(ParallelPlan(microbatch_size=_MICROBATCH_SIZE), "a plain loop"),
+    "2 ranks, DDP": Case(ParallelPlan(dp_replicate=2, microbatch_size=_MICROBATCH_SIZE), "DistributedDataParallel"),
+    "2 ranks, FSDP": Case(ParallelPlan(dp_shard=2, microbatch_size=_MICROBATCH_SIZE), "fully_shard of every layer"),
+    "2 ranks, pipeline": Case(
+        ParallelPlan(pp=2, schedule="1f1b", microbatch_size=_MICROBATCH_SIZE), "Schedule1F1B of two PipelineStages"
+    ),
+}
+
+
+class _SilentRecorder(Recorder):
+    """Records nothing."""
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        self._current = action
+        yield
+
+    def open(self, action: Action) -> None:
+        self._current = action
+
+    def close(self) -> None:
+        pass
+
+    def begin(self, action: Action) -> None:
+        self._current = action
+
+    def end(self, action: Action) -> None:
+        pass
+
+    def issue(self, kind: IssuedKind, ranks: tuple[int, ...], num_bytes: int, action: Action | None = None) -> int:
+        return 0
+
+    def complete(self, handle: int) -> None:
+        pass
+
+
+def _job(case: Case) -> Job:
+    plan = case.plan
+    num_layers, num_stages = len(MODEL.layers), plan.num_stages
+    return Job(
+        name="executor-speed",
+        model=MODEL,
+        training=TrainingSpec(
+            global_batch_size=_MICROBATCHES * _MICROBATCH_SIZE * plan.dp, precision="fp32", optimizer="adamw"
+        ),
+        plan=plan,
+        software=catalogue.software("torch"),
+        boundaries=tuple(round(stage * num_layers / num_stages) for stage in range(num_stages + 1)),
+        table=tuple(tuple(row) for row in format_table(plan_table(plan, _MICROBATCHES))),
+        device="cpu",
+        timeout_s=_TIMEOUT_S,
+    )
+
+
+def _plain(job: Job, device: torch.device) -> Step:
+    """The training by hand."""
+    if job.plan.pp > 1:
+        return _plain_pipeline(job, device)
+    model: nn.Module = build_stage(MODEL, range(len(MODEL.layers)), torch.float32, device, job.seed)
+    assert isinstance(model, Stage)
+    if job.plan.dp_shard > 1:
+        mesh = init_device_mesh(device.type, (job.plan.dp_shard,))
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif job.plan.dp_replicate > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        parts = list(zip(tokens.chunk(_MICROBATCHES), targets.chunk(_MICROBATCHES), strict=True))
+        for number, (x, y) in enumerate(parts):
+            last = number == len(parts) - 1
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = last  # what no_sync sets
+            loss = cross_entropy(model(x), y) / _MICROBATCHES
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def _plain_pipeline(job: Job, device: torch.device) -> Step:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    module = build_stage(MODEL, job.assignment.layer_range(rank), torch.float32, device, job.seed)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=_LEARNING_RATE, fused=True)
+    stage = PipelineStage(module, rank, job.plan.pp, device)
+    schedule = Schedule1F1B(stage, _MICROBATCHES, loss_fn=cross_entropy)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets)
+        optimizer.step()
+
+    return step
+
+
+def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
+    job = _job(CASES[name])
+    device = use_device("cpu", len(os.sched_getaffinity(0)))  # one core each, also a rank alone
+    start_rank(device, _TIMEOUT_S)
+    heartbeat.beat(RankState.RUNNING, "building the model", 0)
+    table = job.parsed_table()
+    groups = make_groups(job.plan, table, rank, tied=False)
+    row = table[RankMapping.of(job.plan).place(rank).pp]
+
+    def executor(kind: type[Recorder]) -> tuple[Trainer, Step]:
+        recorder = kind(row, make_clock(device), heartbeat)
+        trainer = Trainer(job, rank, device, groups, recorder)
+
+        def step(tokens: Tensor, targets: Tensor) -> None:
+            recorder.begin_step(0)
+            trainer.step(tokens, targets)
+            recorder.end_step()
+
+        return trainer, step
+
+    trainer, recorded = executor(Recorder)
+    ways = {"executor": recorded, "silent": executor(_SilentRecorder)[1], "plain": _plain(job, device)}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    batch = trainer.batch(0)
+    end_s = time.perf_counter() + _BUDGET_S
+    for number in range(_WARMUP_ROUNDS + _MOST_ROUNDS):
+        over = torch.tensor(number >= _WARMUP_ROUNDS + _LEAST_ROUNDS and time.perf_counter() > end_s)
+        dist.broadcast(over, 0)
+        if over:
+            break
+        order = list(ways)
+        for way in order if number % 2 else reversed(order):
+            heartbeat.beat(RankState.RUNNING, way, number)
+            dist.barrier()
+            start_s = time.perf_counter()
+            ways[way](*batch)
+            if number >= _WARMUP_ROUNDS:
+                times[way].append(time.perf_counter() - start_s)
+    (out_dir / f"times{rank}.json").write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    live_as_rank(Path(sys.argv[2]), lambda heartbeat, rank: _measured(sys.argv[1], Path(sys.argv[2]), heartbeat, rank))
