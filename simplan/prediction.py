@@ -28,11 +28,13 @@ class RankMemory:
         rank: Global rank.
         by_category: Bytes by category when the sum of all is largest; context is not part of ``allocated_bytes``.
         allocated_bytes: By tensors.
-        reserved_bytes: By the caching allocator: allocated, rounded and fragmented.
+        reserved_bytes: By the caching allocator: allocated, rounded and fragmented, as far as the device has room.
         device_bytes: On the device: reserved plus context.
         peak_action: The action during which the peak occurs, text form; empty for the time between steps.
         activations_in_flight: Most microbatches whose activations were alive at once, by stage.
         host_bytes: Most bytes in memory of the host, of what is offloaded; on a CPU they are device memory as well.
+        short_bytes: What the caching allocator would reserve more on a larger device: here it has to give free blocks
+            back to the driver and ask again, which takes time but is no failure.
     """
 
     rank: int
@@ -43,6 +45,12 @@ class RankMemory:
     peak_action: str
     activations_in_flight: dict[int, int]
     host_bytes: int = 0
+    short_bytes: int = 0
+
+    @property
+    def wanted_bytes(self) -> int:
+        """On a device that is large enough for all that the caching allocator keeps."""
+        return self.device_bytes + self.short_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,8 @@ class Prediction:
         bubble_fraction: Share of the time from the first to the last computation of any rank (without the optimizer
             step) in which compute streams idle, mean over ranks.
         capacity_bytes: Memory of one device; None when the catalogue does not know.
-        fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
+        fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown. The caching
+            allocator's free blocks do not count: it gives them back before it fails (``RankMemory.short_bytes``).
         memory: Per rank.
         splits: Per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, padding of packed sequences included; 0 for a model of images that has no
@@ -120,7 +129,7 @@ class Prediction:
     @property
     def worst_rank(self) -> int:
         """The rank that needs most device memory, the lowest where several need the same."""
-        return max(self.memory, key=lambda m: (m.device_bytes, -m.rank)).rank
+        return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank)).rank
 
     @property
     def worst_memory(self) -> RankMemory:
@@ -184,6 +193,7 @@ class Prediction:
                 "reserved": worst.reserved_bytes / GIB,
                 "device": worst.device_bytes / GIB,
             },
+            "reserve_short_gib": worst.short_bytes / GIB,
             "host_memory_gib": {
                 "rank": max(memory.host_bytes for memory in self.memory) / GIB,
                 "node": self.worst_host_bytes / GIB,
@@ -214,6 +224,7 @@ class Prediction:
                         "reserved": memory.reserved_bytes / GIB,
                         "device": memory.device_bytes / GIB,
                     },
+                    "reserve_short_gib": memory.short_bytes / GIB,
                     "host_memory_gib": memory.host_bytes / GIB,
                     "peak_action": memory.peak_action,
                     "activations_in_flight": {str(k): v for k, v in memory.activations_in_flight.items()},

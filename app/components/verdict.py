@@ -7,6 +7,7 @@ import streamlit as st
 from app.fields import kept_number, remembered_number
 from app.results.headline import Headline, training_of
 from app.words import meaning
+from simplan.report.text import short_of_reserve
 from simplan.scenario import Scenario
 from simplan.units import format_bytes, format_count, format_percent, format_time
 
@@ -34,7 +35,10 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
         spare = capacity - headline.device_bytes
         share = format_percent(abs(spare) / capacity)
         of = f"{needs} of {format_bytes(capacity)}"
-        if headline.fits:
+        if headline.fits and headline.short_bytes:
+            words = f"{rank} takes all of {format_bytes(capacity)}, and {short_of_reserve(headline.short_bytes)}"
+            st.warning(f"**Fits tightly**: {words}", icon=":material/warning:")
+        elif headline.fits:
             st.success(f"**Fits**: {of}, {format_bytes(spare)} ({share}) to spare", icon=":material/check_circle:")
         else:
             st.error(f"**Does not fit**: {of}, {format_bytes(-spare)} ({share}) too much", icon=":material/cancel:")

@@ -28,6 +28,7 @@ class Headline:
         samples_per_s: Sequences or images, all devices together.
         tokens_per_s: Tokens, all devices together; 0 for images.
         mfu: Model FLOPs utilization, causal attention counted half; None when the peak is unknown.
+        short_bytes: What its allocator would reserve more on a larger device.
     """
 
     step_time_s: float
@@ -39,6 +40,7 @@ class Headline:
     samples_per_s: float
     tokens_per_s: float
     mfu: float | None
+    short_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def headline_of_prediction(prediction: Prediction) -> Headline:
         samples_per_s=prediction.samples_per_s_per_device * devices,
         tokens_per_s=prediction.tokens_per_s_per_device * devices,
         mfu=prediction.mfu,
+        short_bytes=worst.short_bytes,
     )
 
 

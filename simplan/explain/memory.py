@@ -80,6 +80,8 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
     if rounding:
         share = prediction.software.reserve_fraction
         more = f", {share:.0%} more than comes and goes," if share else ""
+        if worst.short_bytes:
+            more += f" but {format_bytes(worst.short_bytes)} that the device has not,"
         yield Part(
             "reserved", "allocator", rounding, "bytes", f"rounded up{more} to what the caching allocator reserves"
         )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import cost_model, folding_of, stages_and_table
-from simplan.predict.evaluate import rank_memory
+from simplan.predict.evaluate import rank_memory, within_device
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.prediction import RankMemory
 from simplan.program.lower import Lowering, lower
@@ -143,7 +143,8 @@ def predict_brief(
         by_rank = dict(zip(step.program.ranks, added, strict=True))
         share = 1 + software.reserve_fraction
         memory = tuple(
-            _with(rank, by_rank[other], share) for rank, other in zip(memory, step.program.stands_for, strict=True)
+            within_device(_with(rank, by_rank[other], share), cluster.device.memory_bytes)
+            for rank, other in zip(memory, step.program.stands_for, strict=True)
         )
     step_time_s, *moved_s = (float(value) for value in seconds)
     device_bytes = max(rank.device_bytes for rank in memory)
@@ -302,12 +303,16 @@ def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: bool, cli
 
 
 def _with(memory: RankMemory, more_bytes: int, reserved_share: float) -> RankMemory:
-    """What a rank needs when its tensors need more, for each byte of which the allocator reserves a share."""
-    reserved = memory.reserved_bytes + whole_blocks(int(more_bytes * (reserved_share - 1)))
+    """What a rank needs when its tensors need more, for each byte of which the allocator reserves a share.
+
+    On a device of any size.
+    """
+    reserved = memory.reserved_bytes + memory.short_bytes + whole_blocks(int(more_bytes * (reserved_share - 1)))
     reserved += whole_blocks(memory.allocated_bytes + more_bytes) - whole_blocks(memory.allocated_bytes)
     return replace(
         memory,
         allocated_bytes=memory.allocated_bytes + more_bytes,
         reserved_bytes=reserved,
         device_bytes=memory.device_bytes + reserved - memory.reserved_bytes,
+        short_bytes=0,
     )

@@ -31,8 +31,9 @@ from simplan.spec.rules import check_plan, num_microbatches
 from simplan.spec.schedules import is_own_schedule
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
+from simplan.units import format_bytes
 
-__all__ = ["predict", "rank_memory", "recomputed_share"]
+__all__ = ["predict", "rank_memory", "recomputed_share", "within_device"]
 
 
 @uncollected()
@@ -88,7 +89,7 @@ def predict(
     of_rank = spans.by_rank()
     splits = {rank: split_of_rank(of_rank[rank], step_time_s) for rank in fine.ranks}
     capacity = cluster.device.memory_bytes
-    worst_device_bytes = max(m.device_bytes for m in memory)
+    fits = None if capacity is None else max(m.device_bytes for m in memory) <= capacity
     sequences_per_s = training.global_batch_size / step_time_s
     peak = cluster.device.peak_flop_per_s.get(training.precision)
     available = None if peak is None else peak * cluster.num_devices
@@ -111,7 +112,7 @@ def predict(
         level1_step_time_s=level1_step_time_s,
         bubble_fraction=_idle_fraction(spans, fine.ranks),
         capacity_bytes=capacity,
-        fits=None if capacity is None else worst_device_bytes <= capacity,
+        fits=fits,
         memory=memory,
         splits=tuple(splits[fine.stands_for[m.rank]] for m in memory),
         tokens_per_s_per_device=sequences_per_s * model.seq_len / cluster.num_devices,
@@ -122,7 +123,14 @@ def predict(
         timeline=spans,
         reference_s=_reference_s(cost, software.layers_of(model, plan), plan),
         assumptions=(
-            *_assumptions(cluster, plan, software, simulated.pricing, simulated.sharing),
+            *_assumptions(
+                cluster,
+                plan,
+                software,
+                simulated.pricing,
+                simulated.sharing,
+                max(m.short_bytes for m in memory) if fits else 0,
+            ),
             *packing_assumptions(
                 model,
                 plan,
@@ -154,6 +162,11 @@ def rank_memory(
 ) -> tuple[RankMemory, ...]:
     """Memory of every rank at its worst instant.
 
+    A caching allocator that the driver has nothing left for gives its free blocks back and asks again, and fails only
+    then (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, ``malloc``: ``release_cached_blocks``, then ``alloc_block``).
+    So what it would keep beyond the tensors is needed by nobody, and the reserve ends where the device does. Free parts
+    of blocks that are in use cannot be given back; how many those are nobody published, and none are counted.
+
     Args:
         program: Of Level 2.
         cluster, software, calibration: As in ``predict``.
@@ -167,7 +180,7 @@ def rank_memory(
         allocated = peak.total_bytes
         on_cpu = cluster.device.kind == "cpu"
         reserved = allocated if on_cpu else _reserved_bytes(program, rank, allocated, software)
-        found[rank] = RankMemory(
+        memory = RankMemory(
             rank=rank,
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
             allocated_bytes=allocated,
@@ -177,7 +190,27 @@ def rank_memory(
             activations_in_flight=peak.activations_in_flight,
             host_bytes=host_peak_bytes(program, rank),
         )
+        found[rank] = memory if on_cpu else within_device(memory, cluster.device.memory_bytes)
     return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
+
+
+def within_device(memory: RankMemory, capacity_bytes: int | None) -> RankMemory:
+    """What the allocator has of a device that is smaller than it would like; no less than tensors take.
+
+    Args:
+        memory: Of a rank.
+        capacity_bytes: Of its device; None when that is unknown.
+    """
+    if capacity_bytes is None:
+        return memory
+    given_back = memory.reserved_bytes - whole_blocks(memory.allocated_bytes)
+    short = min(max(0, memory.device_bytes - capacity_bytes), given_back)
+    return replace(
+        memory,
+        reserved_bytes=memory.reserved_bytes - short,
+        device_bytes=memory.device_bytes - short,
+        short_bytes=memory.short_bytes + short,
+    )
 
 
 def _reserved_bytes(program: Program, rank: int, allocated_bytes: int, software: SoftwareSpec) -> int:
@@ -231,7 +264,12 @@ def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
 
 
 def _assumptions(
-    cluster: ClusterSpec, plan: ParallelPlan, software: SoftwareSpec, pricing: Pricing, sharing: Sharing | None
+    cluster: ClusterSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec,
+    pricing: Pricing,
+    sharing: Sharing | None,
+    short_bytes: int,
 ) -> tuple[str, ...]:
     found = []
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
@@ -252,6 +290,11 @@ def _assumptions(
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
         )
         found.append("the device never waits for the host: launch overhead counts as the least time of a kernel")
+    if short_bytes:
+        found.append(
+            f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "
+            "again; what that takes is not modelled"
+        )
     if software.not_modelled:
         things = f"{len(software.not_modelled)} thing{'s' if len(software.not_modelled) > 1 else ''}"
         found.append(

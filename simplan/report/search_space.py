@@ -28,7 +28,10 @@ _DEFAULTS = {
     "objective": ("step_time", ", ".join(OBJECTIVES)),
     "objectives": ("", "two of them: the Pareto front; ranked by the first"),
     "top": ("5", "plans to rank"),
-    "max_memory_fraction": ("1", "share of the device memory that a plan may need; 1 is what predict calls fitting"),
+    "max_memory_fraction": (
+        "1",
+        "share of the device memory that a plan may need; 1 is what predict calls fitting, not tightly",
+    ),
     "max_step_time_s": ("", "deadline of a step"),
     "dollars_per_device_hour": ("", "your price, for the objective cost"),
     "token_budget": ("", "tokens to train on, for the objective cost"),

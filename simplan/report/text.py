@@ -13,7 +13,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_percent, format_time
 
-__all__ = ["plan_words", "prediction_text", "verdict"]
+__all__ = ["plan_words", "prediction_text", "short_of_reserve", "verdict"]
 
 _MAX_TERMS = 8
 _MAX_GROUPS = 16
@@ -30,9 +30,21 @@ def verdict(prediction: Prediction) -> str:
         return f"does not fit: {_host_memory(prediction)}"
     spare = capacity - worst.device_bytes
     share = format_percent(abs(spare) / capacity)
+    if prediction.fits and worst.short_bytes:
+        tensors = format_bytes(worst.device_bytes - worst.reserved_bytes + worst.allocated_bytes)
+        takes = f"tensors and context of rank {worst.rank} take {tensors} of {format_bytes(capacity)}"
+        return f"fits tightly: {takes}; {short_of_reserve(worst.short_bytes)}"
     if prediction.fits:
         return f"fits: {needs} of {format_bytes(capacity)}, {format_bytes(spare)} ({share}) to spare"
     return f"does not fit: {needs} of {format_bytes(capacity)}, {format_bytes(-spare)} ({share}) too much"
+
+
+def short_of_reserve(short_bytes: int) -> str:
+    """What it means that an allocator finds so much less than it would reserve."""
+    return (
+        f"the allocator would reserve {format_bytes(short_bytes)} more than there is, so it frees blocks and asks "
+        "again, and steps may be slower than predicted"
+    )
 
 
 def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> str:

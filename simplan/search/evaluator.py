@@ -14,7 +14,10 @@ class Evaluator(Protocol):
     """Numbers of many candidates, each as ``predict`` would give them. Candidates have passed the rules."""
 
     def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Device memory of the worst rank at its worst instant, context included."""
+        """Device memory of the worst rank at its worst instant, context and all of the allocator's reserve included.
+
+        The reserve counts although a device can do with less: steps are then slower than predicted.
+        """
         ...
 
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:

@@ -34,7 +34,10 @@ class ReferenceEvaluator:
         self._least_s: dict[Candidate, float] = {}
 
     def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Device memory of the worst rank, as ``Prediction`` has it; nothing is simulated."""
+        """Device memory of the worst rank, with all that the caching allocator would like; nothing is simulated.
+
+        Equal to that of ``Prediction`` where it fits; one that is short of reserve is slower than its prediction says.
+        """
         return [self._device_bytes(candidate) for candidate in candidates]
 
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
@@ -54,7 +57,7 @@ class ReferenceEvaluator:
             question = self._question
             program = self._program(candidate.plan())
             memory = rank_memory(program, question.cluster, question.software, question.calibration)
-            self._bytes[candidate] = max(rank.device_bytes for rank in memory)
+            self._bytes[candidate] = max(rank.wanted_bytes for rank in memory)
         return self._bytes[candidate]
 
     def _step_time_s(self, candidate: Candidate) -> float:

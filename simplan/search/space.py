@@ -32,8 +32,8 @@ class SearchSpace(Spec):
             device, or ``cost`` of ``token_budget`` tokens.
         objectives: Two of them: the Pareto front; plans are ranked by the first.
         top: Plans to rank.
-        max_memory_fraction: Share of the device memory that a plan may need by the prediction; 1 is what ``predict``
-            calls fitting.
+        max_memory_fraction: Share of the device memory that a plan may need by the prediction, the allocator's reserve
+            included; at 1 it is what ``predict`` calls fitting, but for what it calls fitting tightly.
         max_step_time_s: The deadline of a step.
         dollars_per_device_hour, token_budget: What ``cost`` needs: the user's price, and how many tokens to train on.
         num_devices: Numbers of devices to compare; else the cluster's.

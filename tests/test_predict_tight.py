@@ -1,0 +1,104 @@
+"""A device that has room for the tensors of a step, but not for all that the caching allocator would keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simplan.explain.explanation import explain
+from simplan.predict import predict
+from simplan.predict.brief import Brief, predict_brief
+from simplan.predict.evaluate import within_device
+from simplan.prediction import Prediction, RankMemory
+from simplan.report.text import verdict
+from simplan.search.candidate import Candidate
+from simplan.search.question import Question
+from simplan.search.reference import ReferenceEvaluator
+from simplan.spec import catalogue
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.units import GIB, MIB
+
+SOFTWARE = catalogue.software("megatron-core")
+MODEL = catalogue.model("gpt2-124m")
+PLAN = ParallelPlan(pp=2, dp_replicate=2)
+TRAINING = TrainingSpec(global_batch_size=32, precision="bf16")
+
+
+def with_memory(memory_bytes: int | None) -> ClusterSpec:
+    cluster = catalogue.cluster("dgx-h100", num_devices=4)
+    device = cluster.device.model_copy(update={"memory_bytes": memory_bytes})
+    return cluster.model_copy(update={"device": device})
+
+
+def on_device(memory_bytes: int | None) -> Prediction:
+    return predict("small", MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
+
+
+def brief(memory_bytes: int | None) -> Brief:
+    return predict_brief(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Prediction:
+    return on_device(80 * GIB)
+
+
+def least_bytes(prediction: Prediction) -> int:
+    """What tensors and context take, in the allocator's blocks of 2 MiB."""
+    context = prediction.worst_memory.device_bytes - prediction.worst_memory.reserved_bytes
+    return context - (-max(m.allocated_bytes for m in prediction.memory) // (2 * MIB)) * 2 * MIB
+
+
+def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
+    wanted = roomy.worst_memory.device_bytes
+    assert wanted - least_bytes(roomy) > 20 * MIB, "there is a reserve to do without"
+    assert roomy.worst_memory.short_bytes == 0
+    capacity = (least_bytes(roomy) + wanted) // 2
+    tight = on_device(capacity)
+    worst = tight.worst_memory
+    assert tight.fits
+    assert worst.rank == roomy.worst_rank
+    assert (worst.device_bytes, worst.short_bytes) == (capacity, wanted - capacity)
+    assert worst.allocated_bytes == roomy.worst_memory.allocated_bytes
+    assert tight.step_time_s == roomy.step_time_s
+    assert verdict(tight).startswith("fits tightly: ")
+    assert any("finds" in text and "less than it would reserve" in text for text in tight.assumptions)
+    assert sum(part.value for part in explain(tight).memory) == pytest.approx(worst.device_bytes)
+    short = brief(capacity)
+    assert (short.device_bytes, short.fits) == (capacity, True)
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_tensors_and_context_decide(roomy: Prediction, missing_bytes: int) -> None:
+    capacity = least_bytes(roomy) - missing_bytes
+    found, short = on_device(capacity), brief(capacity)
+    assert found.fits == short.fits == (not missing_bytes)
+    assert found.worst_memory.device_bytes == short.device_bytes == least_bytes(roomy)
+    assert verdict(found).startswith("does not fit: " if missing_bytes else "fits tightly: ")
+
+
+def test_a_search_keeps_room_for_the_reserve(roomy: Prediction) -> None:
+    tight = with_memory(least_bytes(roomy))
+    evaluator = ReferenceEvaluator(Question(MODEL, tight, TRAINING, SOFTWARE))
+    candidate = Candidate(**{name: getattr(PLAN, name) for name in Candidate._fields})
+    assert evaluator.device_bytes([candidate]) == [roomy.worst_memory.device_bytes]
+
+
+def test_a_device_of_unknown_size_gives_all(roomy: Prediction) -> None:
+    assert on_device(None).memory == roomy.memory
+
+
+def test_what_is_short_adds_up() -> None:
+    """By hand: 10 blocks allocated, 16 reserved, 3 of context."""
+    block = 2 * MIB
+    wanted = RankMemory(0, {}, 10 * block - 1, 16 * block, 19 * block, "", {})
+    for blocks, short in ((25, 0), (19, 0), (17, 2), (13, 6), (12, 6)):
+        found = within_device(wanted, blocks * block)
+        assert found.short_bytes == short * block
+        assert found.wanted_bytes == wanted.wanted_bytes
+        assert found.device_bytes - found.reserved_bytes == 3 * block
+        assert within_device(found, blocks * block) == found
+        assert replace(found, reserved_bytes=16 * block, device_bytes=19 * block, short_bytes=0) == wanted
