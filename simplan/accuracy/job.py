@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from simplan.accuracy.recipes import recipes_of, with_recipes
-from simplan.accuracy.schema import PublishedRun, RunModel
+from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import Problem, SpecError
@@ -32,6 +32,7 @@ _NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 
 """Data-centre network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
 _USUAL_GBIT = 100.0
 _PACKED_DOCUMENT_TOKENS = 256  # fine-tuning rows: "the packed samples are much shorter than seq_len"
+_NVL72, _TRAY = 72, 4  # devices of a domain of GB200 and GB300, and of what its scheduler allocates
 _LORA_RANK = 32  # the default of NeMo and Megatron-Bridge (nemo/collections/llm/peft/lora.py: dim)
 _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _SIZES = frozenset({
@@ -179,12 +180,28 @@ def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
     node = catalogue.NodeEntry(
         id="published",
         device=device,
-        devices_per_node=given.devices_per_node,
+        devices_per_node=_domain(given, notes),
         intra_link=None if link is None else catalogue.link(link),
         inter_link=None if gbit is None else catalogue.network_link(gbit),
         source=run.source,
     )
     return catalogue.make_cluster(node, given.num_devices)
+
+
+def _domain(given: RunCluster, notes: list[str]) -> int:
+    """Devices of a domain that a job takes: as many of each, whole trays, where it needs several large domains.
+
+    NVIDIA-NeMo/Megatron-Bridge at 067f987, scripts/performance/utils/executors.py (since v0.1.0rc4): ``--segment`` is
+    the largest number of up to 18 trays that divides those of the job.
+    """
+    size, number = given.devices_per_node, given.num_devices
+    if size != _NVL72 or number <= size or number % _TRAY:
+        return size
+    found = _TRAY * max(each for each in range(1, size // _TRAY + 1) if number // _TRAY % each == 0)
+    if found == size:
+        return size
+    notes.append(f"cluster.devices_per_node = {size}: the job takes {found} of each")
+    return found
 
 
 def _network_gbit(device: DeviceSpec) -> float:

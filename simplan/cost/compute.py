@@ -87,7 +87,8 @@ class KernelCost:
         kernels = running_kernels(work)
         if self.low is None:
             return [], kernels
-        low = set(linears(work.layer))
+        assert self.state.linear is not None
+        low = set(linears(work.layer, experts=self.state.linear.experts))
         return [k for k in kernels if isinstance(k, Gemm) and k in low], [k for k in kernels if k not in low]
 
     def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:

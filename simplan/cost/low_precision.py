@@ -95,7 +95,7 @@ class LinearRates:
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
         """Read and written by one cast."""
         rows = microbatch_size * gemm.m
-        shapes = {"input": (rows, gemm.k), "weight": (gemm.n, gemm.k), "gradient": (rows, gemm.n)}
+        shapes = {"input": (rows, gemm.k), "weight": (gemm.num_groups * gemm.n, gemm.k), "gradient": (rows, gemm.n)}
         height, width = shapes[cast.operand]
         weight = cast.operand == "weight"
         read = self.state.gathered if weight else self.state.activation

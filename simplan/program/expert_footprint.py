@@ -29,7 +29,7 @@ def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> in
     """
     if not (kernel.trained and kernel.propagates):
         return 0
-    if state.linear is not None and kernel in linears(layer):
+    if state.linear is not None and kernel in linears(layer, experts=state.linear.experts):
         return kept_weight_bytes(state.linear, kernel)
     spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")
     narrows = spread and state.gathered != state.parameter

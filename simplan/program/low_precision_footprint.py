@@ -34,13 +34,14 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
     if form is None or form.kept == "wide":
         return layer
     saved = list(layer.saved)
-    for gemm in linears(layer):
+    routed = any(kernel.name == "router" for kernel in layer.kernels)  # which reads in 16 bits what others quantize
+    for gemm in linears(layer, experts=form.experts):
         place = layer.kernels.index(gemm)
         before = layer.kernels[place - 1] if place else None
         if joined and isinstance(before, Gemm) and (before.m, before.k) == (gemm.m, gemm.k):
             continue
         wide = _made_for(layer, gemm)
-        if wide in saved:
+        if wide in saved and not (routed and wide is not None and wide.made_by == "norm2"):
             saved.remove(wide)
         rows = gemm.m if wide is None else wide.elements // gemm.k  # of gathered tokens a rank keeps its own
         num_bytes = form.quantized_bytes(gemm.k, rows)
@@ -50,10 +51,12 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
 
 def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
     """What the kernel before a matrix product makes for products alone."""
-    before = [k for k in layer.kernels[: layer.kernels.index(gemm)] if not isinstance(k, Exchange | Gemm)]
-    if not before or not isinstance(before[-1], Pointwise) or before[-1].name in _KEEP_THEIR_RESULT:
+    before = layer.kernels[: layer.kernels.index(gemm)]
+    computed = [k for k in before if not isinstance(k, Exchange | Gemm)]
+    if not computed or not isinstance(computed[-1], Pointwise) or computed[-1].name in _KEEP_THEIR_RESULT:
         return None
-    made = [t for t in layer.saved if t.made_by == before[-1].name and not t.bytes_per_element and not t.residual]
+    makers = {computed[-1].name, *(k.name for k in before if isinstance(k, Exchange) and k.axis == "ep")}
+    made = [t for t in layer.saved if t.made_by in makers and not t.bytes_per_element and not t.residual]
     whole = gemm.m * gemm.k
     return next((t for t in made if t.elements % gemm.k == 0 and whole % t.elements == 0), None)
 
@@ -61,7 +64,17 @@ def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
     """What forward keeps of a weight for one microbatch: nothing, or its quantized copy along columns."""
     keeps = form.kept == "quantized" and form.weights == "microbatch"
-    return form.quantized_bytes(gemm.k, gemm.n, weight=True) if keeps else 0
+    return _along_columns(form, gemm) if keeps else 0
+
+
+def _along_rows(form: LinearFormat, gemm: Gemm) -> int:
+    """All weights of a product, quantized along the dimension that forward adds up."""
+    return gemm.num_groups * form.quantized_bytes(gemm.n, gemm.k, weight=True)
+
+
+def _along_columns(form: LinearFormat, gemm: Gemm) -> int:
+    """The same along the one that backward adds up for the gradient of the input."""
+    return gemm.num_groups * form.quantized_bytes(gemm.k, gemm.n, weight=True)
 
 
 def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
@@ -70,8 +83,8 @@ def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
     if form is None or form.weights == "microbatch":
         return 0
     found = 0
-    for gemm in linears(layer):
-        found += form.quantized_bytes(gemm.n, gemm.k, weight=True) + form.quantized_bytes(gemm.k, gemm.n, weight=True)
+    for gemm in linears(layer, experts=form.experts):
+        found += _along_rows(form, gemm) + _along_columns(form, gemm)
         if form.weights == "stored":
             found -= gemm.weight_elements * (state.parameter if gemm.trained else state.frozen)
     return found
@@ -83,9 +96,9 @@ def forward_cast_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) 
     A weight that is quantized less often than that is there anyway.
     """
     form = state.linear
-    if form is None or gemm not in linears(layer):
+    if form is None or gemm not in linears(layer, experts=form.experts):
         return 0
-    weight = form.quantized_bytes(gemm.n, gemm.k, weight=True) if form.weights == "microbatch" else 0
+    weight = _along_rows(form, gemm) if form.weights == "microbatch" else 0
     return form.quantized_bytes(b * gemm.m, gemm.k) + weight
 
 
@@ -103,13 +116,13 @@ def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, he
         held: Bytes beside what was kept, gradient of the output among them.
     """
     form = state.linear
-    if form is None or gemm not in linears(layer):
+    if form is None or gemm not in linears(layer, experts=form.experts):
         return ()
     rows = b * gemm.m
     gradient, result = form.quantized_bytes(rows, gemm.n), rows * gemm.k * state.activation
     wide = form.kept == "wide"
     again_weight = wide and form.weights == "microbatch"
-    weight = form.quantized_bytes(gemm.k, gemm.n, weight=True) if again_weight else 0
+    weight = _along_columns(form, gemm) if again_weight else 0
     again = form.quantized_bytes(gemm.k, rows) if wide else 0
     copies, beside = (1, 0) if form.wide_weight_gradient else (2, gradient + again)
     return (

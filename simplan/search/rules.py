@@ -34,7 +34,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "sequence_parallel_divides_sequence": "tp x cp must divide seq_len for sequence parallelism",
         "sequence_parallel_modelled": "sequence parallelism of this model is not modelled",
         "ep_divides": "ep must divide num_experts and dp_replicate x dp_shard",
-        "ep_covers_shards": "ep must be a multiple of dp_shard where something is sharded",
+        "ep_covers_shards": "ep must be a multiple of dp_shard where whole tensors are sharded",
         "stages_within_layers": "every stage needs a layer",
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
@@ -85,6 +85,7 @@ class Rules:
         self._tied = model.tied_embeddings
         self._half = question.training.precision not in ("fp32", "tf32")
         self._batch = question.training.global_batch_size
+        self._even = software.optimizer_shards == "elements"
         self._ddp_splits, self._ddp_stages = software.ddp_splits, software.ddp_stages
         whole = bool(family.whole_layers)
         normed = model.qk_norm == "projection" and not model.num_experts
@@ -144,7 +145,7 @@ class Rules:
             return "tied_embeddings_sharded"
         if sharded and self._convolutions and self._half:
             return "sharded_precision_modelled"
-        if ep > 1 and zero_stage and num_shards > 1 and ep % dp_shard:
+        if ep > 1 and zero_stage and num_shards > 1 and ep % dp_shard and not (zero_stage == 1 and self._even):
             return "ep_covers_shards"
         return None
 

@@ -9,6 +9,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec
 
 __all__ = ["expert_parallel_rules", "expert_rules", "unmodelled_expert_parallelism"]
 
@@ -74,7 +75,7 @@ def expert_parallel_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Prob
             )
 
 
-def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
+def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Plans that could train a model with experts, but that simplan does not model."""
     if not model.num_experts:
         return
@@ -89,7 +90,8 @@ def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan) -> Itera
         yield _not_modelled("plan.schedule", plan.schedule, what, "use 1f1b or interleaved_1f1b")
     if plan.ep == 1:
         return
-    if (plan.shards_parameters or plan.shards_optimizer_only) and plan.ep % plan.dp_shard:
+    even = plan.shards_optimizer_only and software.optimizer_shards == "elements"
+    if (plan.shards_parameters or plan.shards_optimizer_only) and plan.ep % plan.dp_shard and not even:
         what = f"sharding one expert over several of the dp_shard = {plan.dp_shard} ranks"
         yield _not_modelled("plan.ep", plan.ep, what, f"use a multiple of {plan.dp_shard}, or a smaller dp_shard")
     if plan.grad_sync == "microbatch":

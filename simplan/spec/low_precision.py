@@ -1,9 +1,10 @@
 """Linear layers whose matrix products are in 8 or 4 bits: what is quantized when, with which scales, and what is kept.
 
-All else is bf16 mixed precision: weights and optimizer states, embedding, head, norms, the core of attention, routers
-and experts. A linear layer y = x W' has three products: the output, the gradient of the input (g W) and that of the
-weight (g' x). Each adds up along another dimension, and elements that are added up have scales in common, so that
-every operand is needed quantized twice: along its rows and along its columns.
+All else is bf16 mixed precision: weights and optimizer states, embedding, head, norms, the core of attention, routers,
+and the experts of software whose grouped products are not of that kind. A linear layer y = x W' has three products: the
+output, the gradient of the input (g W) and that of the weight (g' x). Each adds up along another dimension, and
+elements that are added up have scales in common, so that every operand is needed quantized twice: along its rows and
+along its columns.
 
 Sources, called by these names below:
 
@@ -49,7 +50,8 @@ step, beside the weights in 16 bits, to the next one; or when they are updated, 
 
 LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
 DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
-_BLOCK_LINEARS_IN_BF16 = ("router", "shared_expert_gate", "experts_gate", "experts_up", "experts_down")
+_BLOCK_LINEARS_IN_BF16 = ("router", "shared_expert_gate")
+_EXPERTS = ("experts_gate", "experts_up", "experts_down")
 _SCALE_OF_TENSOR_BYTES = 4
 
 
@@ -74,6 +76,7 @@ class LinearFormat:
         multiple: Rows, columns and tokens are multiples of it.
         kept: What is kept for backward.
         weights: How often weights are quantized.
+        experts: The grouped products of experts are quantized as well.
     """
 
     precision: LowPrecision
@@ -91,6 +94,7 @@ class LinearFormat:
     multiple: int = 16
     kept: Kept = "wide"
     weights: QuantizedWeights = "microbatch"
+    experts: bool = False
 
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
         """Bytes of a quantized matrix with its scales.
@@ -140,7 +144,12 @@ _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
 
 
 def linear_format(
-    precision: LowPrecision, recipe: Fp8Recipe | None, kept: Kept, weights: QuantizedWeights = "microbatch"
+    precision: LowPrecision,
+    recipe: Fp8Recipe | None,
+    kept: Kept,
+    weights: QuantizedWeights = "microbatch",
+    *,
+    experts: bool = False,
 ) -> LinearFormat:
     """The format of a training.
 
@@ -149,20 +158,27 @@ def linear_format(
         recipe: Of fp8 alone.
         kept: What the software keeps.
         weights: How often it quantizes weights.
+        experts: It quantizes those of experts, too.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
-    return replace(_FORMATS[precision, name], kept=kept, weights=weights)
+    return replace(_FORMATS[precision, name], kept=kept, weights=weights, experts=experts)
 
 
-def linears(layer: LayerSpec) -> list[Gemm]:
+def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
     """The matrix products of a layer that a low precision is for, in order; none outside of blocks.
 
-    Routers stay in bf16, as do experts, which torchao's and TE's linear layers are not (theirs are grouped products).
+    Routers stay in bf16.
+
+    Args:
+        layer: The layer.
+        experts: The grouped products of its experts are among them: of torchao's linear layers they are not, of TE's
+            they are (``GroupedLinear``).
     """
     if layer.kind is not LayerKind.BLOCK:
         return []
     gemms = [kernel for kernel in layer.kernels if isinstance(kernel, Gemm) and not kernel.image_elements]
-    return [gemm for gemm in gemms if gemm.name not in _BLOCK_LINEARS_IN_BF16]
+    wide = _BLOCK_LINEARS_IN_BF16 if experts else (*_BLOCK_LINEARS_IN_BF16, *_EXPERTS)
+    return [gemm for gemm in gemms if gemm.name not in wide]
 
 
 class Cast(NamedTuple):

@@ -65,8 +65,8 @@ def unmodelled_low_precision(
 
 
 def _unmodelled_kept(model: ModelSpec, training: TrainingSpec) -> Iterator[Problem]:
-    """Which quantized tensors replace which others is known of plain pre-norm blocks."""
-    if model.family not in ("gpt", "llama", "mpt", "vit"):
+    """Which quantized tensors replace which others is known of pre-norm blocks."""
+    if model.family not in ("gpt", "llama", "mpt", "vit", "moe", "deepseek"):
         yield Problem(
             field="training.precision",
             value=training.precision,
@@ -97,7 +97,7 @@ def low_precision_sizes(model: ModelSpec, plan: ParallelPlan, form: LinearFormat
     odd: dict[str, int] = {}
     rows: set[int] = set()
     for layer in set(model.layers_of(plan.shard)):
-        for gemm in linears(layer):
+        for gemm in linears(layer, experts=form.experts):
             sides = (("outputs", gemm.n), ("inputs", gemm.k))
             odd |= {f"{side} of {gemm.name}": size for side, size in sides if size % multiple}
             rows.add(gemm.m * plan.microbatch_size)

@@ -46,12 +46,14 @@ class LowPrecisionLinears(Spec):
             for weights that are ``stored`` so.
         gathers: Those recipes with which tensor-parallel ranks gather inputs, and gradients of outputs, of the linear
             layers of blocks in 8 bits.
+        experts: The grouped products of experts are in it as well.
     """
 
     kept: Kept
     weights: QuantizedWeights = "microbatch"
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
     gathers: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()
+    experts: bool = False
 
 
 class StateBytes(Spec):
@@ -289,7 +291,13 @@ class SoftwareSpec(Spec):
         if low is None:
             return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]
         weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
-        form = linear_format(training.precision, training.fp8_recipe, low.kept, weights)  # type: ignore[arg-type]
+        form = linear_format(
+            training.precision,  # type: ignore[arg-type]
+            training.fp8_recipe,
+            low.kept,
+            weights,
+            experts=low.experts,
+        )
         return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
 
     def gathers_quantized(self, state: StateBytes) -> bool:

@@ -72,6 +72,17 @@ def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
         assert words in notes
 
 
+@pytest.mark.parametrize(
+    ("devices", "domain", "of_each"),
+    [(256, 72, 64), (128, 72, 64), (144, 72, 72), (160, 72, 40), (64, 72, 72), (64, 8, 8)],
+)
+def test_a_job_on_several_large_domains_takes_as_many_devices_of_each(devices: int, domain: int, of_each: int) -> None:
+    plan = {"plan__dp_replicate": devices // 2, "plan__global_batch_size": 8 * devices}
+    found = job_of_run(run(cluster__num_devices=devices, cluster__devices_per_node=domain, **plan))
+    assert found.cluster.devices_per_node == of_each
+    assert any(f"takes {of_each} of each" in note for note in found.notes) == (of_each != domain)
+
+
 def test_what_is_not_in_the_prediction_is_noted() -> None:
     recent = {"software__framework": "megatron-core", "software__version": "2024"}
     job = job_of_run(run(software__flash_attention=False, software__grad_overlap=False, **recent))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from simplan.errors import NotModelledError
+from simplan.predict.build import cost_model
 from simplan.program.folding import fold
+from simplan.program.low_precision_footprint import keeping_quantized, kept_weight_bytes, resting_weight_bytes
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.program.timeline import SpanKind
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
+from simplan.spec.low_precision import linears
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 from tests.test_random_plans import keeps_the_laws
 
@@ -202,3 +208,71 @@ def test_groups_that_cross_nodes_unlike_do_not_fold(nodes: tuple[int, ...]) -> N
     """Of the groups that exchange, or else of those that average, one lies in a node and the other one does not."""
     plan = ParallelPlan(dp_replicate=4, ep=2)
     assert len(fold(RankMapping.of(plan), lambda rank: nodes[rank], lambda rank: 0).ranks) == 2
+
+
+@pytest.mark.parametrize(("shards", "replicas", "pp"), [(8, 1, 1), (4, 1, 2), (4, 2, 1)])
+def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
+    shards: int, replicas: int, pp: int
+) -> None:
+    """Also where experts are on fewer ranks than the optimizer is sharded over; torch's ZeRO-1 has whole tensors."""
+    software = catalogue.software("megatron-core")
+    pipeline = {"pp": pp, "schedule": "1f1b"} if pp > 1 else {}
+    plan = ParallelPlan(dp_shard=shards, dp_replicate=replicas, zero_stage=1, ep=2, **pipeline)  # type: ignore[arg-type]
+    training = TrainingSpec(global_batch_size=4 * plan.dp)
+    keeps_the_laws(MODEL, "dgx-h100", plan.num_devices, training, plan, software)
+    last = len(MODEL.layers)
+    assignment = StageAssignment(tuple(round(stage * last / pp) for stage in range(pp + 1)))
+    found = lower(MODEL, training, plan, software, assignment, plan_table(plan, 4), Lowering(level=2))
+    states = sum(resting[MemoryCategory.OPTIMIZER] for resting in found.resting_bytes.values())
+    assert states == 12 * MODEL.num_parameters * replicas - 12 * (replicas - 1) * 2 * EXPERTS * EXPERT
+    last_rank = messages(found, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
+    reduced = {message for _, message in last_rank if message.kind is CollectiveKind.REDUCE_SCATTER}
+    assert {len(message.ranks) for message in reduced} == {plan.dp // 2}
+    with pytest.raises(NotModelledError, match="sharding one expert over several"):
+        check_plan(MODEL, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("shared", [0, WIDTH])
+def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int) -> None:
+    """Their places and the gated products, once each; the router reads the norm's output in 16 bits, which stays."""
+    software, plan = catalogue.software("megatron-bridge"), ParallelPlan(dp_replicate=ep, ep=ep)
+    model = MODEL.model_copy(update={"shared_expert_intermediate_size": shared})
+    training = TrainingSpec(global_batch_size=ep, precision="fp8")
+    state = software.state(training, plan)
+    block = keeping_quantized(software.layers_of(model, plan)[2], state.linear, joined=True)
+    scale = 4
+    found = {tensor.name: tensor.elements - scale for tensor in block.saved if tensor.name.endswith("in fp8")}
+    wanted = {
+        "q input in fp8": TOKENS * H,
+        "proj input in fp8": TOKENS * H,
+        "experts_gate input in fp8": PLACES * H,
+        "experts_down input in fp8": PLACES * WIDTH,
+    }
+    if shared:
+        wanted |= {"shared_gate input in fp8": TOKENS * H, "shared_down input in fp8": TOKENS * WIDTH}
+    assert found == wanted
+    names = {tensor.name for tensor in block.saved}
+    assert "norm2 output" in names
+    assert not names & {"norm1 output", "places of experts", "experts gated product", "shared gated product"}
+
+
+def test_experts_in_8_bits_are_the_software_s_choice() -> None:
+    """TE has grouped linear layers; torchao's linear layers are not grouped. Weights of all experts are quantized."""
+    cluster = catalogue.cluster("dgx-h100", num_devices=1)
+    training, plan = TrainingSpec(global_batch_size=1, precision="fp8"), ParallelPlan()
+    low: dict[str, int] = {}
+    for name in ("megatron-bridge", "torch"):
+        software = catalogue.software(name)
+        cost = cost_model(cluster, training, plan, software, None)
+        work = LayerWork(software.layers_of(MODEL, plan)[2], Phase.FORWARD, 1, 0)
+        text = cost.compute(work).formula
+        low[name] = int(text.split(" casts")[0].split()[-1])
+        resting = resting_weight_bytes(work.layer, software.state(training, plan))
+        assert (resting != 0) == (name == "megatron-bridge")
+    dense, grouped = 4 * 2, 3 * 2  # q, k, v, proj; gate, up, down: an input and a weight each
+    assert low == {"megatron-bridge": dense + grouped, "torch": dense}
+    form = catalogue.software("megatron-bridge").state(training, plan).linear
+    assert form is not None
+    experts = next(gemm for gemm in linears(work.layer, experts=True) if gemm.name == "experts_gate")
+    assert kept_weight_bytes(replace(form, weights="microbatch"), experts) == EXPERTS * (H * WIDTH + 4)
