@@ -80,7 +80,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     plan, training = job.plan, job.training
     yield from unmodelled_splits(job.model, plan)
     yield from unmodelled_convolutions(job.model, training, plan)
-    yield from unmodelled_expert_parallelism(job.model, plan)
+    yield from unmodelled_expert_parallelism(job.model, plan, job.software)
     yield from unmodelled_offload(job.model, plan)
     yield from unmodelled_adapters(job.model, training, plan)
     yield from unmodelled_optimizers(training, plan, job.software)

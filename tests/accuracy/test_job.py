@@ -77,7 +77,7 @@ def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
     [(256, 72, 64), (128, 72, 64), (144, 72, 72), (160, 72, 40), (64, 72, 72), (64, 8, 8)],
 )
 def test_a_job_on_several_large_domains_takes_as_many_devices_of_each(devices: int, domain: int, of_each: int) -> None:
-    plan = {"plan__dp_replicate": devices // 2, "plan__global_batch_size": 8 * devices}
+    plan: dict[str, Any] = {"plan__dp_replicate": devices // 2, "plan__global_batch_size": 8 * devices}
     found = job_of_run(run(cluster__num_devices=devices, cluster__devices_per_node=domain, **plan))
     assert found.cluster.devices_per_node == of_each
     assert any(f"takes {of_each} of each" in note for note in found.notes) == (of_each != domain)
