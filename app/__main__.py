@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from pathlib import Path
-from threading import Thread
 
-__all__ = ["main", "streamlit_arguments"]
+from app.server import serve
 
-_FOLDER = Path(__file__).resolve().parent
-_MAX_UPLOAD_MIB = 64
+__all__ = ["main"]
 
 
 def main() -> None:
@@ -25,41 +21,17 @@ def main() -> None:
     parser.add_argument("--browser", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("SIMPLAN_WORKERS", "2")
-    Thread(target=_warm_up, daemon=True).start()
-    from streamlit.web import cli
+    import pandas  # noqa: F401  # not beside plotly, which looks at it while it is half loaded
 
-    sys.argv = ["streamlit", *streamlit_arguments(options.host, options.port, browser=options.browser)]
-    cli.main(prog_name="streamlit")
-
-
-def streamlit_arguments(host: str, port: int, *, browser: bool) -> list[str]:
-    """What Streamlit is told.
-
-    Args:
-        host: Address to serve on.
-        port: Port.
-        browser: Open one.
-    """
-    options = {
-        "server.address": host,
-        "server.port": port,
-        "server.headless": not browser,
-        "server.maxUploadSize": _MAX_UPLOAD_MIB,
-        "server.fileWatcherType": "none",
-        "runner.magicEnabled": False,
-        "browser.gatherUsageStats": False,
-        "client.showErrorDetails": "none",
-        "client.toolbarMode": "minimal",
-        "theme.base": _FOLDER / "theme.toml",
-    }
-    flags = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
-    return ["run", str(_FOLDER / "main.py"), *flags]
+    serve(options.host, options.port, browser=options.browser, then=_warm_up)
 
 
 def _warm_up() -> None:
-    """Loads what the first page needs: simplan, its compiled engine, and figures."""
-    import plotly.graph_objects as go
+    """Loads what the first page needs: simplan, its compiled engine, and what draws."""
+    import plotly.tools  # noqa: F401
 
+    import app.components.plans
+    import app.components.published  # noqa: F401
     from app.results.quick import quick
     from app.state import START, document_text
     from simplan.scenario import parse_scenario
@@ -67,7 +39,6 @@ def _warm_up() -> None:
     pipeline = START | {"plan": {"tp": 8, "pp": 2, "dp_shard": 4}}
     for document in (START, pipeline):
         quick(parse_scenario(document_text(document)))
-    go.Figure().add_bar(x=[0], y=[0]).to_json()
 
 
 if __name__ == "__main__":

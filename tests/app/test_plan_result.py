@@ -28,11 +28,11 @@ def test_parts_sum_to_the_step_and_agree_with_the_split(name: str) -> None:
         exposed = sum(part.seconds for part in parts if part.group == "exposed communication")
         assert exposed == pytest.approx(splits[rank].exposed_communication_s, rel=1e-9, abs=1e-12)
         figure = checked(waterfall_figure(parts, prediction.step_time_s))
-        [bars] = figure.data
         unit_s = 1.0 if prediction.step_time_s >= 1 else 1e-3
-        ends = [base + x for base, x in zip(bars.base, bars.x, strict=True)]
-        assert ends[:-1][-1] * unit_s == pytest.approx(prediction.step_time_s)
-        assert list(bars.base[1:-1]) == pytest.approx(ends[:-2])
+        *bars, step = figure.data
+        ends = [bar.base[0] + bar.x[0] for bar in bars]
+        assert [ends[-1], step.x[0]] == pytest.approx([prediction.step_time_s / unit_s] * 2)
+        assert [bar.base[0] for bar in bars[1:]] == pytest.approx(ends[:-1])
 
 
 def test_tiers_are_those_of_the_nodes() -> None:

@@ -20,12 +20,16 @@ def address(served: str, name: str) -> str:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_opens_without_a_complaint(page: Any, served: str, name: str) -> None:
     asked: list[str] = []
+    said: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: said.append(str(error)))
     opened(page, address(served, name))
     assert page.locator("[data-testid=stException]").count() == 0
     assert "bug of simplan" not in page.content()
     others = [url for url in asked if not url.startswith((served, "data:", "blob:"))]
     assert not others, "it works without any other host"
+    assert not said, "the browser has nothing to complain about"
 
 
 def test_a_change_changes_the_answer_and_the_address(page: Any, served: str) -> None:

@@ -1,0 +1,110 @@
+"""The server: Streamlit's application on uvicorn, with what makes its first page quick.
+
+Streamlit's own way of starting binds a socket on which small answers wait for each other's acknowledgement (Nagle's
+algorithm, 40 ms a file, and a page is over a hundred files); uvicorn's sockets do not. The document that a browser
+asks for first says where the server is: else the browser looks for it below every page's own address first, which costs
+a pause and two errors in its console.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from simplan.cli.output import say
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["FirstPage", "serve", "settings"]
+
+_FOLDER = Path(__file__).resolve().parent
+_MAX_UPLOAD_MIB = 64
+_LAST_WORDS_S = 2
+_WHERE = b"<script>window.__streamlit = {BACKEND_BASE_URL: new URL('.', location.href).href}</script></head>"
+
+
+def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> None:
+    """Serves until it is interrupted.
+
+    Args:
+        host: Address to serve on.
+        port: Port.
+        browser: Open one.
+        then: What is done beside, once it serves.
+    """
+    import streamlit as st
+    import uvicorn
+    from starlette.middleware import Middleware
+    from streamlit.web.bootstrap import load_config_options
+
+    load_config_options({key.replace(".", "_"): value for key, value in settings(host, port).items()})
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            say(f"the workbench is at {url}")
+            Thread(target=then, daemon=True).start()
+            if browser:
+                Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+    for name in ("uvicorn.access", "uvicorn.error"):  # a filter stays where Streamlit sets levels of its own
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
+    application = st.App(_FOLDER / "main.py", middleware=[Middleware(FirstPage)])
+    config = uvicorn.Config(
+        application,
+        host=host,
+        port=port,
+        ws="websockets-sansio",
+        log_config=None,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )
+    Server(config).run()
+
+
+def settings(host: str, port: int) -> dict[str, str | int | bool]:
+    """What Streamlit is told, by its own names.
+
+    Args:
+        host: Address it is served on.
+        port: Port.
+    """
+    return {
+        "server.address": host,
+        "server.port": port,
+        "server.headless": True,
+        "server.maxUploadSize": _MAX_UPLOAD_MIB,
+        "server.fileWatcherType": "none",
+        "runner.magicEnabled": False,
+        "browser.gatherUsageStats": False,
+        "client.showErrorDetails": "none",
+        "client.toolbarMode": "minimal",
+        "theme.base": str(_FOLDER / "theme.toml"),
+    }
+
+
+class FirstPage:
+    """Answers for pages with Streamlit's document, and where the server is written into it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        import streamlit
+
+        self._app = app
+        document = Path(streamlit.__file__).parent / "static" / "index.html"
+        self._document = document.read_bytes().replace(b"</head>", _WHERE, 1)
+        self._pages = {"/", *(f"/{page.stem}" for page in (_FOLDER / "views").glob("*.py"))}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] in self._pages:
+            from starlette.responses import HTMLResponse
+
+            await HTMLResponse(self._document, headers={"Cache-Control": "no-cache"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
