@@ -26,7 +26,6 @@ __all__ = ["FirstPage", "serve", "settings"]
 _FOLDER = Path(__file__).resolve().parent
 _MAX_UPLOAD_MIB = 64
 _LAST_WORDS_S = 2
-_WHERE = b"<script>window.__streamlit = {BACKEND_BASE_URL: new URL('.', location.href).href}</script></head>"
 
 
 def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> None:
@@ -90,14 +89,15 @@ def settings(host: str, port: int) -> dict[str, str | int | bool]:
 
 
 class FirstPage:
-    """Answers for pages with Streamlit's document, and where the server is written into it."""
+    """Answers for pages with Streamlit's document, to which ``head.html`` is added."""
 
     def __init__(self, app: ASGIApp) -> None:
         import streamlit
 
         self._app = app
         document = Path(streamlit.__file__).parent / "static" / "index.html"
-        self._document = document.read_bytes().replace(b"</head>", _WHERE, 1)
+        head = (_FOLDER / "head.html").read_bytes()
+        self._document = document.read_bytes().replace(b"</head>", head, 1)
         self._pages = {"/", *(f"/{page.stem}" for page in (_FOLDER / "views").glob("*.py"))}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

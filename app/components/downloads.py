@@ -57,7 +57,7 @@ def download(
 
 
 def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
-    """A figure over the whole width, whose camera saves it as SVG.
+    """A figure over the whole width, whose cameras save it as SVG and as PNG (``head.html``).
 
     Args:
         figure: Without colours of text and paper, which the theme chooses.

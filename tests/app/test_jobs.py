@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.jobs.job import Job, Jobs, State
+from app.jobs.messages import Failed
+from app.jobs.worker import _answer
 from simplan.errors import SpecError
 from simplan.scenario import parse_search
 from simplan.search import SearchResult, search
@@ -19,6 +21,7 @@ cluster: {preset: dgx-h100, num_devices: 4}
 training: {global_batch_size: 8}
 search: {objectives: [step_time, memory], top: 3, microbatch_size: [1, 2]}
 """
+WRONG = SMALL.replace("preset: dgx-h100", "preset: dgx-h1000")
 LARGE = """\
 model: {preset: gpt3-175b, vocab_size: 51200, tied_embeddings: false}
 cluster: {preset: dgx-a100-80gb, num_devices: 1024}
@@ -54,6 +57,7 @@ def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
     assert jobs.start("small", "search", SMALL) is job, "an answer is kept"
 
 
+@pytest.mark.slow
 def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -> None:
     jobs.warm()
     job = jobs.start("large", "search", LARGE)
@@ -72,8 +76,15 @@ def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -
     assert jobs.start("large", "search", SMALL) is not job
 
 
+def test_what_is_wrong_is_told_as_problems() -> None:
+    told = _answer("search", WRONG, lambda _: None)
+    assert isinstance(told, Failed)
+    assert "dgx-h100" in str(told.problems)
+
+
+@pytest.mark.slow
 def test_what_is_wrong_comes_back_as_problems(jobs: Jobs) -> None:
-    job = jobs.start("wrong", "search", SMALL.replace("preset: dgx-h100", "preset: dgx-h1000"))
+    job = jobs.start("wrong", "search", WRONG)
     until(job, lambda job: job.state is State.ENDED)
     assert isinstance(job.error, SpecError)
     assert "dgx-h100" in str(job.error)

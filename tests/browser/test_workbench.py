@@ -53,6 +53,23 @@ def test_a_download_is_the_scenario_that_was_asked(page: Any, served: str, tmp_p
     assert (scenario.plan.pp, scenario.plan.dp_replicate, scenario.cluster.num_devices) == (2, 2, 4)
 
 
+@pytest.mark.parametrize(("format_", "starts"), [("SVG", b"<svg"), ("PNG", b"\x89PNG")])
+def test_a_figure_is_saved_as_it_is_drawn(page: Any, served: str, tmp_path: Path, format_: str, starts: bytes) -> None:
+    opened(page, address(served, "plan"))
+    chart = page.locator(".js-plotly-plot").first
+    chart.hover()
+    with page.expect_download() as waiting:
+        chart.get_by_label(f"Save as {format_}").click()
+    assert waiting.value.suggested_filename.endswith(f"memory-by-rank.{format_.lower()}")
+    file = tmp_path / "figure"
+    waiting.value.save_as(file)
+    content = file.read_bytes()
+    assert content.startswith(starts)
+    if format_ == "SVG":
+        for words in (b"parameters", b"optimizer states", b"GiB"):
+            assert words in content
+
+
 def test_a_search_finds_plans_and_the_best_two_are_compared(page: Any, served: str) -> None:
     opened(page, f"{served}/search?{SMALL}")
     page.get_by_role("button", name="Search", exact=True).click()
