@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.sgd import sgd
 
 from executor.model import Stage
 from executor.parallel import Peers
 from simplan.spec.model import ModelSpec
-from simplan.spec.optimizer import OptimizerName
+from simplan.spec.optimizer import UpdateName
 from simplan.spec.shard import Shard
 
 __all__ = ["Lamb", "Lars", "Parts", "divide_gradients", "held_alike", "local", "make_optimizer", "squares"]
@@ -77,26 +78,61 @@ def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
 
 
 def make_optimizer(
-    name: OptimizerName, parameters: Sequence[nn.Parameter], parts: Parts | None = None
+    update: UpdateName, parameters: Sequence[nn.Parameter], parts: Parts | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of a job, its step one fused kernel where torch has one: not for SGD of what FSDP shards.
+    """The optimizer of a job.
 
     Args:
-        name: Which.
+        update: Which, and how its step is computed: fused kernels, or ``foreach``.
         parameters: What it updates.
         parts: For norms, what other ranks have of them; None where all are whole.
     """
     groups: list[dict[str, Any]] = [{"params": list(parameters)}]
-    how = {"foreach": True} if any(isinstance(p, DTensor) for p in parameters) else {"fused": True}
+    name = update.removesuffix("_foreach")
+    how: dict[str, Any] = {"fused": True} if name == update else {"foreach": True}
     kinds: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adam": lambda: torch.optim.Adam(groups, lr=_LEARNING_RATE, fused=True),
-        "adamw": lambda: torch.optim.AdamW(groups, lr=_LEARNING_RATE, fused=True),
-        "sgd": lambda: torch.optim.SGD(groups, lr=_LEARNING_RATE, **how),
-        "sgd_momentum": lambda: torch.optim.SGD(groups, lr=_LEARNING_RATE, momentum=_MOMENTUM, **how),
+        "adam": lambda: _Adam(groups, lr=_LEARNING_RATE, **how),
+        "adamw": lambda: _AdamW(groups, lr=_LEARNING_RATE, **how),
+        "sgd": lambda: _Sgd(groups, lr=_LEARNING_RATE, **how),
+        "sgd_momentum": lambda: _Sgd(groups, lr=_LEARNING_RATE, momentum=_MOMENTUM, **how),
         "lars": lambda: Lars(parameters, parts or Parts()),
         "lamb": lambda: Lamb(parameters, parts or Parts()),
     }
     return kinds[name]()
+
+
+class _Adam(torch.optim.Adam):
+    """torch's, with a step over what is here of sharded tensors: for DTensors each call takes the host longer."""
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Fills lists of parameters, gradients, states and counts of steps."""
+        found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return found
+
+
+class _AdamW(_Adam, torch.optim.AdamW):
+    """The same with decoupled decay."""
+
+
+class _Sgd(torch.optim.SGD):
+    """torch's, with a step over what is here of sharded tensors; it has no fused kernel for DTensors."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters."""
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            momenta: list[Tensor | None] = [None] * len(trained)
+            if group["momentum"]:
+                for parameter in trained:  # zeros become the first gradient
+                    if "momentum_buffer" not in self.state[parameter]:
+                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+                momenta = [local(self.state[parameter]["momentum_buffer"]) for parameter in trained]
+            names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
+            settings = {name: group[name] for name in names}
+            sgd([local(p) for p in trained], [local(p.grad) for p in trained], momenta, **settings)
 
 
 class _Layerwise(torch.optim.Optimizer):

@@ -197,7 +197,7 @@ class Trainer:
         self, parameters: list[nn.Parameter]
     ) -> torch.optim.Optimizer | StreamedOptimizer | ShardedOptimizer | SeparateOptimizers:
         def make_whole(some: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return make_optimizer(self._job.training.optimizer, some, self._parts)
+            return make_optimizer(self._job.training.update, some, self._parts)
 
         def make(some: list[nn.Parameter]) -> torch.optim.Optimizer | StreamedOptimizer:
             if not self._job.plan.offload_optimizer:

@@ -253,7 +253,7 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         microbatch_size=plan.microbatch_size,
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters),
         dtype=precision,
-        optimizer=training.optimizer,
+        optimizer=training.update,
         compiled=scenario.software.compiled,
     )
 

@@ -25,6 +25,7 @@ from simplan.errors import Problem, SpecError
 from simplan.program.program import HostCopy, LayerWork, Message, Phase
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
+from simplan.spec.optimizer import UpdateName
 from simplan.units import format_bytes, format_time
 
 __all__ = ["CalibratedCost"]
@@ -59,7 +60,7 @@ class CalibratedCost:
         calibration: Calibration,
         *,
         dtype: str,
-        optimizer: str,
+        optimizer: UpdateName,
         num_ranks: int,
         mixed: Mixed = "autocast",
         cluster: ClusterSpec | None = None,

@@ -14,7 +14,7 @@ from simplan.spec.base import Count, NonNegative, Positive, Spec
 from simplan.spec.layer import CollectiveKind, LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.model import ModelSpec
-from simplan.spec.optimizer import OptimizerName
+from simplan.spec.optimizer import UpdateName
 from simplan.spec.shard import Shard
 
 __all__ = [
@@ -130,7 +130,7 @@ class LayerTiming(Spec):
     dtype: TimedDtype
     mixed: Mixed = "autocast"
     num_ranks: Count
-    optimizer: OptimizerName
+    optimizer: UpdateName
     forward_s: Sample
     backward_s: Sample
     backward_input_s: Sample | None
@@ -233,7 +233,7 @@ class ShapeRequest(Spec):
     microbatch_size: Count
     mixed: Mixed = "autocast"
     dtype: TimedDtype = "fp32"
-    optimizer: OptimizerName = "adamw"
+    optimizer: UpdateName = "adamw"
     compiled: bool = False
 
     @property

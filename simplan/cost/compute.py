@@ -13,7 +13,7 @@ from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
-from simplan.spec.optimizer import OPTIMIZERS, OptimizerName
+from simplan.spec.optimizer import UPDATES, UpdateName
 from simplan.spec.software import StateBytes
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
@@ -35,7 +35,7 @@ class KernelCost:
         products: Matrix products in the precision of activations.
         attention: The attention core.
         state: Element widths.
-        optimizer: Which optimizer.
+        optimizer: Which optimizer, and how its step is computed.
         provenance: Of the rate of products.
         relative_std: How sure prices are.
         slowest: What the slowest device takes of what they all take on average.
@@ -47,7 +47,7 @@ class KernelCost:
     products: ProductRates
     attention: AttentionRates
     state: StateBytes
-    optimizer: OptimizerName
+    optimizer: UpdateName
     provenance: Provenance
     relative_std: float
     slowest: float = 1.0
@@ -132,7 +132,7 @@ class KernelCost:
             case Phase.SCALE:
                 return _SCALE_BYTES
             case Phase.OPTIMIZER:
-                return OPTIMIZERS[self.optimizer].streamed_bytes
+                return UPDATES[self.optimizer].streamed_bytes
             case Phase.NORM:
                 return _NORM_BYTES
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:

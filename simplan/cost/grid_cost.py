@@ -10,6 +10,7 @@ from simplan.cost.compute import running_kernels
 from simplan.cost.grid import GridTime, KernelGrid
 from simplan.program.program import LayerWork, Phase
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise
+from simplan.spec.optimizer import UPDATES, UpdateName
 from simplan.units import counted, format_time
 
 __all__ = ["GridCost"]
@@ -33,14 +34,18 @@ class GridCost:
 
     Args:
         grid: Kernels over sizes, in the precision of the run.
-        optimizer: Which optimizer.
+        optimizer: Which optimizer, and how its step is computed; those that were not timed take as many times longer as
+            they move more bytes.
         accumulates: Backward adds to gradients that are there; else it makes new ones (weights that FSDP casts).
         traffic: Bytes of memory-bound kernels, as a part of what eager torch's read and write.
     """
 
-    def __init__(self, grid: KernelGrid, *, optimizer: str, accumulates: bool = True, traffic: float = 1.0) -> None:
+    def __init__(
+        self, grid: KernelGrid, *, optimizer: UpdateName, accumulates: bool = True, traffic: float = 1.0
+    ) -> None:
         self._grid = grid
-        self._optimizer: KernelName = "sgd" if optimizer == "sgd" else "adamw"
+        self._optimizer: KernelName = "sgd" if optimizer.startswith("sgd") else "adamw"
+        self._of_timed = UPDATES[optimizer].streamed_bytes / UPDATES[self._optimizer].streamed_bytes
         self._accumulates = accumulates
         self._traffic = traffic
 
@@ -65,7 +70,8 @@ class GridCost:
         if phase in _OF_PARAMETERS or phase is Phase.OPTIMIZER:
             name = _OF_PARAMETERS.get(phase, self._optimizer)
             if work.num_parameters:
-                yield name, self._grid.time(name, (work.num_parameters,))
+                time = self._grid.time(name, (work.num_parameters,))
+                yield name, time._replace(seconds=time.seconds * (self._of_timed if name == self._optimizer else 1.0))
             return
         gradients = 0
         for kernel in running_kernels(work):

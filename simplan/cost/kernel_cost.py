@@ -10,7 +10,7 @@ from simplan.cost.compute import KernelCost
 from simplan.cost.product import ProductRates
 from simplan.errors import Problem, SpecError
 from simplan.spec.hardware import DeviceSpec, Dtype
-from simplan.spec.optimizer import OptimizerName
+from simplan.spec.optimizer import UpdateName
 from simplan.spec.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import Precision
@@ -26,7 +26,7 @@ def kernel_cost(
     device: DeviceSpec,
     precision: Precision,
     state: StateBytes,
-    optimizer: OptimizerName,
+    optimizer: UpdateName,
     software: SoftwareSpec,
     *,
     num_devices: int,
@@ -38,7 +38,7 @@ def kernel_cost(
         device: The device.
         precision: Of the training.
         state: Element widths.
-        optimizer: Which optimizer.
+        optimizer: Which optimizer, and how its step is computed.
         software: The framework.
         num_devices: Devices that wait for each other.
         shards_parameters: FSDP reduces gradients, which is priced where it is done.

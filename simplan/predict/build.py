@@ -123,7 +123,7 @@ def cost_model(
     return CalibratedCost(
         calibration,
         dtype=training.precision,
-        optimizer=training.optimizer,
+        optimizer=training.update,
         num_ranks=cluster.ranks_per_node,
         mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
         cluster=cluster,
@@ -141,7 +141,7 @@ def _datasheet_cost(
             cluster.device,
             training.precision,
             software.state(training, plan),
-            training.optimizer,
+            training.update,
             software,
             num_devices=cluster.num_devices,
             shards_parameters=plan.shards_parameters,

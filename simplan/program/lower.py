@@ -362,7 +362,7 @@ class _RankLowering:
     def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
         """Updates all that the rank trains; gives the index of the last operation."""
         stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
-        copied = self.states.trained_elements * stages.state.widened_bytes
+        copied = self.states.trained_elements * stages.state.widened_bytes + self.states.temporary_bytes
         if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
             copied += self.states.gradient_elements * stages.state.narrowed_bytes
         if copied:

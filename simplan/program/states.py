@@ -9,6 +9,7 @@ from simplan.program.partition_states import partition_states
 from simplan.program.program import LayerWork, Phase
 from simplan.program.stage import Deal, Stages
 from simplan.program.units import padded_elements
+from simplan.spec.optimizer import UPDATES
 
 __all__ = ["OptimizerStates"]
 
@@ -59,6 +60,12 @@ class OptimizerStates:
         if self._deal is None:
             return self.gradient_elements
         return sum(self._deal[self._shard_rank].values()) + self.expert_elements
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Of the optimizer's step. Experts that other ranks do not have are updated in a step of their own."""
+        largest = max(self.expert_elements, self.trained_elements - self.expert_elements)
+        return UPDATES[self._stages.training.update].num_temporaries * largest * self._stages.state.moment
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""

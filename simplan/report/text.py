@@ -149,7 +149,7 @@ def _asked(prediction: Prediction) -> Iterator[str]:
     )
     yield (
         f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
-        f"{training.optimizer}, software {prediction.software.title}"
+        f"{training.update.replace('_foreach', ' (foreach)')}, software {prediction.software.title}"
     )
     m, b = prediction.num_microbatches, plan.microbatch_size
     several = f"{m} microbatches" if m > 1 else "1 microbatch"

@@ -40,6 +40,7 @@ def covers_job(question: Question) -> bool:
         and cluster.device.kind != "cpu"
         and question.training.clip_grad_norm is None
         and question.training.optimizer not in LAYERWISE
+        and question.training.fused_optimizer is not False
         and software.holds_sends
         and not software.synchronous_schedules
         and software.tp_overlap == "none"

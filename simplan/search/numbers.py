@@ -99,7 +99,7 @@ class Numbers:
                 self.cluster.device,
                 training.precision,
                 state,
-                training.optimizer,
+                training.update,
                 self.software,
                 num_devices=self.cluster.num_devices,
                 shards_parameters=shards_parameters,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.low_precision import Fp8Recipe
-from simplan.spec.optimizer import OptimizerName
+from simplan.spec.optimizer import OptimizerName, UpdateName
 
 __all__ = ["Precision", "TrainingSpec"]
 
@@ -22,6 +22,9 @@ class TrainingSpec(Spec):
             nvfp4 are bf16 but for the linear layers of blocks (``simplan.spec.low_precision``).
         fp8_recipe: How fp8 is scaled; None for one scale a tensor (``tensorwise``), and for other precisions.
         optimizer: What it keeps, moves and needs to know is in ``simplan.spec.optimizer``.
+        fused_optimizer: One kernel reads and writes all of a step's tensors; false for torch's ``foreach``, one kernel
+            after the other, which for Adam needs a tensor as large as all parameters of the rank. None for fused where
+            there is such a kernel, which is all but LARS and LAMB.
         clip_grad_norm: Gradients of the whole model are scaled to this norm where theirs is larger; None for as they
             are.
         task: What the run is for. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
@@ -33,5 +36,17 @@ class TrainingSpec(Spec):
     precision: Precision = "bf16"
     fp8_recipe: Fp8Recipe | None = None
     optimizer: OptimizerName = "adamw"
+    fused_optimizer: bool | None = None
     clip_grad_norm: Positive | None = None
     task: Literal["pretrain", "sft", "lora"] = "pretrain"
+
+    @property
+    def update(self) -> UpdateName:
+        """The optimizer as its step is computed; of LARS and LAMB there is one way."""
+        foreach: dict[OptimizerName, UpdateName] = {
+            "adam": "adam_foreach",
+            "adamw": "adamw_foreach",
+            "sgd": "sgd_foreach",
+            "sgd_momentum": "sgd_momentum_foreach",
+        }
+        return foreach.get(self.optimizer, self.optimizer) if self.fused_optimizer is False else self.optimizer

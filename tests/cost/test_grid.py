@@ -19,6 +19,7 @@ from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind, Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
+from simplan.spec.optimizer import UpdateName
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
@@ -140,6 +141,16 @@ def test_a_layer_is_the_sum_of_its_kernels(phase: Phase, products: int, elements
     assert price.seconds == pytest.approx(expected)
     assert price.provenance is Provenance.CALIBRATED
     assert price.relative_std == pytest.approx((0.12**2 + 0.05**2) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "times"), [("adamw_foreach", 84 / 32), ("sgd_momentum", 24 / 16), ("lamb", 44 / 32)]
+)
+def test_optimizers_that_were_not_timed_take_longer_by_their_bytes(optimizer: UpdateName, times: float) -> None:
+    work = LayerWork(layer(), Phase.OPTIMIZER, 2, 1024 * 513)
+    near: UpdateName = "sgd" if optimizer.startswith("sgd") else "adamw"
+    timed, other = (GridCost(GRID, optimizer=name).price(work).seconds for name in (near, optimizer))
+    assert other == pytest.approx(times * timed)
 
 
 def test_gradients_that_are_new_are_not_added_up() -> None:

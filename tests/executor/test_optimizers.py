@@ -81,6 +81,51 @@ def test_losses_gradients_and_collectives(
     assert_issued_as_predicted(run)
 
 
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "fused"),
+    [
+        pytest.param(plan, *how, marks=[] if (plan, *how) == ("fsdp", "adamw", False) else [pytest.mark.slow])
+        for plan in PLANS
+        for how in (("adamw", False), ("adam", True), ("sgd_momentum", False), ("sgd", True))
+    ],
+)
+def test_fused_or_not_it_equals_one_process(
+    plan: str,
+    optimizer: str,
+    fused: bool,
+    tmp_path: Path,
+    make_job: MakeJob,
+    make_model: MakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
+    run = Run(job, run_job(job, tmp_path, rank_module="dumping_worker"), tmp_path)
+    assert_equal_to_one_process(run)
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"), [("zero-1", "adamw"), *(pytest.param("one", o, marks=pytest.mark.slow) for o in OPTIMIZERS)]
+)
+def test_what_a_step_without_fused_kernels_makes(
+    plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    """By torch's own account, with so few tokens that Adam's step is what needs most memory."""
+    fused = False if optimizer in ("adam", "adamw", "sgd", "sgd_momentum") else None
+    job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
+    model = make_model("llama", vocab_size=96, hidden_size=256, num_hidden_layers=2, seq_len=4)
+    job = job.model_copy(update={"dtype": "fp32", "model": model})
+    found, predicted = account(job, 0), predicted_peak(job, 0)
+    if optimizer.startswith("adam"):
+        assert found.action == predicted.action == "0OPTIM"
+        updated = predicted.by_category[MemoryCategory.OPTIMIZER] // 2
+        assert found.by_category[MemoryCategory.WORKSPACE] == pytest.approx(updated, abs=4096)  # activations' tables
+        assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=1e-3)
+    else:
+        assert found.action != "0OPTIM"
+        assert predicted.action != "0OPTIM"
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", ["one", "1f1b x fsdp"])
 def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel) -> None:
@@ -98,6 +143,16 @@ def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: M
     [
         ({"clip_grad_norm": 1.0}, {"ep": 2, "dp_replicate": 2}, "training.clip_grad_norm = 1: clipping with experts"),
         ({"optimizer": "lamb"}, {"offload_optimizer": True}, "training.optimizer = lamb: with states of one layer"),
+        (
+            {"optimizer": "lamb", "fused_optimizer": True},
+            {},
+            "training.fused_optimizer = true: is of torch's optimizers",
+        ),
+        (
+            {"fused_optimizer": False},
+            {"offload_optimizer": True},
+            "training.fused_optimizer = false: with states of one",
+        ),
     ],
 )
 def test_what_is_not_modelled_is_refused(
