@@ -22,8 +22,8 @@ __all__ = ["main"]
 def main(argv: list[str]) -> int:
     """Runs torchrun with ``argv[1:]``; returns its exit code.
 
-    ``argv[0]`` is the file that gets a line when ranks fail, each time: a JSON list of ``{rank, exitcode}``; a negative
-    exit code is a signal.
+    ``argv[0]`` is the file that gets a line for every attempt that has failed: a JSON list of ``{rank, exitcode}``, a
+    negative exit code being a signal; empty when the first to fail were ranks of another node.
     """
     die_with_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -45,16 +45,20 @@ def main(argv: list[str]) -> int:
 def _telling_agent(failures_file: Path) -> type:
     """Torchrun's agent, which tells its ranks which attempt they are, and us at once which ranks of it failed.
 
-    Both methods are those that torch has for agents of one's own (``SimpleElasticAgent``).
+    A restart that another node has begun counts like one of this node's own, which torch does not: all nodes have made
+    the same number of attempts, and run out of them together. The methods are those that torch has for agents of one's
+    own (``SimpleElasticAgent``).
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class TellingAgent(LocalElasticAgent):
         attempt = -1
+        num_told = 0
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             self.attempt += 1
+            self._remaining_restarts = max(0, worker_group.spec.max_restarts - self.attempt)
             os.environ[ATTEMPT_VARIABLE] = str(self.attempt)
             started: dict[int, Any] = super()._start_workers(worker_group)
             return started
@@ -63,10 +67,18 @@ def _telling_agent(failures_file: Path) -> type:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
                 first = int(os.environ[FIRST_RANK_VARIABLE])
-                failed = [{"rank": first + f.local_rank, "exitcode": f.exitcode} for f in result.failures.values()]
+                self._tell([{"rank": first + f.local_rank, "exitcode": f.exitcode} for f in result.failures.values()])
+            return result
+
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            self._tell([])  # when ranks here have not failed, those of another node have
+            super()._restart_workers(worker_group)
+
+        def _tell(self, failed: list[dict[str, int]]) -> None:
+            if self.num_told <= self.attempt:
+                self.num_told += 1
                 with failures_file.open("a") as file:
                     file.write(json.dumps(failed) + "\n")
-            return result
 
     return TellingAgent
 

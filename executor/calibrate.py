@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from executor.launch import Beats, launch_ranks
+from executor.exchange import Beats
+from executor.launch import launch_ranks
 from executor.meeting import meet
 from executor.settling import on_all_nodes
 from executor.team import Team

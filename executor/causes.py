@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from executor.failure import Failure
 from executor.heartbeat import Beat, RankState
 from executor.out_of_memory import RankOutOfMemoryError, predicted_peak
 from executor.rank import RankFiles
 from executor.stalls import is_action
-from executor.team import Failure
 from simplan.program.action import Action
 
 __all__ = ["cause_of", "read_exits"]
 
-_SECONDARY = ("Connection closed by peer", "Connection reset by peer", "timed out", "NCCL")
+_SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out", "NCCL")
 
 
 def read_exits(file: Path) -> list[dict[int, int]]:

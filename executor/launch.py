@@ -6,17 +6,18 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from executor.causes import cause_of, read_exits
-from executor.heartbeat import Beat, read_beat
-from executor.processes import PARENT_VARIABLE, kill_sessions, num_kernel_kills
+from executor.attempts import Attempts
+from executor.exchange import Beats, Heard, OtherNodeError
+from executor.failure import Failure
+from executor.heartbeat import read_beat
+from executor.processes import PARENT_VARIABLE, kill_sessions
 from executor.rank import FIRST_RANK_VARIABLE, RankFiles
-from executor.stalls import Stall, find_stall
-from executor.team import Failure, OtherNodeError, Team
+from executor.stalls import find_stall
+from executor.team import Team
 from simplan.errors import RunError
 
 __all__ = ["RanksError", "launch_ranks", "rank_environment", "start_agent"]
@@ -24,14 +25,11 @@ __all__ = ["RanksError", "launch_ranks", "rank_environment", "start_agent"]
 _POLL_S = 0.1
 _CAUSE_S = 3.0  # after another node has failed, for a cause on this one to show
 _GRACE_S = 5.0  # between asking torchrun to stop and killing everything
-_RESTART_S = 60.0  # for torchrun to see that a rank was killed, and to end the others
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
 """For glibc on CPU ranks: freed tensors stay with the process, as a caching allocator keeps them on a GPU. Without it
 every large tensor is mapped and faulted in anew, so that a kernel's time depends on what was freed before it."""
-
-Beats = tuple[Beat | None, ...]
 
 
 class Agent(Protocol):
@@ -108,90 +106,33 @@ def launch_ranks(
     for rank in ours:
         files[rank].remove()
     agent = start_agent(failures, module, args, num_ranks, log_file, team, max_restarts)
-    attempts = _Attempts(failures, files, log_file, max_restarts, on_restart, predicted_bytes)
+    attempts = Attempts(failures, files, log_file, team, max_restarts, on_restart, predicted_bytes)
     beats: Beats = ()
+    others: Sequence[Sequence[Failure]] = ()
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(_POLL_S)
             beats = tuple(read_beat(file.heartbeat) if rank in ours else None for rank, file in enumerate(files))
-            beats = attempts.look(beats)
+            attempts.look(beats)
             if agent.returncode is None and team is not None:
-                beats = _with_others(team, beats, agent, timeout_s)
+                heard = _exchange(team, beats, attempts, agent, timeout_s)
+                attempts.heed(heard)
+                beats, others = heard.beats, heard.ended
+            attempts.tell(others)
+            beats = attempts.beats_of_this(beats)
             if on_poll is not None:
                 on_poll(beats)
             if agent.returncode is not None:
                 break
             stall = find_stall(beats, attempts.started_s, timeout_s) if team is None or team.leads else None
             if stall is not None and not attempts.end(stall, beats):
-                raise RanksError(Failure(sentence=stall.sentence))
+                raise RanksError(attempts.stalled(stall))
     finally:
         _end(agent, [files[rank] for rank in ours])
+        attempts.tell(others, last=True)
     if agent.returncode != 0:
         raise RanksError(attempts.failure(beats))
-
-
-class _Attempts:
-    """The attempts to run the ranks: which is going on, why those before it ended, and how a hanging one is ended.
-
-    Attributes:
-        started_s: When the ranks of this one were started, or began to be.
-    """
-
-    def __init__(
-        self,
-        failures: Path,
-        files: Sequence[RankFiles],
-        log_file: Path,
-        max_restarts: int,
-        on_restart: Callable[[str], None] | None,
-        predicted_bytes: Sequence[int],
-    ) -> None:
-        self._failures, self._files, self._log_file = failures, files, log_file
-        self._max_restarts, self._on_restart = max_restarts, on_restart
-        self._predicted_bytes = predicted_bytes
-        self._num_restarts = 0
-        self._hung: dict[int, tuple[float, str]] = {}
-        self._kernel_kills = num_kernel_kills()
-        self.started_s = time.monotonic()
-
-    def look(self, beats: Beats) -> Beats:
-        """Tells of an attempt that has failed and will be followed by another; gives the beats of the current one."""
-        exits = read_exits(self._failures)
-        while self._num_restarts < min(len(exits), self._max_restarts):
-            why = self._sentence(exits, self._num_restarts, beats).sentence
-            self._num_restarts += 1
-            self.started_s = time.monotonic()
-            if self._on_restart is not None:
-                self._on_restart(f"{why}; restart {self._num_restarts} of {self._max_restarts}")
-        return tuple(None if beat is None or beat.attempt < self._num_restarts else beat for beat in beats)
-
-    def end(self, stall: Stall, beats: Beats) -> bool:
-        """Kills the rank that hangs, so that torchrun starts all again; False when no restart is left."""
-        beat = beats[stall.rank]
-        if beat is None or self._num_restarts >= self._max_restarts:
-            return False
-        killed_s, _ = self._hung.setdefault(self._num_restarts, (time.monotonic(), stall.sentence))
-        kill_sessions([beat.pid])
-        return time.monotonic() - killed_s < _RESTART_S
-
-    def failure(self, beats: Beats) -> Failure:
-        """Why the last attempt failed."""
-        return self._sentence(read_exits(self._failures), self._num_restarts, beats)
-
-    def _sentence(self, exits: Sequence[dict[int, int]], attempt: int, beats: Beats) -> Failure:
-        if attempt in self._hung:
-            return Failure(sentence=self._hung[attempt][1])
-        found = exits[attempt] if attempt < len(exits) else {}
-        return cause_of(
-            found,
-            self._files,
-            beats,
-            self._log_file,
-            attempt,
-            kernel_killed=num_kernel_kills() > self._kernel_kills,
-            predicted_bytes=self._predicted_bytes,
-        )
 
 
 def _node_files(out_dir: Path, team: Team | None) -> tuple[Path, Path]:
@@ -200,15 +141,15 @@ def _node_files(out_dir: Path, team: Team | None) -> tuple[Path, Path]:
     return out_dir / f"torchrun{node}.log", out_dir / f"failures{node}.json"
 
 
-def _with_others(team: Team, beats: Beats, agent: Agent, timeout_s: float) -> Beats:
-    """The beats with those of other nodes. When one of these failed, ranks here get the time to say it was they."""
+def _exchange(team: Team, beats: Beats, attempts: Attempts, agent: Agent, timeout_s: float) -> Heard:
+    """With other nodes. When one of these has ended the run, ranks here get the time to say it was they."""
     try:
-        return team.exchange(beats, timeout_s)
+        return team.exchange.turn(beats, attempts.ended, timeout_s)
     except OtherNodeError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(_CAUSE_S)
         if agent.poll():
-            return beats
+            return Heard(beats, (), None)
         raise
 
 

@@ -12,10 +12,11 @@ import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from executor.host_clock import ClockServer
+from executor.exchange import Host
+from executor.host_clock import ClockServer, read_clock
 from executor.network import address_of, address_towards, interface_with, interfaces
 from executor.store_line import StoreLine
-from executor.team import Host, Team
+from executor.team import Team
 from simplan.errors import Problem, RunError, SpecError, did_you_mean
 from simplan.program.nodes import Nodes
 
@@ -144,7 +145,7 @@ def _join(nodes: Nodes, line: StoreLine) -> Team:
     _wait_for_listener(nodes, deadline_s)
     try:
         return line.ask(lambda: _introduce(nodes, line, interface, address), 2 * nodes.join_timeout_s + _ANSWER_S)
-    except (TimeoutError, DistError):
+    except (OSError, DistError):
         raise RunError(f"node 0 at {nodes.endpoint} went away before all nodes had joined") from None
 
 
@@ -166,7 +167,9 @@ def _introduce(nodes: Nodes, line: StoreLine, interface: str, address: str) -> T
             raise SpecError(Problem(field="", rule=verdict["error"]))
         raise RunError(verdict["error"])
     hosts = tuple(Host(**host) for host in verdict["hosts"])
-    return Team(nodes, node_rank, hosts, store, line, interface, verdict["job"], verdict["clock_port"])
+    clock_port = verdict["clock_port"]
+    reading = read_clock(nodes.host, clock_port)
+    return Team(nodes, node_rank, hosts, store, line, interface, verdict["job"], clock_port, [reading])
 
 
 def _claim(nodes: Nodes, store: Store) -> int:

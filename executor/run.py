@@ -7,8 +7,9 @@ from pathlib import Path
 
 from executor.checkpoint_folder import check_resume
 from executor.checks import check_job
+from executor.exchange import Beats
 from executor.host_clock import ClockReading
-from executor.launch import Beats, launch_ranks
+from executor.launch import launch_ranks
 from executor.meeting import meet
 from executor.rank import RankFiles
 from executor.results import gather
@@ -65,6 +66,11 @@ def run_job(
         for found in check_resume(job):
             note(found)
 
+    def run_ranks() -> None:
+        if team is not None:  # now all nodes hear why a run cannot go on
+            say_where_it_begins()
+        _run_here(job, out_dir, on_progress, rank_module, team, note)
+
     if nodes is None:
         say_where_it_begins()
     team = None if nodes is None else meet(nodes, job.model_dump_json())
@@ -73,9 +79,9 @@ def run_job(
     readings: dict[int, tuple[ClockReading, ...]] = {}
     try:
         if team is None:
-            _run_here(job, out_dir, on_progress, rank_module, None, note)
+            run_ranks()
         else:
-            _run_on_all(team, job, out_dir, on_progress, rank_module, readings, say_where_it_begins)
+            _run_on_all(team, job, out_dir, run_ranks, readings)
         failure = None
     except SimplanError as error:
         failure = str(error)
@@ -101,7 +107,8 @@ def join_job(nodes: Nodes, out_dir: Path, *, rank_module: str = "executor.worker
         RunError: Ranks of any node failed or hung, or nodes did not come.
     """
     team = meet(nodes, None)
-    _run_on_all(team, Job.model_validate_json(team.job), _folder(out_dir), None, rank_module, {}, lambda: None)
+    job, out_dir = Job.model_validate_json(team.job), _folder(out_dir)
+    _run_on_all(team, job, out_dir, lambda: _run_here(job, out_dir, None, rank_module, team, None), {})
 
 
 def _folder(out_dir: Path) -> Path:
@@ -122,17 +129,15 @@ def _run_on_all(
     team: Team,
     job: Job,
     out_dir: Path,
-    on_progress: Progress | None,
-    rank_module: str,
+    run_ranks: Callable[[], None],
     readings: dict[int, tuple[ClockReading, ...]],
-    before: Callable[[], None],
 ) -> None:
     """Runs this node's ranks, and settles with the others how it went.
 
     Args:
-        team, job, out_dir, on_progress, rank_module: As in ``run_job``.
+        team, job, out_dir: As in ``run_job``.
+        run_ranks: Runs those of this node.
         readings: On node 0, gets the readings of every other node's clock by rank, also when the run fails.
-        before: Called before ranks are started; what it raises ends the run on all nodes.
 
     Raises:
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
@@ -140,9 +145,7 @@ def _run_on_all(
 
     def work() -> None:
         check_job(job, len(team.ranks))
-        before()
-        team.read_clock()
-        _run_here(job, out_dir, on_progress, rank_module, team)
+        run_ranks()
         team.read_clock()
 
     def keep(result: NodeResult) -> None:
@@ -165,7 +168,7 @@ def _run_here(
     on_progress: Progress | None,
     rank_module: str,
     team: Team | None,
-    on_restart: Callable[[str], None] | None = None,
+    on_restart: Callable[[str], None] | None,
 ) -> None:
     job_file = out_dir / "job.json"
     write_whole(job_file, job.model_dump_json(indent=1))
@@ -188,7 +191,7 @@ def _run_here(
         timeout_s=job.timeout_s,
         on_poll=on_poll,
         team=team,
-        max_restarts=0 if job.checkpointing is None or team is not None else job.checkpointing.max_restarts,
+        max_restarts=0 if job.checkpointing is None else job.checkpointing.max_restarts,
         on_restart=on_restart,
         predicted_bytes=job.predicted_memory_bytes,
     )

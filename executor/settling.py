@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from executor.exchange import OtherNodeError
+from executor.failure import Failure
 from executor.launch import RanksError
-from executor.team import Failure, NodeResult, OtherNodeError, Team
+from executor.team import NodeResult, Team
 from simplan.errors import SimplanError
 
 __all__ = ["on_all_nodes"]
@@ -34,9 +36,10 @@ def on_all_nodes(
         failure = None
     except OtherNodeError as error:
         failure = Failure(sentence=str(error), consequence=True)
+    except RanksError as error:  # which names its node
+        failure = Failure(sentence=str(error), consequence=error.consequence)
     except SimplanError as error:
-        consequence = isinstance(error, RanksError) and error.consequence
-        failure = Failure(sentence=f"{team.me}: {error}", consequence=consequence, exit_code=error.exit_code)
+        failure = Failure(sentence=f"{team.me}: {error}", exit_code=error.exit_code)
     finally:
         found, theirs = team.settle(failure, steps())
         for result in theirs:

@@ -143,9 +143,7 @@ def run(
         num_steps=steps,
         num_warmup_steps=warmup,
         timeout_s=timeout,
-        checkpointing=checkpointing(
-            checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume, num_nodes=nodes
-        ),
+        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume),
     )
     meeting = Meeting(nodes, rdzv, node_rank, interface, join_timeout)
     return run_command(

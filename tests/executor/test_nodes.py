@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from executor.exchange import Host as Place
+from executor.failure import Failure, first_cause
 from executor.heartbeat import read_beat
 from executor.host_clock import ClockReading, common_time_s
 from executor.meeting import Introduction, disagreement
 from executor.rank import RankFiles
 from executor.run import run_job
-from executor.team import Failure, first_cause
-from executor.team import Host as Place
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest
 from simplan.cost.store import load
@@ -92,7 +92,7 @@ def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(make_job: MakeJob, tmp_path: Pat
     there = json.loads((tmp_path / "0" / "measurement.json").read_text())
     assert there["complete"]
     assert there["notes"][0] == "resuming after step 2"
-    assert there["losses"] == list(here.losses[2:])
+    assert there["losses"] == pytest.approx(here.losses[2:], rel=1e-12)  # a rank may have other threads here
     assert there["environment"]["num_nodes"] == 2
     assert there["environment"]["clock_error_s"] < CLOCK_ERROR_S
     assert not (tmp_path / "1" / "measurement.json").exists()
