@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
 from fit.rows import Row, Values
+from fit.spread import Spread
 
 __all__ = ["fitted_text"]
 
 _DIGITS = 4
 
 
-def fitted_text(values: Values, rows: Sequence[Row], stds: Mapping[str, float], unseen: float) -> str:
+def fitted_text(values: Values, rows: Sequence[Row], spread: Spread, unseen: float) -> str:
     """The file.
 
     Args:
         values: Constants by name.
         rows: What they were fitted on.
-        stds: How sure step times of each software profile are.
-        unseen: The same of one that nothing was fitted to.
+        spread: How sure step times are.
+        unseen: The same of a software profile that nothing was fitted to.
     """
-    return "\n".join([*_lines(values, rows, stds, unseen), ""])
+    return "\n".join([*_lines(values, rows, spread, unseen), ""])
 
 
-def _lines(values: Values, rows: Sequence[Row], stds: Mapping[str, float], unseen: float) -> Iterator[str]:
+def _lines(values: Values, rows: Sequence[Row], spread: Spread, unseen: float) -> Iterator[str]:
     yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
     yield "all:"
     for field in ALL:
         yield f"  {field}: {_number(values[field])}"
     yield f"  unseen_std: {unseen:.2f}"
+    yield f"  between_nodes_std: {spread.between_nodes:.2f}"
+    yield f"  interval_skew: {spread.skew:.2f}"
     yield "architectures:"
     for owner, own in _by(rows, lambda row: row.architecture):
         yield f"  {owner}:"
@@ -43,7 +46,7 @@ def _lines(values: Values, rows: Sequence[Row], stds: Mapping[str, float], unsee
     for owner, own in _by(rows, lambda row: row.job.software.id):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
-        yield f"    relative_std: {stds[owner]:.3f}"
+        yield f"    relative_std: {spread.computing[owner]:.3f}"
         yield f'    fitted_on: "{_ids(own)}"'
 
 

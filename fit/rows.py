@@ -39,7 +39,8 @@ class Row:
         run: As published.
         job: The question, at the constants that the terms were found with.
         terms: Sum up to the step time.
-        message_deviation_s: One standard deviation of what messages add to it.
+        message_deviation_s: One standard deviation of what messages inside nodes add to it.
+        between_nodes_s: What messages between nodes add to it.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Row:
     job: RunJob
     terms: tuple[Term, ...]
     message_deviation_s: float
+    between_nodes_s: float
 
     @property
     def architecture(self) -> str:
@@ -177,10 +179,13 @@ def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
     except SimplanError:
         return None
     cost = cost_model(*asked[1:], None)
-    deviation_s = 0.0
+    deviation_s = between_s = 0.0
     for term in terms:
-        if isinstance(term.work, Excess):
-            deviation_s += term.times * term.seconds * max(cost.message(m).relative_std for m in term.work.messages)
-        elif isinstance(term.work, Message):
-            deviation_s += term.times * term.seconds * cost.message(term.work).relative_std
-    return Row(source, run, job, terms, deviation_s)
+        if not isinstance(term.work, Message | Excess):
+            continue
+        messages = (term.work,) if isinstance(term.work, Message) else term.work.messages
+        if any(len({cluster.node_of(rank) for rank in message.ranks}) > 1 for message in messages):
+            between_s += term.times * term.seconds
+        else:
+            deviation_s += term.times * term.seconds * max(cost.message(m).relative_std for m in messages)
+    return Row(source, run, job, terms, deviation_s, between_s)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from fit.left_out import FOLDS, LEFT_OUT_FILE, left_out_text
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE, SUSTAINED
 from fit.robust import Constant, Floats, minimize
 from fit.rows import Prices, Row, Values, fold_of, load_rows
-from fit.spread import relative_stds, unseen_std, within
+from fit.spread import fit_spread, parts_of, unseen_std, within, within_left_out
 from simplan.spec import catalogue
 
 __all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
@@ -65,13 +66,18 @@ def main() -> None:
     }
     tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), values)
     tables["source left out"], _ = left_out(rows, lambda row: row.source, values)
-    stds = relative_stds(rows, values, tables["five-fold"])
-    unseen = unseen_std(rows, values, tables["source left out"])
+    parts, five = parts_of(rows, values), tables["five-fold"]
+    spread = fit_spread(parts, five)
+    unseen = unseen_std(parts, tables["source left out"], [row.source for row in rows], spread)
     print("\n".join(_errors_text(rows, tables)))
-    inside = within(rows, values, tables["five-fold"], stds)
-    outside = within(rows, values, tables["source left out"], dict.fromkeys(stds, unseen))
-    print(f"inside 90 % intervals: five-fold {100 * inside.mean():.0f} %, source left out {100 * outside.mean():.0f} %")
-    text = fitted_text(values, rows, stds, unseen)
+    inside, scores = within_left_out(parts, five, [fold_of(row.job, FOLDS) for row in rows])
+    outside = within(parts, tables["source left out"], replace(spread, computing={}, common=unseen))
+    print(
+        f"inside 90 % intervals: five-fold {100 * within(parts, five, spread).mean():.0f} %, with widths from other "
+        f"folds {100 * inside.mean():.0f} % (interval score {scores.mean():.3f}), source left out "
+        f"{100 * outside.mean():.0f} %"
+    )
+    text = fitted_text(values, rows, spread, unseen)
     if arguments.write:
         FITTED_FILE.write_text(text, encoding="utf-8")
         in_order = [folds[fold] for fold in range(FOLDS)]

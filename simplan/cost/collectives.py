@@ -70,9 +70,17 @@ def message_price(message: Message, cluster: ClusterSpec, route: Route | None = 
     return Price(
         way.seconds(num_bytes),
         Provenance.DATASHEET if link.fitted_on is None else Provenance.PUBLISHED,
-        link.relative_std.of(num_bytes),
+        _relative_std(route, num_bytes, cluster),
         way.formula(num_bytes, route.where),
     )
+
+
+def _relative_std(route: Route, num_bytes: float, cluster: ClusterSpec) -> float:
+    """How sure a price is: between nodes training shares the network with more than benchmarks of collectives do."""
+    in_training = cluster.device.kernels.between_nodes_std
+    if route.between is None or in_training is None:
+        return route.slowest.link.relative_std.of(num_bytes)
+    return in_training
 
 
 def message_s(message: Message, cluster: ClusterSpec, route: Route | None = None) -> float:

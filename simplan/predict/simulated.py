@@ -74,12 +74,13 @@ def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.flo
     return [durations_s + np.where(are_messages == kind, deviations_s, 0.0) for kind in np.unique(are_messages)]
 
 
-def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:
+def interval_s(step_time_s: float, moved_s: Sequence[float], skew: float = 1.0) -> tuple[float, float]:
     """The interval that should hold the truth in 9 of 10 cases.
 
     Args:
         step_time_s: The step time.
         moved_s: The same with each set of ``moved_durations_s``.
+        skew: So many times as far it reaches up, and as many times less far down (``KernelRates.interval_skew``).
     """
-    half_width_s = _NINE_IN_TEN * math.dist(moved_s, [step_time_s] * len(moved_s))
-    return max(0.0, step_time_s - half_width_s), step_time_s + half_width_s
+    factor = _NINE_IN_TEN * math.dist(moved_s, [step_time_s] * len(moved_s)) / step_time_s
+    return step_time_s * math.exp(-factor / skew), step_time_s * math.exp(factor * skew)

@@ -60,6 +60,10 @@ class KernelRates(Spec):
         jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
             other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
         unseen_std: How sure step times are under software that nothing was fitted to, or on another architecture.
+        between_nodes_std: How sure messages between nodes are in training; None for as sure as where they were timed
+            alone.
+        interval_skew: Steps are more often longer than predicted than shorter: intervals reach so many times as far up,
+            in logarithms, and as many times less far down.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
 
@@ -81,6 +85,8 @@ class KernelRates(Spec):
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     unseen_std: NonNegative = 0.3
+    between_nodes_std: NonNegative | None = None
+    interval_skew: Annotated[float, Field(ge=1)] = 1.0
     fitted_on: str | None = None
 
     def kernel_of(self, newest: AttentionKernel) -> AttentionKernel | None:

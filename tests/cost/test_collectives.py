@@ -311,6 +311,14 @@ def test_how_sure_a_price_is_depends_on_size_and_tier() -> None:
     assert (across.relative_std, across.provenance) == (OUTER.relative_std.medium, Provenance.DATASHEET)
 
 
+def test_between_nodes_training_is_less_sure_than_benchmarks() -> None:
+    node = cluster(16)
+    kernels = node.device.kernels.model_copy(update={"between_nodes_std": 0.7})
+    node = node.model_copy(update={"device": node.device.model_copy(update={"kernels": kernels})})
+    inside, across = (message_price(Message(CollectiveKind.SEND, MIB, (0, other)), node) for other in (1, 8))
+    assert (inside.relative_std, across.relative_std) == (INNER.relative_std.medium, 0.7)
+
+
 LIBRARIES = st.sampled_from([INNER, SWITCH, GLOO, catalogue.link("ici")])
 
 
