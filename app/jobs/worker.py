@@ -30,7 +30,7 @@ SEARCHING = "searching"
 """What a search does until all plans are looked at; then it explains the best."""
 
 _PAUSE_S = 0.25
-_PROMPT_S, _NICE = 1.5, 5  # the first plans are wanted at once
+_PROMPT_S, _NICE = 1.5, 15  # the first plans are wanted at once, then pages come first
 _Tell = Callable[[Update], None]
 
 _SMALL = """

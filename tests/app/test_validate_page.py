@@ -7,6 +7,8 @@ import statistics
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from app.jobs.server import jobs, runs
@@ -33,6 +35,33 @@ def test_a_link_starts_no_run(flag: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert runs().last is None
     assert not jobs().busy()
     assert ("Run it here" in [button.label for button in page.button]) is (flag == "1")
+
+
+VIEWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "held": st.sampled_from(["published", "measured", "run", "nonsense", 7, None]),
+        "source": st.sampled_from(["zero_bubble", "all sources", "a file of your own", "../secret", 3, None]),
+        "steps": st.sampled_from([5, 10, 7, "x", -1]),
+        "start run": st.booleans(),
+    },
+)
+CLUSTERS = st.sampled_from(
+    [{"preset": "this-machine", "num_devices": 2}, {"preset": "this-machine"}, {"preset": "dgx-h100"}, {"preset": 5}, 7]
+)
+MODELS = st.sampled_from([SMALL["model"], {"preset": "resnet-50"}, {"preset": "nothing"}, None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["0", "1"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(view=VIEWS, cluster=CLUSTERS, model=MODELS)
+def test_no_link_shows_an_exception(view: dict[str, Any], cluster: object, model: object, flag: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_FLAG, flag)
+        assert_no_bug(opened("validate", {**SMALL, "cluster": cluster, "model": model}, view))
+    assert runs().last is None
+    assert not jobs().busy()
 
 
 def test_published_runs_of_the_repository_are_offered() -> None:
