@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import Shard
 
 from executor.groups import Group
 from executor.model import Stage
 from executor.recorder import Recorder
 from simplan.program.action import Action
+from simplan.program.units import shard_dimension
 
 __all__ = ["shard_stage"]
 
@@ -58,7 +60,11 @@ def shard_stage(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = list(stage.layers.values())
     head = layers[-1]
-    shared = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(ignored))
+
+    def placed(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dimension(parameter.shape, len(shard.ranks)))
+
+    shared = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(ignored), shard_placement_fn=placed)
     for unit in layers[1:-1] if _share_weight(layers[0], head) else layers:
         shared(unit, reshard_after_forward=reshard_after_forward and unit is not head)
     shared(stage, reshard_after_forward=False)

@@ -135,6 +135,7 @@ def keeps_the_laws(
                 held=held,
                 reduced=state.reduced,
                 evenly=evenly,
+                each_microbatch=software.reduces_every(plan) and plan.pp == 1,
             )
             merged = lowered(Lowering(level, folding, expand_all=False, host_waits=host_waits))
             assert merged.times.step_time_s == pytest.approx(folded.times.step_time_s, rel=1e-9)
@@ -171,6 +172,21 @@ def test_strategies_of_megatron_keep_the_laws(software: str, name: str) -> None:
     model = ModelSpec.model_validate({**SIZES, "family": "gpt"})
     training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
     keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalogue.software(software))
+
+
+BRIDGE: dict[str, dict[str, Any]] = {
+    "fsdp, reduced every microbatch": {"dp_shard": 4, "zero_stage": 3},
+    "a2a x overlapped tp x 1f1b": {"dp_shard": 2, "zero_stage": 1, "tp": 2, "cp": 2, "cp_comm": "a2a", "pp": 2},
+}
+
+
+@pytest.mark.parametrize("name", BRIDGE)
+def test_strategies_of_megatron_bridge_keep_the_laws(name: str) -> None:
+    """What runs beside a product also waits for what that product waits for."""
+    plan = ParallelPlan.model_validate(BRIDGE[name])
+    model = ModelSpec.model_validate({**SIZES, "family": "llama"})
+    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
+    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalogue.software("megatron-bridge"))
 
 
 def rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:

@@ -247,11 +247,11 @@ class _RankLowering:
         )
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last = next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None)
-        before: int | None = writer.last_compute  # the computation before the last segment, for rings
+        before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
         ended = -1
         for number, segment in enumerate(script):
             if segment.exchange is None:
-                before = writer.last_compute
+                before = (writer.last_compute, *writer.blocking)
                 work = segment.work + scaling if number == last and scaling else segment.work
                 kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
                 label = f"{name} recompute" if segment.recompute else name
@@ -290,11 +290,12 @@ class _RankLowering:
             found = self.merged_exchanges[key] = tuple(exchanges)
         return found
 
-    def _exchange(self, action: Action, name: str, segment: Segment, before: int | None) -> None:
-        """One exchange, which the next computation waits for."""
+    def _exchange(self, action: Action, name: str, segment: Segment, before: Sequence[int | None]) -> None:
+        """One exchange, which the next computation waits for; beside the last one, it waits for what that one did."""
         assert segment.exchange is not None
         axis, kind, _, beside = segment.exchange
-        waits = [before if beside and not self.how.host_waits else self.writer.last_compute, *self.writer.blocking]
+        begins = before if beside and not self.how.host_waits else (self.writer.last_compute,)
+        waits = [*begins, *self.writer.blocking]
         self.writer.block_on(
             self.writer.collective(action, _AXIS_STREAM[axis], f"{kind} {name}", self._exchanged(segment), waits)
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simplan.program.partition_states import partition_states
 from simplan.program.program import LayerWork, Phase
 from simplan.program.stage import Deal, Stages
-from simplan.program.units import padded_elements
+from simplan.program.units import padded_elements, shard_dimension
 from simplan.spec.optimizer import UPDATES
 
 __all__ = ["OptimizerStates"]
@@ -17,11 +17,11 @@ __all__ = ["OptimizerStates"]
 class OptimizerStates:
     """States of one rank.
 
-    FSDP shards every parameter along its first dimension, padded, as it does gradients and optimizer states. ZeRO-1
-    leaves parameters and gradients whole. Of torch it gives each of them, whole, to one rank of the shard group to
-    update; experts of which other ranks have others are whole on their rank, which updates them itself. Of other
-    software every rank of the group updates as many elements of flat buffers, of experts those of the ranks that have
-    the same ones.
+    FSDP shards every parameter along one dimension (``shard_dimension``), padded, as it does gradients and optimizer
+    states. ZeRO-1 leaves parameters and gradients whole. Of torch it gives each of them, whole, to one rank of the
+    shard group to update; experts of which other ranks have others are whole on their rank, which updates them itself.
+    Of other software every rank of the group updates as many elements of flat buffers, of experts those of the ranks
+    that have the same ones.
 
     Args:
         stages: Facts about the stages.
@@ -91,12 +91,15 @@ class OptimizerStates:
             for parameter in layer.parameters
             if parameter.partial_gradient
         ]
-        return sum(math.prod(shape) // shape[0] * self._own_rows(shape[0]) for shape in shapes)
+        return sum(self._own_part(shape) for shape in shapes)
 
-    def _own_rows(self, rows: int) -> int:
-        """Rows of a tensor that are in the rank's shard: as many as in the others, but at the end fewer or none."""
-        each = -(-rows // self._num_shards)
-        return rows if self._num_shards == 1 else max(0, min(each, rows - self._shard_rank * each))
+    def _own_part(self, shape: tuple[int, ...]) -> int:
+        """Elements of a tensor that are in the rank's shard: as many as in the others, but at the end fewer or none."""
+        if self._num_shards == 1:
+            return math.prod(shape)
+        size = shape[shard_dimension(shape, self._num_shards)]
+        each = -(-size // self._num_shards)
+        return math.prod(shape) // size * max(0, min(each, size - self._shard_rank * each))
 
     def work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
         """A phase over all that the rank trains of a stage."""
@@ -164,7 +167,7 @@ class OptimizerStates:
         layer = self._stages.layers[stage][position]
         held = [layer.parameters[index] for index in self._own_indices(stage, position)]
         shapes = [parameter.shape for parameter in held if not parameter.expert]
-        sharded = sum(math.prod(shape) // shape[0] * self._own_rows(shape[0]) for shape in shapes)
+        sharded = sum(self._own_part(shape) for shape in shapes)
         return sharded + self._stages.experts[stage][position]
 
     def gathers(self) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from simplan.spec.layer import LayerKind, LayerSpec
 
-__all__ = ["Unit", "fsdp_units", "padded_elements", "unit_of_layer"]
+__all__ = ["Unit", "fsdp_units", "padded_elements", "shard_dimension", "unit_of_layer"]
 
 
 class Unit(NamedTuple):
@@ -16,7 +17,7 @@ class Unit(NamedTuple):
     Attributes:
         layers: Positions in the stage, ascending.
         elements: Parameters, a tied weight counted once, without experts of which other ranks have others.
-        padded: The same once every first dimension is padded to a multiple of the shards, as torch does.
+        padded: The same once every dimension that is sharded is padded to a multiple of the shards, as torch does.
         stays: It is not resharded between forward and backward, whatever the plan says.
         trained, trained_padded: As ``elements`` and ``padded``, without frozen weights: what has gradients.
         matrices: Elements of its trained parameters that are not vectors, in the order of forward.
@@ -81,13 +82,19 @@ def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool) -> Unit:
     )
 
 
+def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
+    """The dimension along which a tensor is sharded: the first one, but of fewer experts than shards the second one.
+
+    Else most shards of experts would be nothing but padding (torchtitan, torchtitan/models/llama4/infra/parallelize.py,
+    ``shard_placement_fn``). torch shards no other dimension than the first one unevenly.
+    """
+    return int(len(shape) == 3 and shape[0] < num_shards and shape[1] % num_shards == 0)
+
+
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
-    """Elements of a tensor whose first dimension is padded to a multiple of ``num_shards``."""
-    first, *rest = shape
-    elements = -(-first // num_shards) * num_shards
-    for size in rest:
-        elements *= size
-    return elements
+    """Elements of a tensor once the dimension that is sharded is padded to a multiple of ``num_shards``."""
+    size = shape[shard_dimension(shape, num_shards)]
+    return math.prod(shape) // size * (-(-size // num_shards) * num_shards)
 
 
 def unit_of_layer(units: Sequence[Unit]) -> dict[int, int]:

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ddp x ep, dropping": ("moe", DROPPING, {"dp_replicate": 2, "ep": 2, "bucket_bytes": 40_000}),
     "ddp x ep, recompute": ("moe", MOE, {"dp_replicate": 2, "ep": 2, "recompute": "full"}),
     "fsdp": ("moe", MOE, {"dp_shard": 2}),
+    "fsdp over more ranks than experts": ("moe", {**MOE, "num_experts": 3}, {"dp_shard": 4}),
     "fsdp x ep": ("moe", SHARED, {"dp_shard": 2, "ep": 2}),
     "fsdp x ep, latent attention": ("deepseek", MLA, {"dp_shard": 2, "ep": 2}),
     "1f1b": ("moe", SHARED, {"pp": 2, "schedule": "1f1b"}),

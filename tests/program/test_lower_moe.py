@@ -15,6 +15,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.program.timeline import SpanKind
+from simplan.program.units import padded_elements, shard_dimension
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.low_precision import linears
@@ -276,3 +277,18 @@ def test_experts_in_8_bits_are_the_software_s_choice() -> None:
     assert form is not None
     experts = next(gemm for gemm in linears(work.layer, experts=True) if gemm.name == "experts_gate")
     assert kept_weight_bytes(replace(form, weights="microbatch"), experts) == EXPERTS * (H * WIDTH + 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "dimension", "padded"),
+    [
+        ((8, 14336, 4096), 64, 1, 8 * 14336 * 4096),
+        ((8, 14336, 4096), 8, 0, 8 * 14336 * 4096),
+        ((8, 100, 4096), 64, 0, 64 * 100 * 4096),  # torch shards no other dimension than the first one unevenly
+        ((100, 4096), 64, 0, 128 * 4096),
+    ],
+)
+def test_matrices_of_few_experts_are_sharded_along_their_rows(
+    shape: tuple[int, ...], shards: int, dimension: int, padded: int
+) -> None:
+    assert (shard_dimension(shape, shards), padded_elements(shape, shards)) == (dimension, padded)
