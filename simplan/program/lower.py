@@ -10,8 +10,8 @@ from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
 from simplan.program.hooks import DdpHooks, Hooks
-from simplan.program.norms import clip_gradients, norms_of_parameters
-from simplan.program.offload import ActivationOffload, LayerUpdate, stream_updates
+from simplan.program.offload import ActivationOffload
+from simplan.program.optimizer_step import step_optimizer
 from simplan.program.program import (
     Excess,
     MemoryCategory,
@@ -338,49 +338,12 @@ class _RankLowering:
                     self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
-        stages, writer = self.stages, self.writer
-        place = self.place
-        writer.block_on(*self.sends)
-        if stages.tied_ends and self.pp_rank in stages.tied_ends:
-            ends = tuple(stages.mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
-            message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
-            waits = [*writer.blocking, writer.last_compute]
-            writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
-        clip_gradients(action, stages, self.states, writer)
-        norms_of_parameters(action, stages, self.states, writer)
+        """Once all that was sent is there, whose memory it lets go of."""
+        self.writer.block_on(*self.sends)
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
-        updated = self._update(action, release)
-        group = stages.mapping.shard_group(self.rank) if stages.plan.shards_optimizer_only else ()
-        for owner, num_bytes in self.states.broadcasts():
-            message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
-            writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
-        for members, num_bytes in self.states.gathers():
-            message = Message(CollectiveKind.ALL_GATHER, num_bytes, members)
-            stream = Stream.SHARD if members == group else Stream.EXPERT_DATA
-            writer.collective(action, stream, "all_gather parameters", message, [updated])
-
-    def _update(self, action: Action, release: Sequence[MemoryEffect]) -> int:
-        """Updates all that the rank trains; gives the index of the last operation."""
-        stages, mine = self.stages, self.stages.stages_of(self.pp_rank)
-        copied = self.states.trained_elements * stages.state.widened_bytes + self.states.temporary_bytes
-        if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
-            copied += self.states.gradient_elements * stages.state.narrowed_bytes
-        if copied:
-            release = (*release, MemoryEffect(MemoryCategory.WORKSPACE, copied, 0))
-        if not stages.plan.offload_optimizer:
-            work = tuple(item for stage in mine for item in self.states.updates(stage))
-            return self.writer.compute(action, str(action), work, release, SpanKind.OPTIMIZER)
-        width = stages.state.optimizer_bytes(stages.training.optimizer)
-        updates = [
-            LayerUpdate(stages.layer_name(stage, position), (work,), elements * width)
-            for stage in mine
-            for position, work, elements in self.states.layer_updates(stage)
-        ]
-        if self.how.level == 1:
-            whole = tuple(work for update in updates for work in update.work)
-            updates = [LayerUpdate(str(action), whole, sum(update.state_bytes for update in updates))]
-        return stream_updates(action, updates, self.writer, release, wait=self.how.host_waits)
+        in_one, waits = self.how.level == 1, self.how.host_waits
+        step_optimizer(action, self.stages, self.states, self.writer, release, in_one=in_one, host_waits=waits)
 
     def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""

@@ -1,0 +1,97 @@
+"""OPTIM: what is left to sum, the norms, the update, and what becomes of sharded updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simplan.program.action import Action
+from simplan.program.norms import clip_gradients, norms_of_parameters
+from simplan.program.offload import LayerUpdate, stream_updates
+from simplan.program.program import MemoryCategory, MemoryEffect, Message, Stream
+from simplan.program.stage import Stages
+from simplan.program.states import OptimizerStates
+from simplan.program.timeline import SpanKind
+from simplan.program.writer import RankWriter
+from simplan.spec.layer import CollectiveKind
+
+__all__ = ["step_optimizer"]
+
+
+def step_optimizer(
+    action: Action,
+    stages: Stages,
+    states: OptimizerStates,
+    writer: RankWriter,
+    release: Sequence[MemoryEffect],
+    *,
+    in_one: bool,
+    host_waits: bool,
+) -> None:
+    """Writes the step of a rank's optimizer.
+
+    Gradients of embeddings that are tied and sit on two ranks are summed, gradients clipped, parameters updated.
+    Updates that were dealt out to ranks whole go round, those that were shared evenly are gathered.
+
+    Args:
+        action: The OPTIM.
+        stages: Facts about the stages.
+        states: Of the rank.
+        writer: Takes the operations.
+        release: What the update lets go of.
+        in_one: One operation, not one for each layer, where states are on the host.
+        host_waits: As of ``Lowering``.
+    """
+    mapping = stages.mapping
+    place = mapping.place(writer.rank)
+    if stages.tied_ends and place.pp in stages.tied_ends:
+        ends = tuple(mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
+        message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
+        waits = [*writer.blocking, writer.last_compute]
+        writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
+    clip_gradients(action, stages, states, writer)
+    norms_of_parameters(action, stages, states, writer)
+    effects = (*release, *_temporaries(stages, states))
+    if stages.plan.offload_optimizer:
+        updated = _streamed(action, stages, states, writer, effects, in_one=in_one, host_waits=host_waits)
+    else:
+        work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
+        updated = writer.compute(action, str(action), work, effects, SpanKind.OPTIMIZER)
+    group = mapping.shard_group(writer.rank) if stages.plan.shards_optimizer_only else ()
+    for owner, num_bytes in states.broadcasts():
+        message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
+        writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
+    for members, num_bytes in states.gathers():
+        message = Message(CollectiveKind.ALL_GATHER, num_bytes, members)
+        stream = Stream.SHARD if members == group else Stream.EXPERT_DATA
+        writer.collective(action, stream, "all_gather parameters", message, [updated])
+
+
+def _temporaries(stages: Stages, states: OptimizerStates) -> tuple[MemoryEffect, ...]:
+    """Copies in other precisions, and what the optimizer's own kernels need."""
+    copied = states.trained_elements * stages.state.widened_bytes + states.temporary_bytes
+    if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
+        copied += states.gradient_elements * stages.state.narrowed_bytes
+    return (MemoryEffect(MemoryCategory.WORKSPACE, copied, 0),) if copied else ()
+
+
+def _streamed(
+    action: Action,
+    stages: Stages,
+    states: OptimizerStates,
+    writer: RankWriter,
+    effects: Sequence[MemoryEffect],
+    *,
+    in_one: bool,
+    host_waits: bool,
+) -> int:
+    """Layer by layer, with states that are on the host; gives the index of the last operation."""
+    width = stages.state.optimizer_bytes(stages.training.optimizer)
+    updates = [
+        LayerUpdate(stages.layer_name(stage, position), (work,), elements * width)
+        for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
+        for position, work, elements in states.layer_updates(stage)
+    ]
+    if in_one:
+        whole = tuple(work for update in updates for work in update.work)
+        updates = [LayerUpdate(str(action), whole, sum(update.state_bytes for update in updates))]
+    return stream_updates(action, updates, writer, effects, wait=host_waits)
