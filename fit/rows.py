@@ -19,7 +19,7 @@ from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import SimplanError
 from simplan.predict.brief import Term, brief_terms
 from simplan.predict.build import cost_model
-from simplan.program.program import Excess, LayerWork, Message
+from simplan.program.program import Excess, HostStep, LayerWork, Message
 from simplan.spec.hardware import DeviceSpec
 from simplan.spec.rates import AttentionKernel
 from simplan.spec.software import SoftwareSpec
@@ -91,6 +91,8 @@ class Prices:
             case Excess(beside=beside):
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s - self._of_layer(job, beside))
+            case HostStep():
+                return self._values.get("step_s", term.seconds)
             case _:
                 return term.seconds
 

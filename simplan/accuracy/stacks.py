@@ -30,7 +30,12 @@ class Stack(NamedTuple):
     printed_gb_bytes: int = 2**30
 
 
-_MEGATRON = ((0, "megatron-lm-2021"), (2022, "megatron-lm-2022"), (2024, "megatron-core"))
+_MEGATRON = (
+    (0, "megatron-lm-2021"),
+    (2022, "megatron-lm-2022"),
+    (2023, "megatron-lm-2023"),
+    (2024, "megatron-core"),
+)
 
 STACKS: Mapping[Framework, Stack] = MappingProxyType(
     {

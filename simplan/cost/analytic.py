@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from simplan.cost.base import Price
+from simplan.cost.base import Price, Provenance
 from simplan.cost.collectives import message_price, message_s
 from simplan.cost.compute import KernelCost
 from simplan.cost.host_link import host_copy_price
 from simplan.cost.route import Route, route_of
 from simplan.program.program import HostCopy, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec
+from simplan.units import format_time
 
 __all__ = ["AnalyticCost"]
+
+_HOST_STD = 0.5
+"""Trainers and their hosts differ; one number stands for all."""
 
 
 class AnalyticCost:
@@ -51,3 +55,10 @@ class AnalyticCost:
     def host_copy(self, copy: HostCopy) -> Price:
         """See ``CostModel``."""
         return host_copy_price(copy, self._cluster)
+
+    def host_step(self) -> Price:
+        """See ``CostModel``."""
+        kernels = self._cluster.device.kernels
+        provenance = Provenance.DATASHEET if kernels.fitted_on is None else Provenance.PUBLISHED
+        formula = f"{format_time(kernels.step_s)}, whatever the trainer"
+        return Price(kernels.step_s, provenance, _HOST_STD, formula)

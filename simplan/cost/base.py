@@ -51,3 +51,7 @@ class CostModel(Protocol):
     def host_copy(self, copy: HostCopy) -> Price:
         """Time of a copy between a device and its host."""
         ...
+
+    def host_step(self) -> Price:
+        """Time of what the host of a trainer does once a step."""
+        ...

@@ -260,6 +260,12 @@ class CalibratedCost:
             f"{format_bytes(curve[-1].num_bytes)}",
         )
 
+    def host_step(self) -> Price:
+        """See ``CostModel``."""
+        if self._otherwise is not None:
+            return self._otherwise.host_step()
+        return Price(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
+
     def _host_copies(self) -> list[HostCopyTiming]:
         """Timings with as many ranks, smallest first."""
         found = (t for t in self._calibration.host_copies if t.world_size == self._num_ranks)

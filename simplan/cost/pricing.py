@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from simplan.cost.base import CostModel, Price
 from simplan.cost.host_calls import host_calls_price
-from simplan.program.program import Excess, HostCalls, HostCopy, LayerWork, Op, Program, Work
+from simplan.program.program import Excess, HostCalls, HostCopy, HostStep, LayerWork, Op, Program, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.units import format_time
@@ -104,6 +104,8 @@ def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
         return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", op.kind, cost.host_copy(part))
     if isinstance(part, HostCalls):
         return PricedTerm("parts of matrices, listed by the host", op.kind, host_calls_price(part))
+    if isinstance(part, HostStep):
+        return PricedTerm("host, once a step", op.kind, cost.host_step())
     if isinstance(part, Excess):
         names = " and ".join(dict.fromkeys(message.kind for message in part.messages))
         return PricedTerm(f"{names} beyond {_name(part.beside)}", op.kind, _excess(part, cost))

@@ -14,6 +14,7 @@ from simplan.program.offload import ActivationOffload
 from simplan.program.optimizer_step import step_optimizer
 from simplan.program.program import (
     Excess,
+    HostStep,
     MemoryCategory,
     MemoryEffect,
     Message,
@@ -89,8 +90,9 @@ def lower(
     RECV. A message is issued when the host gets to it, that is, after the computation before it. What data parallelism
     does in between is said by its hooks (``simplan.program.hooks``, ``simplan.program.fsdp``). REDUCE_GRAD sums
     gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by the number of
-    microbatches. OPTIM waits for all sends, all-reduces gradients of tied embeddings that sit on two ranks, clips
-    gradients (``simplan.program.norms``), updates, and hands sharded updates round, or gathers them (ZeRO-1).
+    microbatches. OPTIM waits for all sends and for a trainer's host, all-reduces gradients of tied embeddings that sit
+    on two ranks, clips gradients (``simplan.program.norms``), updates, and hands sharded updates round, or gathers them
+    (ZeRO-1).
 
     Args:
         model, training, plan, software, assignment: What is run.
@@ -342,6 +344,8 @@ class _RankLowering:
         self.writer.block_on(*self.sends)
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
+        if self.stages.software.trainer:
+            self.writer.compute(action, "host", (HostStep(),), kind=SpanKind.HOST)
         in_one, waits = self.how.level == 1, self.how.host_waits
         step_optimizer(action, self.stages, self.states, self.writer, release, in_one=in_one, host_waits=waits)
 

@@ -23,6 +23,7 @@ __all__ = [
     "Excess",
     "HostCalls",
     "HostCopy",
+    "HostStep",
     "LayerWork",
     "MemoryCategory",
     "MemoryEffect",
@@ -132,6 +133,10 @@ class HostCalls(NamedTuple):
     num_calls: int
 
 
+class HostStep(NamedTuple):
+    """What the host of a trainer does once a step, while the device waits."""
+
+
 class Excess(NamedTuple):
     """What messages take beyond the work that they run beside, where neither is written out alone.
 
@@ -144,7 +149,7 @@ class Excess(NamedTuple):
     beside: LayerWork
 
 
-Work = LayerWork | Message | HostCopy | HostCalls | Excess
+Work = LayerWork | Message | HostCopy | HostCalls | HostStep | Excess
 
 
 class MemoryCategory(StrEnum):

@@ -89,6 +89,11 @@ class Numbers:
         """Microbatches of a step of one data-parallel rank."""
         return self.training.global_batch_size // (c.dp * c.microbatch_size)
 
+    @property
+    def host_step_s(self) -> float:
+        """What the host of a trainer does once a step."""
+        return self.cluster.device.kernels.step_s if self.software.trainer else 0.0
+
     def prices(self, *, shards_parameters: bool) -> Prices:
         """Prices; element widths are others where parameters are sharded."""
 

@@ -32,7 +32,7 @@ def step_time_s(numbers: Numbers, c: Candidate) -> float:
     if c.shards_optimizer_only:
         dealt = numbers.dealt(c, (part,))
         update_s = dealt.update_s + dealt.broadcast_s
-    return (m - 1) * each_s + last_s + states.completing_s(divides=m > 1) + update_s
+    return (m - 1) * each_s + last_s + states.completing_s(divides=m > 1) + numbers.host_step_s + update_s
 
 
 def peak_bytes(numbers: Numbers, c: Candidate) -> int:

@@ -65,11 +65,11 @@ class Upkeep:
 
     @cached_property
     def update_s(self) -> _Floats:
-        """``(2, ranks)``: the optimizer step, and what follows it (ZeRO-1's broadcasts)."""
-        layout = self.layout
+        """``(2, ranks)``: the optimizer step with its host's part, and what follows it (ZeRO-1's broadcasts)."""
+        layout, host_s = self.layout, self._numbers.host_step_s
         if self._c.shards_optimizer_only:
-            return np.array([(deal.update_s, deal.broadcast_s) for deal in self._dealt])[layout.kind_of].T
-        of_rank_s = layout.by_rank(self._update_s)
+            return np.array([(host_s + deal.update_s, deal.broadcast_s) for deal in self._dealt])[layout.kind_of].T
+        of_rank_s = host_s + layout.by_rank(self._update_s)
         return np.array([of_rank_s, np.zeros_like(of_rank_s)])
 
     @cached_property

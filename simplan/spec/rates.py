@@ -59,6 +59,8 @@ class KernelRates(Spec):
         tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
         jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
             other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
+        step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
+            and norms back, logs.
         unseen_std: How sure step times are under software that nothing was fitted to, or on another architecture.
         between_nodes_std: How sure messages between nodes are in training; None for as sure as where they were timed
             alone.
@@ -84,6 +86,7 @@ class KernelRates(Spec):
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
+    step_s: NonNegative = 0.01
     unseen_std: NonNegative = 0.3
     between_nodes_std: NonNegative | None = None
     interval_skew: Annotated[float, Field(ge=1)] = 1.0

@@ -210,6 +210,7 @@ class SoftwareSpec(Spec):
         flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
             what layers left.
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
+        trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
         not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
@@ -255,6 +256,7 @@ class SoftwareSpec(Spec):
     adds_apart: bool = False
     flat_updates: bool = False
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    trainer: bool = False
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)

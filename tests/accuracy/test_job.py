@@ -24,7 +24,7 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
     ("framework", "version", "name"),
     [
         ("megatron-lm", "2020", "megatron-lm-2021"),
-        ("megatron-lm", "fork by sail-sg (zero-bubble), 2023", "megatron-lm-2022"),
+        ("megatron-lm", "fork by sail-sg (zero-bubble), 2023", "megatron-lm-2023"),
         ("megatron-lm", "23e00ed0963c + torch 2.10", "megatron-core"),
         ("megatron-lm", None, "megatron-core"),
         ("deepspeed", "2021", "deepspeed-2021"),

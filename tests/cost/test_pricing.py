@@ -7,7 +7,7 @@ import pytest
 from simplan.cost.base import Price, Provenance
 from simplan.cost.pricing import price_program
 from simplan.program.action import Action
-from simplan.program.program import HostCalls, HostCopy, LayerWork, Message, Op, Phase, Program, Stream, Work
+from simplan.program.program import HostCalls, HostCopy, HostStep, LayerWork, Message, Op, Phase, Program, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -33,6 +33,10 @@ class Tariff:
     def host_copy(self, copy: HostCopy) -> Price:
         self.asked.append(copy)
         return _price(copy.num_bytes / 10)
+
+    def host_step(self) -> Price:
+        self.asked.append(HostStep())
+        return _price(0.25)
 
 
 def _price(seconds: float) -> Price:
@@ -88,3 +92,11 @@ def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
     assert 1e-7 < one_s < 1e-4
     assert many_s == pytest.approx(1536 * one_s)
     assert not tariff.asked
+
+
+def test_what_a_trainers_host_does_is_priced_once() -> None:
+    tariff = Tariff()
+    pricing = price_program(program(*[op(SpanKind.HOST, HostStep())] * 3), tariff)
+    assert pricing.durations_s == (0.25, 0.25, 0.25)
+    assert tariff.asked == [HostStep()]
+    assert [(term.name, term.count) for term in pricing.terms] == [("host, once a step", 3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,25 @@ def test_a_way_that_tells_blocks_apart_has_stages_of_its_own() -> None:
         found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
         assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
         assert size == max(memory.device_bytes for memory in found.memory), candidate
+
+
+def test_a_trainers_host_is_waited_for_once() -> None:
+    """Equal to predict, and as much longer than in a bare loop as the host takes."""
+    asked = question("gpt", "bf16")
+    trainer = replace(asked, software=asked.software.model_copy(update={"trainer": True}))
+    pipeline: dict[str, Any] = {"pp": 4, "schedule": "1f1b"}
+    ways: list[dict[str, Any]] = [
+        {"dp_replicate": 16},
+        {"dp_replicate": 4, **pipeline},
+        {"dp_shard": 16, "zero_stage": 1},
+    ]
+    candidates = [Candidate(**way) for way in ways]
+    times_s, bare_s = (FastEvaluator(each).step_times_s(candidates) for each in (trainer, asked))
+    for candidate, seconds, without_s in zip(candidates, times_s, bare_s, strict=True):
+        found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), trainer.software)
+        assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
+        assert seconds - without_s == pytest.approx(asked.cluster.device.kernels.step_s), candidate
+        assert [split.host_s for split in found.splits] == pytest.approx([seconds - without_s] * 16), candidate
 
 
 def test_uneven_meshes_and_schedules_found_from_times_are_left_to_predict() -> None:
