@@ -51,11 +51,17 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
 
 def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
     """What the kernel before a matrix product makes for products alone."""
-    before = layer.kernels[: layer.kernels.index(gemm)]
-    computed = [k for k in before if not isinstance(k, Exchange | Gemm)]
-    if not computed or not isinstance(computed[-1], Pointwise) or computed[-1].name in _KEEP_THEIR_RESULT:
-        return None
-    makers = {computed[-1].name, *(k.name for k in before if isinstance(k, Exchange) and k.axis == "ep")}
+    makers = set()
+    for kernel in reversed(layer.kernels[: layer.kernels.index(gemm)]):
+        if isinstance(kernel, Gemm):
+            continue  # of the same input
+        if not isinstance(kernel, Pointwise | Exchange) or kernel.name in _KEEP_THEIR_RESULT:
+            return None
+        if isinstance(kernel, Pointwise):
+            makers.add(kernel.name)
+            break
+        if kernel.axis == "ep":
+            makers.add(kernel.name)
     made = [t for t in layer.saved if t.made_by in makers and not t.bytes_per_element and not t.residual]
     whole = gemm.m * gemm.k
     return next((t for t in made if t.elements % gemm.k == 0 and whole % t.elements == 0), None)

@@ -233,12 +233,13 @@ def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
         check_plan(MODEL, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [1, 2, EXPERTS])
 @pytest.mark.parametrize("shared", [0, WIDTH])
-def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int) -> None:
+@pytest.mark.parametrize("width", [WIDTH, H])
+def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int, width: int) -> None:
     """Their places and the gated products, once each; the router reads the norm's output in 16 bits, which stays."""
     software, plan = catalogue.software("megatron-bridge"), ParallelPlan(dp_replicate=ep, ep=ep)
-    model = MODEL.model_copy(update={"shared_expert_intermediate_size": shared})
+    model = MODEL.model_copy(update={"shared_expert_intermediate_size": shared, "moe_intermediate_size": width})
     training = TrainingSpec(global_batch_size=ep, precision="fp8")
     state = software.state(training, plan)
     block = keeping_quantized(software.layers_of(model, plan)[2], state.linear, joined=True)
@@ -248,7 +249,7 @@ def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int
         "q input in fp8": TOKENS * H,
         "proj input in fp8": TOKENS * H,
         "experts_gate input in fp8": PLACES * H,
-        "experts_down input in fp8": PLACES * WIDTH,
+        "experts_down input in fp8": PLACES * width,
     }
     if shared:
         wanted |= {"shared_gate input in fp8": TOKENS * H, "shared_down input in fp8": TOKENS * WIDTH}
