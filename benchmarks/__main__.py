@@ -1,11 +1,14 @@
-"""``python -m benchmarks [NAME ...]``: runs all or the named benchmarks, prints and stores the table."""
+"""``python -m benchmarks [NAME ...]``: runs all or the named benchmarks, prints each number when it is known.
+
+A name stands for all benchmarks that begin with it: ``workbench`` for all of ``workbench-slider`` and so on.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,10 +21,11 @@ from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.pipeline_speed import pipeline_speed
 from benchmarks.search_speed import search_speed
-from benchmarks.table import Row, to_markdown
-from benchmarks.workbench import workbench
+from benchmarks.table import HEADER, Row, to_markdown
+from benchmarks.workbench import WORKBENCH
+from simplan.cli.processes import ending_signals_raise
 
-_ALL: dict[str, Callable[[], list[Row]]] = {
+_ALL: dict[str, Callable[[], Iterable[Row]]] = {
     "closed-forms": closed_forms,
     "engine-speed": engine_speed,
     "compiled-speed": compiled_speed,
@@ -31,22 +35,26 @@ _ALL: dict[str, Callable[[], list[Row]]] = {
     "large-plan": large_plan,
     "cold-start": cold_start,
     "accuracy": accuracy,
-    "workbench": workbench,
+    **WORKBENCH,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
 def main(names: list[str]) -> int:
     """Runs the benchmarks; only a full run is stored."""
-    unknown = [name for name in names if name not in _ALL]
+    unknown = [name for name in names if not any(known.startswith(name) for known in _ALL)]
     if unknown:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(_ALL)}", file=sys.stderr)
         return 2
-    rows = [row for name in names or _ALL for row in _ALL[name]()]
-    text = to_markdown(rows)
-    print(text)
+    rows = []
+    print(HEADER, flush=True)
+    for known, benchmark in _ALL.items():
+        if not names or known.startswith(tuple(names)):
+            for row in benchmark():
+                print(row.to_markdown(), flush=True)
+                rows.append(row)
     if not names:
-        _RESULTS.write_text(f"# Results of `make bench`\n\n{_machine()}\n\n{text}\n")
+        _RESULTS.write_text(f"# Results of `make bench`\n\n{_machine()}\n\n{to_markdown(rows)}\n")
     return 0 if all(row.ok for row in rows if row.goal) else 1
 
 
@@ -62,4 +70,5 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with ending_signals_raise():  # servers and ranks that were started end with it
+        sys.exit(main(sys.argv[1:]))

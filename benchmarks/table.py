@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Row", "to_markdown"]
+__all__ = ["HEADER", "Row", "to_markdown"]
+
+HEADER = "| what | goal | found | met |\n|---|---|---|---|"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,11 @@ class Row:
     found: str
     ok: bool
 
+    def to_markdown(self) -> str:
+        """A line of the table."""
+        return f"| {self.what} | {self.goal} | {self.found} | {'yes' if self.ok else '**no**'} |"
+
 
 def to_markdown(rows: list[Row]) -> str:
     """A table of the rows."""
-    lines = ["| what | goal | found | met |", "|---|---|---|---|"]
-    lines += [f"| {row.what} | {row.goal} | {row.found} | {'yes' if row.ok else '**no**'} |" for row in rows]
-    return "\n".join(lines)
+    return "\n".join([HEADER, *(row.to_markdown() for row in rows)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 __all__ = ["DRAWN", "PAGES", "SMALL", "browser", "opened", "serving", "settled"]
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("plan", "search", "timeline", "scale", "validate", "learn")
 SMALL = (
@@ -33,11 +35,11 @@ DRAWN = """
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int]]:
-    """The address of a workbench whose workspace is a folder, and its process."""
+    """The address of a workbench whose workspace is a folder, and its process; it ends with us, however we end."""
     port = _free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "simplan", "dashboard", "--no-browser", "--port", str(port)]
-    server = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    server = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
     try:
         deadline_s = time.monotonic() + 60
         while not _answers(port):
@@ -70,6 +72,12 @@ def opened(page: Any, url: str) -> None:
 def settled(page: Any) -> None:
     """Waits until Streamlit has done what it was asked and all figures are drawn."""
     page.wait_for_function(DRAWN)
+
+
+def _end_with_parent() -> None:
+    """Linux: a process that is killed cannot end what it started, but the kernel does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_port() -> int:
