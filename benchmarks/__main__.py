@@ -21,6 +21,7 @@ from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.pipeline_speed import pipeline_speed
 from benchmarks.search_speed import search_speed
+from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, Row, to_markdown
 from benchmarks.workbench import WORKBENCH
 from simplan.cli.processes import ending_signals_raise
@@ -35,6 +36,7 @@ _ALL: dict[str, Callable[[], Iterable[Row]]] = {
     "large-plan": large_plan,
     "cold-start": cold_start,
     "accuracy": accuracy,
+    "shaped-hosts": shaped_hosts,
     **WORKBENCH,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -122,7 +122,9 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         return {"kernels": _stamped(found, reference)}
 
     def links(going: KeepGoing) -> Found:
-        timed = time_links(request.communication, n * request.num_nodes, device, going, ranks_per_node=n)
+        timed = time_links(
+            request.communication, n * request.num_nodes, device, going, ranks_per_node=n, budget_s=request.budget_s
+        )
         return {"communication": tuple(timed)}
 
     def copies(going: KeepGoing) -> Found:

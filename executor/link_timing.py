@@ -1,24 +1,36 @@
-"""Times collectives and messages over sizes, all ranks of the machine taking part at once."""
+"""Times collectives and messages over sizes, all ranks of the machine taking part at once.
+
+Ranks do not come to a collective at the same moment, and gloo's ways differ when they do not: a rank that sends before
+it says that it is ready to receive has the others wait for its bytes (``simplan/cost/gloo.py``). So one rank, each in
+turn, comes late, and its time counts, since a collective begins when the last rank has come.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor.timing import Stopwatch, of_rank_0, sample_of, together, wide
+from executor.timing import Stopwatch, gathered, sample_of, together, wide
 from simplan.cost.calibration import CommunicationTiming
 from simplan.spec.layer import CollectiveKind
 from simplan.units import KIB, MIB
 
-__all__ = ["group_shapes", "time_links"]
+__all__ = ["Link", "group_shapes", "time_links", "warmed_up"]
 
 _SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-_MESSAGES_PER_TIMING = 4
+_MESSAGES_PER_TIMING = 4  # of up to a quarter of a MiB, else 1
+_LATE_S = 1e-3  # longer than a message's way, and about as far apart as ranks come in a step
+_LEAST_ROUNDS = 7  # so many of the longest timings of a curve must fit into its part of the time there is
+_ALWAYS_S = 0.2  # what takes no longer is timed however little time there is
+_SURELY_TIMED_BYTES = 64 * KIB
 _ELEMENT_BYTES = 4  # fp32
 
 
@@ -50,6 +62,7 @@ def time_links(
     keep_going: Callable[[int], bool],
     *,
     ranks_per_node: int | None = None,
+    budget_s: float = math.inf,
 ) -> list[CommunicationTiming]:
     """Times collectives in groups of every shape, and messages between neighbours, inside of nodes and across.
 
@@ -59,13 +72,14 @@ def time_links(
         device: Where the buffers are.
         keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
         ranks_per_node: How many of them share a node; None for all.
+        budget_s: Time there is; sizes that would take more than their part of it are left out.
     """
     watch, per_node = Stopwatch(device), ranks_per_node or num_ranks
     buffers = [
         (torch.zeros(b // _ELEMENT_BYTES, device=device), torch.zeros(b // _ELEMENT_BYTES, device=device))
         for b in _SIZES_BYTES
     ]
-    links: list[_Link] = []
+    links: list[Link] = []
     if set(kinds) - {CollectiveKind.SEND}:
         for (_, num_nodes), groups in group_shapes(num_ranks, per_node).items():
             group = _my_group(groups)
@@ -75,18 +89,14 @@ def time_links(
         distances = [1, per_node] if 1 < per_node < num_ranks else [1]
         for distance in distances:
             links += (_send(whole, num_ranks, distance, per_node) for whole, _ in buffers)
-    done, still_open = -1, links  # the first round warms up
-    while done < 0 or (still_open and keep_going(done)):
+    links = warmed_up(links, watch, budget_s)
+    done, still_open = 0, links
+    while still_open and keep_going(done):
         for link in still_open:
-            together()
-            if link.run is not None:
-                link.seconds.append(watch(link.run) / link.repeats)
-        if done < 0:
-            for link in links:
-                link.seconds.clear()
+            _time(link, watch, done)
         done += 1
-        are_wide = of_rank_0([done == 0 or wide(link.seconds) for link in still_open])
-        still_open = [link for link, is_wide in zip(still_open, are_wide, strict=True) if is_wide]
+        found = gathered([link.seconds for link in still_open])
+        still_open = [link for link, *of_ranks in zip(still_open, *found, strict=True) if wide([*chain(*of_ranks)])]
     return [
         CommunicationTiming(
             kind=link.kind,
@@ -100,13 +110,55 @@ def time_links(
     ]
 
 
+def warmed_up(links: list[Link], watch: Stopwatch, budget_s: float) -> list[Link]:
+    """Does every link once, smallest sizes first; gives those that do not take too long, judged by the size before.
+
+    Args:
+        links: Of any number of curves; the same on all ranks.
+        watch: Times them.
+        budget_s: Time there is for all of them.
+    """
+    allowed_s = max(_ALWAYS_S, budget_s / _LEAST_ROUNDS / len({link.curve for link in links}))
+    before: dict[tuple[CollectiveKind, int, int], tuple[int, float]] = {}  # bytes moved, seconds
+    found = []
+    for link in sorted(links, key=lambda link: link.num_bytes):
+        moved = link.num_bytes * link.repeats
+        moved_before, longest_s = before.get(link.curve, (moved, 0.0))
+        if link.num_bytes > _SURELY_TIMED_BYTES and longest_s * moved / moved_before > allowed_s:
+            continue
+        together()
+        longest_s = max(gathered(0.0 if link.run is None else watch(link.run)))
+        before[link.curve] = moved, longest_s
+        found.append(link)
+    return found
+
+
+def _time(link: Link, watch: Stopwatch, number: int) -> None:
+    """Does a link once, all ranks together but for the one that is late."""
+    together()
+    if link.run is None:
+        return
+    late = link.root if link.root is not None else number % link.num_ranks
+    if link.place == late:
+        time.sleep(_LATE_S)
+    took_s = watch(link.run)
+    if link.place is None:
+        link.seconds.append(took_s / link.repeats)
+    elif link.root is None and link.place == late:
+        link.seconds.append(took_s)
+    elif link.root is not None and link.place != late:  # the root is done when it has sent
+        link.seconds.append(max(0.0, took_s - _LATE_S))
+
+
 @dataclass(slots=True)
-class _Link:
-    """One thing to time.
+class Link:
+    """One collective or message to time.
 
     Attributes:
         kind, num_ranks, num_nodes, num_bytes: As in ``CommunicationTiming``.
         run: Does it; None for a rank that has no part in it.
+        place: This rank's in the group, of which one is late; None for messages, before which each end waits.
+        root: Place of the only rank that sends something of its own; None where all do.
         repeats: How often ``run`` does it.
         seconds: What it took, by round.
     """
@@ -116,8 +168,15 @@ class _Link:
     num_nodes: int
     num_bytes: int
     run: Callable[[], object] | None
+    place: int | None = None
+    root: int | None = None
     repeats: int = 1
     seconds: list[float] = field(default_factory=list)
+
+    @property
+    def curve(self) -> tuple[CollectiveKind, int, int]:
+        """What its sizes have in common."""
+        return self.kind, self.num_ranks, self.num_nodes
 
 
 def _my_group(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
@@ -133,7 +192,7 @@ def _my_group(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
 
 def _collectives(
     kinds: Sequence[CollectiveKind], group: dist.ProcessGroup, num_nodes: int, whole: Tensor, spare: Tensor
-) -> Iterator[_Link]:
+) -> Iterator[Link]:
     """Every kind on buffers of one size, cut to a multiple of the group's size."""
     members = dist.get_process_group_ranks(group)
     n, mine = len(members), dist.get_rank(group)
@@ -148,7 +207,10 @@ def _collectives(
         CollectiveKind.BROADCAST: partial(dist.broadcast, whole, members[0], group=group),
         CollectiveKind.RING: partial(_pass_on, whole, spare, members[(mine + 1) % n], members[(mine - 1) % n], group),
     }
-    return (_Link(kind, n, num_nodes, whole.nbytes, calls[kind]) for kind in kinds if kind in calls)
+    roots = {CollectiveKind.BROADCAST: 0}
+    return (
+        Link(kind, n, num_nodes, whole.nbytes, calls[kind], mine, roots.get(kind)) for kind in kinds if kind in calls
+    )
 
 
 def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:
@@ -158,18 +220,19 @@ def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.P
         work.wait()
 
 
-def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) -> _Link:
+def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) -> Link:
     """There and back between pairs of ranks so far apart, several times: half of it is one way."""
     rank = dist.get_rank()
     first = rank // distance % 2 == 0
     pair = rank + distance if first else rank - distance
     num_nodes = 1 if distance < ranks_per_node else 2
-    run = partial(_there_and_back, buffer, pair, first=first) if pair < num_ranks else None
-    return _Link(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * _MESSAGES_PER_TIMING)
+    times = _MESSAGES_PER_TIMING if buffer.nbytes < MIB else 1
+    run = partial(_there_and_back, buffer, pair, times, first=first) if pair < num_ranks else None
+    return Link(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * times)
 
 
-def _there_and_back(buffer: Tensor, pair: int, *, first: bool) -> None:
-    for _ in range(_MESSAGES_PER_TIMING):
+def _there_and_back(buffer: Tensor, pair: int, times: int, *, first: bool) -> None:
+    for _ in range(times):
         if first:
             dist.send(buffer, pair)
             dist.recv(buffer, pair)

@@ -19,7 +19,7 @@ from simplan.program.program import LayerWork, Op, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse, Sharing, Slowdown
 from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import Exchange
+from simplan.spec.layer import CollectiveKind, Exchange
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.rules import num_microbatches
@@ -155,7 +155,7 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> Shari
     Ranks of a CPU machine share its cores. A rank computes on ``max(1, cores // ranks)`` threads; a message keeps as
     much of a core busy on each member as explains how much slower computing was measured to be beside one, else one.
     With N ranks on C cores of t threads and d cores for the message, that is (N t + N d) / C times. A message between
-    nodes waits for the network and keeps none busy.
+    nodes waits for the network and keeps none busy. What two ranks send each other takes turns (``simplan.cost.gloo``).
     """
     slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
     cores = cluster.cores_per_node
@@ -170,7 +170,14 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> Shari
             return 0.0
         return float(threads) if op.stream is Stream.COMPUTE else of_message
 
-    return CoreUse(cores, [cluster.node_of(op.rank) for op in program.ops], [demand(op) for op in program.ops])
+    nodes = [cluster.node_of(op.rank) for op in program.ops]
+    return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
+
+
+def _connection(op: Op) -> frozenset[int] | None:
+    """The ranks between which a message passes; None for anything else."""
+    message = op.message
+    return frozenset(message.ranks) if message is not None and message.kind is CollectiveKind.SEND else None
 
 
 def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel) -> StageAssignment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +29,14 @@ class CoreUse:
         cores_per_node: Cores of a node.
         node: By operation, the node whose cores it uses.
         demand: By operation, the cores it keeps busy when it runs alone; 0 for none.
+        turns: By operation, what it has for itself while it runs, such as the connection of two ranks; None for
+            nothing. Empty where no operation has anything.
     """
 
     cores_per_node: int
     node: Sequence[int]
     demand: Sequence[float]
+    turns: Sequence[Hashable | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,8 @@ class _Run:
         self.cores = cores = sharing if isinstance(sharing, CoreUse) else None
         self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
+        self.turns = cores.turns if cores else ()
+        self.waiting: dict[Hashable, deque[int]] = {}  # by what is taken, who comes next
         self.ops = ops
         self.devices: dict[int, SlowedStream] = {}
         if isinstance(sharing, Slowdown):
@@ -155,7 +161,33 @@ class _Run:
                     self.start(follower)
 
     def start(self, leader: int) -> None:
-        """Everything is there: the operation, or the meeting, runs from now."""
+        """Everything is there: the operation, or the meeting, runs from now, or from its turn on."""
+        wanted = self.turns[leader] if self.turns else None
+        if wanted is None:
+            self.run_now(leader)
+        elif wanted in self.waiting:
+            self.waiting[wanted].append(leader)
+        else:
+            self.waiting[wanted] = deque()
+            self.take_turn(leader, wanted)
+
+    def take_turn(self, leader: int, taken: Hashable) -> None:
+        """Runs an operation that has something for itself, and then who waits for that."""
+        completion = self.completion[leader]
+        assert completion is not None
+        assert completion.callbacks is not None
+
+        def ended(event: Event) -> None:
+            if self.waiting[taken]:
+                self.take_turn(self.waiting[taken].popleft(), taken)
+            else:
+                del self.waiting[taken]
+
+        completion.callbacks.append(ended)
+        self.run_now(leader)
+
+    def run_now(self, leader: int) -> None:
+        """The operation, or the meeting, runs from now."""
         self.start_s[leader] = self.env.now
         completion = self.completion[leader]
         assert completion is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ import torch.distributed as dist
 
 from executor.calibrate import calibrate
 from executor.layer_timing import time_layers
-from executor.link_timing import group_shapes
-from executor.timing import sample_of, wide
+from executor.link_timing import Link, group_shapes, warmed_up
+from executor.timing import Stopwatch, sample_of, wide
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
 from simplan.cost.store import load
@@ -22,6 +24,7 @@ from simplan.program.program import LayerWork, Phase
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.shard import Shard
+from simplan.units import KIB
 
 MODEL = ModelSpec(
     family="llama",
@@ -153,6 +156,17 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("budget_s", "timed"), [(1.0, [4 * KIB, 64 * KIB]), (1000.0, [4 * KIB, 64 * KIB, 256 * KIB])])
+def test_sizes_that_take_too_long_for_the_time_there_is_are_left_out(budget_s: float, timed: list[int]) -> None:
+    """A link that takes a microsecond a byte: a quarter of a second for the largest size."""
+    links = [
+        Link(CollectiveKind.ALL_REDUCE, 2, 2, num_bytes, partial(time.sleep, num_bytes * 1e-6))
+        for num_bytes in (256 * KIB, 4 * KIB, 64 * KIB)
+    ]
+    assert [link.num_bytes for link in warmed_up(links, Stopwatch(torch.device("cpu")), budget_s)] == timed
 
 
 @pytest.mark.usefixtures("alone")

@@ -32,7 +32,9 @@ SOFTWARE = SoftwareSpec(
 )
 
 
-def program(compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: int = 1) -> Program:
+def program(
+    compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: int = 1, host_waits: bool = False
+) -> Program:
     p, m = len(compute), 1 + max(action.microbatch or 0 for action in compute[0])
     num_stages = 1 + max(action.stage for row in compute for action in row)
     model = ModelSpec(
@@ -51,7 +53,7 @@ def program(compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: in
         SOFTWARE,
         assign_stage_layers([layers_per_stage] * num_stages),
         complete_table(compute),
-        Lowering(level),
+        Lowering(level, host_waits=host_waits),
     )
 
 
@@ -177,6 +179,19 @@ def test_enough_cores_are_as_good_as_none_shared(compute: Table, send_s: float) 
     plenty = CoreUse(1000, [0] * len(found.ops), [1.0] * len(found.ops))
     shared, alone = simulate(found, given_s, plenty), simulate(found, given_s)
     assert shared.step_time_s == pytest.approx(alone.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_messages_of_one_connection_take_turns(num_microbatches: int) -> None:
+    """Where computing takes no time, a connection that carries one message at a time is never free."""
+    found = program(one_f_one_b(PipelineShape(2, num_microbatches)), host_waits=True)
+    given_s = durations(found, 0.0, 0.0, 1.0)
+    free = [0.0] * len(found.ops)
+    turns = [frozenset(op.message.ranks) if op.message is not None else None for op in found.ops]
+    both_ways = simulate(found, given_s, CoreUse(1, [0] * len(found.ops), free))
+    in_turn = simulate(found, given_s, CoreUse(1, [0] * len(found.ops), free, turns))
+    assert in_turn.step_time_s == 2 * num_microbatches
+    assert both_ways.step_time_s == num_microbatches + 1
 
 
 def test_compute_is_in_order_on_one_stream_per_rank() -> None:
