@@ -20,6 +20,7 @@ from simplan.predict.build import cost_model, folding_of, stages_and_table
 from simplan.predict.evaluate import rank_memory, within_device
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.prediction import RankMemory
+from simplan.program.batches import Waits, waits_for
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program, Stream, Work
 from simplan.program.table import plan_table
@@ -40,6 +41,7 @@ _MOST_WRITTEN_OUT = (
     2048  # microbatches x ranks of a pipeline whose ranks wait for messages, which a table knows less of
 )
 _FILLS = 2  # so many times as many microbatches as ranks fill every schedule that does not keep all of them
+_ROUNDS = 3  # the first round through an interleaved pipeline may differ from the others
 _KEEPS_ALL = ("gpipe", "naive")
 _MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays the longest
 _APART = 1e-4
@@ -229,14 +231,19 @@ class _Job:
         if training.global_batch_size % (plan.dp * plan.microbatch_size):
             check_plan(model, cluster, training, plan, software)  # says so
         many = num_microbatches(training, plan)
-        waits = plan.schedule in software.synchronous_schedules
+        waits = waits_for(plan, software, many)
         clips = training.clip_grad_norm is not None
         few = _few(plan, many, steps_overlap=steps_overlap, waits=waits, clips=clips)
+        if waits_for(plan, software, few) != waits:
+            few = many
         step = self.step(few)
         seconds = step.times_s(overlap=steps_overlap)
         if few == many:
             return step, seconds, []
-        added_s, added = self.rest_without_pipeline(step, many) if plan.pp == 1 else self.rest_of_pipeline(step, many)
+        if plan.pp == 1:
+            added_s, added = self.rest_without_pipeline(step, many)
+        else:
+            added_s, added = self.rest_of_pipeline(step, many, waits)
         return step, seconds + added_s, added
 
     def step(self, microbatches: int) -> _Step:
@@ -267,21 +274,24 @@ class _Job:
         added_s = further * (step.times_s(overlap=False) - less.times_s(overlap=False))
         return added_s, [further * grown for grown in step.resting_more_than(less)]
 
-    def rest_of_pipeline(self, step: _Step, many: int) -> tuple[_Floats, list[int]]:
-        """The same of a pipeline."""
-        from simplan.predict.pipeline_rest import added_bytes, added_s  # brings numba
+    def rest_of_pipeline(self, step: _Step, many: int, waits: Waits) -> tuple[_Floats, list[int]]:
+        """The same of a pipeline; where messages go in batches all rounds but the first take as long."""
+        from simplan.predict.pipeline_rest import added_bytes, added_s, round_s  # brings numba
 
         plan, program, few = self.plan, step.program, step.microbatches
-        seconds = added_s(
-            program,
-            step.durations_s,
-            step.spans_s,
-            plan,
-            few,
-            many,
-            blocking_sends=plan.schedule in self.software.synchronous_schedules,
-            received_ahead=plan.schedule in self.software.receives_ahead,
-        )
+        if waits == "batch":
+            seconds = (many - few) // plan.pp * round_s(program, step.spans_s[0], plan)
+        else:
+            seconds = added_s(
+                program,
+                step.durations_s,
+                step.spans_s,
+                plan,
+                few,
+                many,
+                blocking_sends=waits == "each",
+                received_ahead=plan.schedule in self.software.receives_ahead,
+            )
         grows = self.software.holds_sends or plan.schedule in _KEEPS_ALL
         added = added_bytes(program, plan_table(plan, many if grows else min(many, _FILLS * plan.pp)))
         if self.software.preallocated_receives:
@@ -290,13 +300,15 @@ class _Job:
         return seconds, added
 
 
-def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: bool, clips: bool) -> int:
+def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: Waits, clips: bool) -> int:
     """Microbatches to write out: from so many on all others are like those between the first and the last."""
     if plan.pp == 1:
         return min(many, 3)
     from simplan.predict.pipeline_rest import can_add
 
-    if waits and many * plan.pp <= _MOST_WRITTEN_OUT:
+    if waits == "batch":
+        return min(many, _ROUNDS * plan.pp)
+    if waits == "each" and many * plan.pp <= _MOST_WRITTEN_OUT:
         return many
     known = can_add(plan, _FEW) and not clips  # clipping, ranks wait for each other
     return min(many, _FEW) if known and not steps_overlap else many

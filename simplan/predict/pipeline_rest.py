@@ -23,7 +23,7 @@ from simplan.sim.pipeline.times import PipelineTimes, pipeline_times
 from simplan.spec.plan import ParallelPlan, RankMapping
 from simplan.spec.schedules import SCHEDULE_FACTS
 
-__all__ = ["added_bytes", "added_s", "can_add"]
+__all__ = ["added_bytes", "added_s", "can_add", "round_s"]
 
 _Floats = NDArray[np.float64]
 _FEWEST = 3  # a first microbatch, a last one, and one between
@@ -64,6 +64,21 @@ def added_s(
     how = {"blocking_sends": blocking_sends, "received_ahead": received_ahead}
     ends = [pipeline_times(table, times, **how) for table in tables]
     return np.asarray(ends[0] - ends[1])
+
+
+def round_s(program: Program, start_s: _Floats, plan: ParallelPlan) -> _Floats:
+    """Between the second and the third round of microbatches through an interleaved pipeline, by vector of durations.
+
+    Args:
+        program: A step of three rounds.
+        start_s: ``(vectors, operations)``.
+        plan: The plan.
+    """
+    second, third = (
+        start_s[:, [i for i, op in enumerate(program.ops) if op.action == action]].min(axis=1)
+        for action in (Action(plan.num_stages - 1, ActionKind.FORWARD, each * plan.pp) for each in (1, 2))
+    )
+    return np.asarray(third - second)
 
 
 def _times(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.batches import in_batches, waits_for
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
@@ -133,8 +134,8 @@ class _RankLowering:
         self.scripts = scripts
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
-        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
-        ordered = not (how.host_waits or self.synchronous)  # these are in one batch, and pass each other
+        self.waits = waits_for(stages.plan, stages.software, stages.num_microbatches)
+        ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.writer = RankWriter(rank, first, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
@@ -151,7 +152,7 @@ class _RankLowering:
 
     def run(self, row: Sequence[Action]) -> list[Op]:
         """The operations of a row of the table."""
-        for action in row:
+        for action in in_batches(row) if self.waits == "batch" else row:
             match action.kind:
                 case _K.FORWARD:
                     self._forward(action)
@@ -160,7 +161,7 @@ class _RankLowering:
                 case _K.SEND_F | _K.SEND_B:
                     self._message(action)
                 case _K.RECV_F | _K.RECV_B:
-                    if not self.synchronous:
+                    if self.waits != "each":
                         self._message(action)
                 case _K.UNSHARD:
                     self.hooks.unshard(action)
@@ -239,7 +240,7 @@ class _RankLowering:
     def _layers(self, action: Action, part: range, phase: Phase) -> int:
         """Writes a pass through some layers; gives the index of their last computation."""
         stages, writer = self.stages, self.writer
-        whole = len(part) > 1 or self.how.level == 1
+        whole = not self._expands(action)
         if whole:
             script = self.scripts.merged(action.stage, part, phase)
         else:
@@ -309,7 +310,7 @@ class _RankLowering:
 
     def _receive(self, action: Action) -> None:
         """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
-        if self.synchronous and action in self.expected:
+        if self.waits == "each" and action in self.expected:
             self._message(action)
         self.writer.block_on(*self.received.get(action, ()))
 
@@ -331,13 +332,13 @@ class _RankLowering:
                 num_bytes = -(-num_bytes // stages.plan.tp)
             stream = _MESSAGE_STREAM[kind]
             index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
-            if not sends:
-                self.received.setdefault(action, []).append(index)
-            else:
+            if sends:
                 self.sends.append(index)
                 self.sent_bytes += held
-                if self.synchronous:
-                    self.writer.send_first(index)
+            else:
+                self.received.setdefault(action, []).append(index)
+            if self.waits == "batch" or (sends and self.waits == "each"):
+                self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
         """Once all that was sent is there, whose memory it lets go of."""
@@ -352,11 +353,14 @@ class _RankLowering:
     def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""
         num_layers = len(self.stages.layers[action.stage])
-        if self.how.level == 1 or not (
-            self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
-        ):
-            return (range(num_layers),)
-        return [range(i, i + 1) for i in range(num_layers)]
+        if self._expands(action):
+            return [range(i, i + 1) for i in range(num_layers)]
+        return (range(num_layers),)
+
+    def _expands(self, action: Action) -> bool:
+        """Whether its layers are written out one by one."""
+        needed = self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
+        return self.how.level == 2 and needed
 
 
 def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:

@@ -64,6 +64,22 @@ def test_it_is_the_prediction(plan: dict[str, Any], software: Any) -> None:
     assert brief.fits == full.fits
 
 
+@pytest.mark.parametrize("layers", [(1,) * 8, (0, 3, 2, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("microbatches", [8, 11, 2])
+def test_rounds_in_batches_take_as_long_as_one_another(layers: tuple[int, ...], microbatches: int) -> None:
+    """Of a step of many rounds, and of others whose messages do not go in batches."""
+    batched = BLOCKING.model_copy(
+        update={"synchronous_schedules": (*SYNCHRONOUS, "interleaved_1f1b"), "receives_ahead": ()}
+    )
+    plan = ParallelPlan(pp=2, virtual_stages=len(layers) // 2, tp=2, stage_layers=layers)
+    untied = MODEL.model_copy(update={"tied_embeddings": False})
+    cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=microbatches)
+    brief = predict_brief(untied, cluster, training, plan, batched)
+    full = predict("all", untied, cluster, training, plan, batched)
+    assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
+    assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
+
+
 def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> None:
     plan = ParallelPlan(pp=4, schedule="zb-h2", stage_layers=(2, 2, 2, 2))
     cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=12)
