@@ -92,8 +92,9 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         profile = profile.model_copy(update={"tp_overlap": "all"})
     if given.compile:
         profile = profile.model_copy(update={"compiled": True})
-    if given.flash_attention is False and profile.layers.attention == "fused":
-        notes.append("software.flash_attention = false is not in the prediction")
+    if given.flash_attention is not None:
+        attention = "fused" if given.flash_attention else "unfused"
+        profile = profile.model_copy(update={"layers": profile.layers.model_copy(update={"attention": attention})})
     return profile
 
 

@@ -15,6 +15,7 @@ from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
+from simplan.spec.software import SoftwareSpec
 from tests.accuracy.runs import run
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
@@ -83,12 +84,17 @@ def test_a_job_on_several_large_domains_takes_as_many_devices_of_each(devices: i
     assert any(f"takes {of_each} of each" in note for note in found.notes) == (of_each != domain)
 
 
-def test_what_is_not_in_the_prediction_is_noted() -> None:
-    recent = {"software__framework": "megatron-core", "software__version": "2024"}
-    job = job_of_run(run(software__flash_attention=False, software__grad_overlap=False, **recent))
-    assert "software.flash_attention = false is not in the prediction" in job.notes
-    assert job_of_run(run(software__compile=True)).software.compiled
-    assert not job.software.grad_overlap
+@pytest.mark.parametrize(("version", "usual"), [("2024", "fused"), ("2022", "unfused")])
+def test_what_a_run_says_of_its_software_holds_whatever_is_usual(version: str, usual: str) -> None:
+    def software(**said: bool | None) -> SoftwareSpec:
+        fields = {f"software__{key}": value for key, value in said.items()}
+        return job_of_run(run(software__framework="megatron-lm", software__version=version, **fields)).software
+
+    assert software(flash_attention=None).layers.attention == usual
+    assert software(flash_attention=False).layers.attention == "unfused"
+    assert software(flash_attention=True).layers.attention == "fused"
+    assert software(compile=True).compiled
+    assert not software(grad_overlap=False).grad_overlap
 
 
 def test_an_optimizer_step_that_synchronizes_is_the_same_schedule_and_does_not_overlap() -> None:
