@@ -82,7 +82,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_convolutions(job.model, training, plan)
     yield from unmodelled_expert_parallelism(job.model, plan, job.software)
     yield from unmodelled_offload(job.model, plan)
-    yield from unmodelled_adapters(job.model, training, plan)
+    yield from unmodelled_adapters(job.model, training, plan, job.software)
     yield from unmodelled_optimizers(training, plan, job.software)
     yield from unmodelled_compilation(training, plan, job.software)
     for field in ("attention_sinks", "expert_bias"):

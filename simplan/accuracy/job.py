@@ -126,14 +126,25 @@ def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Model
         if part is not None:
             fields |= {key: value for key, value in part.model_dump().items() if value is not None}
     if run.task == "lora":
-        fields["lora_rank"] = run.plan.lora_rank or _LORA_RANK
-        if run.plan.lora_rank is None:
-            notes.append(f"plan.lora_rank is not known: {_LORA_RANK}")
+        fields |= _adapters(run, notes)
     if run.task != "pretrain" and software.packed_attention is not None and "document_lengths" in takes:
         documents = max(1, given.seq_len // _PACKED_DOCUMENT_TOKENS)
         fields["document_lengths"] = (given.seq_len // documents,) * documents
         notes.append(f"fine-tuning on packed documents: of {given.seq_len // documents} tokens each")
     return parse_model(ModelSpec, fields, prefix=("model",))
+
+
+def _adapters(run: PublishedRun, notes: list[str]) -> dict[str, Any]:
+    """What has adapters, of which rank."""
+    ranks = [run.plan.lora_rank, *(recipe.lora_rank for recipe in recipes_of(run))]
+    rank = next((each for each in ranks if each is not None), None)
+    if rank is None:
+        notes.append(f"plan.lora_rank is not known: {_LORA_RANK}")
+    found: dict[str, Any] = {"lora_rank": rank or _LORA_RANK}
+    for recipe in recipes_of(run):
+        if recipe.lora_targets:
+            found["lora_targets"] = recipe.lora_targets
+    return found
 
 
 def _head_dim(model: RunModel) -> int:

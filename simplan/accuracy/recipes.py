@@ -35,6 +35,8 @@ class Recipe:
         weights: How often weights in 8 bits are quantized; None where it is not set.
         states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
         offload_layers: How many blocks have their activations on the host; None where it is not set.
+        lora_rank: Of adapters; None where it is not set.
+        lora_targets: The matrices that have some; empty where that is not set.
         virtual_stages: Stages of a pipeline rank, of a table that has no column for them; None where it is not set.
         expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
@@ -52,6 +54,8 @@ class Recipe:
     weights: QuantizedWeights | None = None
     states: Mapping[str, int] = field(default_factory=dict)
     offload_layers: int | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
     virtual_stages: int | None = None
     expandable_segments: bool = False
     source: str
@@ -64,6 +68,8 @@ class Recipe:
             "weights held in 8 bits": self.weights == "stored",
             **{f"{name} of {width} bytes a parameter": True for name, width in self.states.items()},
             f"activations of {self.offload_layers} blocks on the host": self.offload_layers is not None,
+            f"adapters of rank {self.lora_rank}": self.lora_rank is not None,
+            f"adapters of {', '.join(self.lora_targets)} alone": bool(self.lora_targets),
             f"{self.virtual_stages} stages a pipeline rank": self.virtual_stages is not None,
             "an allocator with expandable segments": self.expandable_segments,
         }
@@ -141,6 +147,28 @@ RECIPES: tuple[Recipe, ...] = (
             "configs/llama/llama3_workload_base_configs.py at v0.3.0 to v0.5.0",
         )
         for device, layers in (("gb200", 40), ("gb300", 20))
+    ),
+    Recipe(
+        framework="megatron-bridge",
+        tasks=("lora",),
+        lora_targets=("qkv",),
+        source=f'{_BRIDGE}: peft.target_modules = ["linear_qkv"] in scripts/performance/configs/llama/'
+        "llama3_llm_finetune.py at v0.3.0 and v0.4.0, and in src/megatron/bridge/perf_recipes/llama at 067f987",
+    ),
+    Recipe(
+        framework="megatron-bridge",
+        tasks=("lora",),
+        models=("llama3-70b",),
+        lora_rank=16,
+        source=f"{_BRIDGE} at 067f987: src/megatron/bridge/recipes/llama/h100/llama3.py, llama3_70b_peft_config",
+    ),
+    Recipe(
+        framework="nemo",
+        tasks=("lora",),
+        lora_rank=32,
+        lora_targets=("qkv",),
+        source=f"{_LAUNCHER}: launcher_scripts/conf/peft/llama/sft.yaml: lora_tuning.adapter_dim = 32 and no "
+        "target_modules, for which NVIDIA/NeMo, nemo/collections/nlp/parts/peft_config.py has attention_qkv",
     ),
     Recipe(
         framework="nemo",

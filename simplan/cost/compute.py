@@ -7,6 +7,7 @@ from typing import Literal
 
 from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Price, Provenance
+from simplan.cost.joined import joined_gemms
 from simplan.cost.low_precision import LinearCost, LinearRates
 from simplan.cost.product import Product, ProductRates
 from simplan.program.program import LayerWork, Phase
@@ -42,6 +43,7 @@ class KernelCost:
         traffic: As of ``StackRates``.
         accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
         low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
+        joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
     """
 
     products: ProductRates
@@ -54,6 +56,7 @@ class KernelCost:
     traffic: float = 1.0
     accumulation_bytes: int = 0
     low: ProductRates | None = None
+    joined: bool = False
 
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run.
@@ -84,12 +87,13 @@ class KernelCost:
 
     def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Kernels that run: linear layers in low precision, and the others."""
-        kernels = running_kernels(work)
-        if self.low is None:
-            return [], kernels
-        assert self.state.linear is not None
-        low = set(linears(work.layer, experts=self.state.linear.experts))
-        return [k for k in kernels if isinstance(k, Gemm) and k in low], [k for k in kernels if k not in low]
+        kernels, form = running_kernels(work), self.state.linear
+        quantized = set(linears(work.layer, experts=form.experts)) if self.low and form else set()
+        gemms = [kernel for kernel in kernels if isinstance(kernel, Gemm)]
+        low, wide = [k for k in gemms if k in quantized], [k for k in gemms if k not in quantized]
+        if self.joined:
+            low, wide = joined_gemms(low), joined_gemms(wide)
+        return low, [*wide, *(kernel for kernel in kernels if not isinstance(kernel, Gemm))]
 
     def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
         """Of linear layers in low precision."""

@@ -70,6 +70,7 @@ def kernel_cost(
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
+        joined=software.layers.joined_products,
     )
 
 

@@ -81,7 +81,7 @@ class LinearRates:
         """
         backward, rows = _PASSES[phase], microbatch_size * gemm.m
         found = LinearCost()
-        for cast in casts(self.form):
+        for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
                 kernel_s = max(num_bytes * self.traffic / self.low.bytes_per_s, self.low.launch_s)
@@ -89,8 +89,11 @@ class LinearRates:
         m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
         if not backward:
             return found.plus(self._product(m, n, k, groups))
-        found = found.plus(self._product(m, k, n, groups))
-        return found.plus(self._product(n, k, m, groups, wide=self.form.wide_weight_gradient))
+        if gemm.propagates:
+            found = found.plus(self._product(m, k, n, groups))
+        if gemm.trained:
+            found = found.plus(self._product(n, k, m, groups, wide=self.form.wide_weight_gradient))
+        return found
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
         """Read and written by one cast."""

@@ -27,10 +27,10 @@ def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> in
     and a weight that backward makes no gradient with is not kept. Linear layers in a lower precision quantize weights
     as they are.
     """
-    if not (kernel.trained and kernel.propagates):
-        return 0
     if state.linear is not None and kernel in linears(layer, experts=state.linear.experts):
         return kept_weight_bytes(state.linear, kernel)
+    if not (kernel.trained and kernel.propagates):
+        return 0
     spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")
     narrows = spread and state.gathered != state.parameter
     return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))

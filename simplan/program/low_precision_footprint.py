@@ -24,7 +24,7 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
     """The layer, with quantized inputs of linear layers kept in place of those in 16 bits, where a format does so.
 
     Each linear layer has a copy of its own, along columns, also where several have one input, unless these are one.
-    What something else keeps as well, such as the output of the attention core, stays.
+    What something else keeps as well, such as the output of the attention core, stays. A frozen matrix keeps no input.
 
     Args:
         layer: As its builder made it: it keeps inputs of matrix products as they are.
@@ -36,6 +36,8 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
     saved = list(layer.saved)
     routed = any(kernel.name == "router" for kernel in layer.kernels)  # which reads in 16 bits what others quantize
     for gemm in linears(layer, experts=form.experts):
+        if not gemm.trained:
+            continue
         place = layer.kernels.index(gemm)
         before = layer.kernels[place - 1] if place else None
         if joined and isinstance(before, Gemm) and (before.m, before.k) == (gemm.m, gemm.k):
@@ -69,7 +71,7 @@ def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
 
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
     """What forward keeps of a weight for one microbatch: nothing, or its quantized copy along columns."""
-    keeps = form.kept == "quantized" and form.weights == "microbatch"
+    keeps = form.kept == "quantized" and form.weights == "microbatch" and gemm.propagates
     return _along_columns(form, gemm) if keeps else 0
 
 
@@ -90,7 +92,7 @@ def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
         return 0
     found = 0
     for gemm in linears(layer, experts=form.experts):
-        found += _along_rows(form, gemm) + _along_columns(form, gemm)
+        found += _along_rows(form, gemm) + (_along_columns(form, gemm) if gemm.propagates else 0)
         if form.weights == "stored":
             found -= gemm.weight_elements * (state.parameter if gemm.trained else state.frozen)
     return found
@@ -113,7 +115,8 @@ def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, he
 
     The gradient is quantized along rows and columns at once. The product for the input's gradient takes the rows and
     the weight's columns; then, beside its result, the product for the weight's gradient takes the gradient's columns
-    and the input's. The result is in the precision that the weight is gathered or kept in.
+    and the input's. The result is in the precision that the weight is gathered or kept in. A frozen matrix has the
+    first product alone, and none where nothing trained is below it.
 
     Args:
         layer, gemm: Which product.
@@ -122,7 +125,7 @@ def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, he
         held: Bytes beside what was kept, gradient of the output among them.
     """
     form = state.linear
-    if form is None or gemm not in linears(layer, experts=form.experts):
+    if form is None or not (gemm.trained or gemm.propagates) or gemm not in linears(layer, experts=form.experts):
         return ()
     rows = b * gemm.m
     gradient, result = form.quantized_bytes(rows, gemm.n), rows * gemm.k * state.activation
@@ -130,6 +133,8 @@ def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, he
     again_weight = wide and form.weights == "microbatch"
     weight = _along_columns(form, gemm) if again_weight else 0
     again = form.quantized_bytes(gemm.k, rows) if wide else 0
+    if not gemm.trained:
+        return (Moment(held + gradient + weight + result),)
     copies, beside = (1, 0) if form.wide_weight_gradient else (2, gradient + again)
     return (
         Moment(held + copies * gradient + weight + result),

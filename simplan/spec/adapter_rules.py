@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.spec.adapters import GROUPS, adapted_matrices, matrices_of
-from simplan.spec.low_precision import LOW_PRECISIONS
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import either
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule
 from simplan.spec.shard import Shard
+from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
 __all__ = ["adapter_rules", "adapter_task_rules", "unmodelled_adapters"]
@@ -40,7 +40,7 @@ def adapter_rules(model: ModelSpec) -> Iterator[Problem]:
                 field="model.lora_targets",
                 value=target,
                 rule=f"is no matrix of a block of family {model.family}",
-                fix=f"use {either([*matrices, *GROUPS])}",
+                fix=f"use {either(dict.fromkeys([*matrices, *GROUPS]))}",
             )
 
 
@@ -65,7 +65,9 @@ def adapter_task_rules(model: ModelSpec, training: TrainingSpec) -> Iterator[Pro
         )
 
 
-def unmodelled_adapters(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+def unmodelled_adapters(
+    model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> Iterator[Problem]:
     """Plans that could train adapters, but that simplan does not model."""
     if not model.lora_rank:
         return
@@ -74,8 +76,9 @@ def unmodelled_adapters(model: ModelSpec, training: TrainingSpec, plan: Parallel
     if own or (facts is not None and facts.splits_backward):
         what = "a schedule of one's own" if own else "a backward in two parts"
         yield _not_modelled("plan.schedule", plan.schedule, what, "use 1f1b or interleaved_1f1b")
-    if training.precision in LOW_PRECISIONS:
-        what = "a frozen matrix in low precision"
+    low = software.low_precision.get(training.precision)  # type: ignore[arg-type]
+    if low is not None and not low.frozen:
+        what = f"a frozen matrix in low precision under {software.id}"
         yield _not_modelled("training.precision", training.precision, what, "use bf16")
     for field in ("offload_optimizer", "offload_activations"):
         if getattr(plan, field):

@@ -39,7 +39,12 @@ _ATTENTION = ("qkv", "q", "k", "v", "proj")
 _MLP = ("gate", "up", "down")
 _BY_ROWS = ("proj", "down")
 
-GROUPS: Mapping[str, tuple[str, ...]] = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "all": _ATTENTION + _MLP,
+    "attention": _ATTENTION,
+    "qkv": ("qkv", "q", "k", "v"),
+    "mlp": _MLP,
+}
 """Names in ``ModelSpec.lora_targets`` that stand for several matrices, as far as a family has them."""
 
 _READS: Mapping[str, tuple[str, ...]] = {

@@ -109,6 +109,7 @@ class Attention:
         documents: Lengths of the documents that share the sequence: a token meets those of its own only. What they
             leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
             one call over the sequence.
+        one_call: They are all in one call of the kernel.
         name: What ``Saved.made_by`` calls it.
         propagates: It has a backward: something that is trained is in its inputs.
     """
@@ -127,6 +128,7 @@ class Attention:
     fused_softmax: bool = False
     dropout: bool = False
     documents: tuple[int, ...] = ()
+    one_call: bool = False
     name: str = "attention"
     propagates: bool = True
 
@@ -163,7 +165,8 @@ class Attention:
         count = self._full_flops if self.masked or self.eager else self._flops
         width = self.head_dim + (self.value_head_dim or self.head_dim)
         wider, narrow = (2 * self.head_dim, width) if self.padded else (1, 1)
-        return tuple(count(queries, keys) * wider // narrow for queries, keys in pairs)
+        found = tuple(count(queries, keys) * wider // narrow for queries, keys in pairs)
+        return (sum(found),) if self.one_call else found
 
     @property
     def _counted(self) -> tuple[tuple[int, int], ...]:

@@ -24,6 +24,7 @@ SplitBackward = Literal["all", "products"]
 _FP32_BYTES = 4
 _MASK_BYTES = 1
 _GATED = "silu output"
+_JOIN = "join documents"
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities": ("log-probabilities", _FP32_BYTES),
@@ -58,6 +59,7 @@ class LayerStyle(Spec):
         gathered_keys: How queries of a part of a sequence attend to keys that are gathered from all context-parallel
             ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
             the kernel needs none.
+        documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
@@ -73,6 +75,7 @@ class LayerStyle(Spec):
     narrow_values: bool = False
     split_backward: SplitBackward = "all"
     gathered_keys: Literal["masked", "by_rank"] = "masked"
+    documents_in_one_call: bool = False
     compiled: bool = False
 
 
@@ -110,6 +113,9 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         saved = list(_with_scores(saved, cores, dropout=dropout))
     if style.repeated_keys:
         kernels = tuple(_with_repeated_keys(kernels))
+    in_one_call = style.documents_in_one_call and any(isinstance(k, Attention) and k.documents for k in kernels)
+    if in_one_call:
+        kernels, saved = _in_one_call(kernels, saved)
     if style.narrow_values:
         kernels, saved = _narrow_values(kernels, saved)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
@@ -129,6 +135,7 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values]
+    words += ["one call" * in_one_call]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants, compiled=compiled)
@@ -165,6 +172,15 @@ def _with_repeated_keys(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
         elements = kernel.elements * core.num_heads // core.num_key_value_heads
         yield replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements)
         yield Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, _FP32_BYTES)
+
+
+def _in_one_call(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+    """Attention of documents whose outputs need not be joined."""
+    of_core = [replace(t, name="attention output") for t in saved if t.name == "outputs of documents"]
+    kept = [t for t in saved if t.name != "outputs of documents" and not (of_core and t.made_by == _JOIN)]
+    kept = [replace(tensor, made_by="attention") if tensor.made_by == _JOIN else tensor for tensor in kept]
+    kernels = tuple(replace(k, one_call=True) if isinstance(k, Attention) and k.documents else k for k in kernels)
+    return tuple(kernel for kernel in kernels if kernel.name != _JOIN), kept + of_core
 
 
 def _narrow_values(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:

@@ -1,10 +1,10 @@
 """Linear layers whose matrix products are in 8 or 4 bits: what is quantized when, with which scales, and what is kept.
 
 All else is bf16 mixed precision: weights and optimizer states, embedding, head, norms, the core of attention, routers,
-and the experts of software whose grouped products are not of that kind. A linear layer y = x W' has three products: the
-output, the gradient of the input (g W) and that of the weight (g' x). Each adds up along another dimension, and
-elements that are added up have scales in common, so that every operand is needed quantized twice: along its rows and
-along its columns.
+adapters, and the experts of software whose grouped products are not of that kind. A linear layer y = x W' has three
+products: the output, the gradient of the input (g W) and that of the weight (g' x). Each adds up along another
+dimension, and elements that are added up have scales in common, so that every operand is needed quantized twice: along
+its rows and along its columns.
 
 Sources, called by these names below:
 
@@ -52,6 +52,7 @@ LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
 DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
 _BLOCK_LINEARS_IN_BF16 = ("router", "shared_expert_gate")
 _EXPERTS = ("experts_gate", "experts_up", "experts_down")
+_OF_ADAPTERS = (".lora_a", ".lora_b")
 _SCALE_OF_TENSOR_BYTES = 4
 
 
@@ -167,7 +168,9 @@ def linear_format(
 def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
     """The matrix products of a layer that a low precision is for, in order; none outside of blocks.
 
-    Routers stay in bf16.
+    Routers and adapters stay in bf16 (adapters: NVIDIA-NeMo/Megatron-Bridge at 067f987,
+    src/megatron/bridge/peft/utils.py, and NVIDIA/NeMo, nemo/collections/llm/peft/utils.py: linear layers of Megatron
+    Core, not of TE).
 
     Args:
         layer: The layer.
@@ -178,7 +181,7 @@ def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
         return []
     gemms = [kernel for kernel in layer.kernels if isinstance(kernel, Gemm) and not kernel.image_elements]
     wide = _BLOCK_LINEARS_IN_BF16 if experts else (*_BLOCK_LINEARS_IN_BF16, *_EXPERTS)
-    return [gemm for gemm in gemms if gemm.name not in wide]
+    return [gemm for gemm in gemms if gemm.name not in wide and not gemm.name.endswith(_OF_ADAPTERS)]
 
 
 class Cast(NamedTuple):
@@ -199,18 +202,27 @@ class Cast(NamedTuple):
     wide_writes: int = 0
 
 
-def casts(form: LinearFormat) -> Iterator[Cast]:
+def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) -> Iterator[Cast]:
     """What a linear layer quantizes in one forward and backward.
 
-    Software that keeps its operands quantized makes both copies of input and weight in forward. The other makes those
-    along rows in forward, and in backward begins again with what it kept. The gradient is quantized in backward.
+    Software that keeps its operands quantized makes both copies of input and weight in forward, as far as backward
+    needs them (TE, linear.py: ``set_usage`` of the quantizers). The other makes those along rows in forward, and in
+    backward begins again with what it kept. The gradient is quantized in backward.
+
+    Args:
+        form: How it is quantized.
+        trained: Backward has a product for its weight; always so of software that keeps operands as they are.
+        propagates: Backward has a product for its input; as above.
     """
     passes = 1 + form.finds_largest
-    both = Cast("gradient", True, passes if form.both_at_once else 2 * passes, 2, int(form.transposes_wide))
     if form.kept == "quantized":
-        yield from (Cast(operand, False, passes, 2) for operand in ("input", "weight"))
-        yield Cast("gradient", True, passes, 2)
+        yield Cast("input", False, passes, 1 + trained)
+        yield Cast("weight", False, passes, 1 + propagates)
+        if trained or propagates:
+            yield Cast("gradient", True, passes, trained + propagates)
         return
+    assert trained
+    both = Cast("gradient", True, passes if form.both_at_once else 2 * passes, 2, int(form.transposes_wide))
     yield from (Cast(operand, False, passes, 1) for operand in ("input", "weight"))
     if form.wide_weight_gradient:
         yield Cast("gradient", True, passes, 1)

@@ -55,7 +55,7 @@ def check_plan(
         *unmodelled_convolutions(model, training, plan),
         *unmodelled_offload(model, plan),
         *unmodelled_documents(model, plan, software),
-        *unmodelled_adapters(model, training, plan),
+        *unmodelled_adapters(model, training, plan, software),
         *_unmodelled_training(training, plan, software),
         *_unmodelled_here(cluster, software),
         *unmodelled_optimizers(training, plan, software),

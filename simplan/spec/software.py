@@ -47,6 +47,7 @@ class LowPrecisionLinears(Spec):
         gathers: Those recipes with which tensor-parallel ranks gather inputs, and gradients of outputs, of the linear
             layers of blocks in 8 bits.
         experts: The grouped products of experts are in it as well.
+        frozen: Matrices that adapters stand beside are in it as well, without what gradients of weights would need.
     """
 
     kept: Kept
@@ -54,6 +55,7 @@ class LowPrecisionLinears(Spec):
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
     gathers: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()
     experts: bool = False
+    frozen: bool = False
 
 
 class StateBytes(Spec):
@@ -192,8 +194,8 @@ class SoftwareSpec(Spec):
         ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
-        packed_attention: How documents that share a sequence attend: one call of the kernel for each; None where that
-            is not modelled.
+        packed_attention: How documents that share a sequence attend: in one call of the kernel for each, or in one for
+            all; None where that is not modelled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
         zero_stages: Of ``ParallelPlan.zero_stage``, those that it has.
         optimizer_shards: What ZeRO-1 deals out to ranks: whole parameters, which their owners broadcast once they are
@@ -247,7 +249,7 @@ class SoftwareSpec(Spec):
     ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
-    packed_attention: Literal["document_calls"] | None = None
+    packed_attention: Literal["document_calls", "one_call"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
@@ -274,7 +276,12 @@ class SoftwareSpec(Spec):
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """The layers of a model as one rank has and computes them."""
-        style = self.layers.model_copy(update={"compiled": True}) if self.compiled and self.executable else self.layers
+        style = self.layers.model_copy(
+            update={
+                "compiled": self.compiled and self.executable,
+                "documents_in_one_call": self.packed_attention == "one_call",
+            }
+        )
         return styled_layers(model.layers_of(plan.shard), style, model.family)
 
     def reduces_every(self, plan: ParallelPlan) -> bool:

@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
         folder / "some.yaml",
         run_data("absurd", measured__step_time_s=1000.0, measured__peak_allocated_gib=1.0),
         run_data("ran-out", measured__step_time_s=None, measured__oom=True),
-        run_data("adapters", task="lora", plan__lora_rank=8, plan__precision="fp8", cluster__device="h100-sxm-80gb"),
+        run_data("adapters", task="lora", plan__lora_rank=8),
         run_data("unheard-of", cluster__device="h1000"),
     )
     (folder / "links.yaml").write_text("meta: {source: x}\nrecords: []\n")
@@ -53,7 +53,7 @@ def test_the_json_has_what_others_rely_on(simplan: Simplan, runs: Path) -> None:
     assert by_id["ran-out"]["in_step_time_interval"] is None
     assert by_id["ran-out"]["measured_oom"] is True
     assert by_id["ran-out"]["predicted_step_time_s"] > 0, "a step time is predicted even where nothing fits"
-    assert "model.lora_rank" in by_id["adapters"]["reason"]
+    assert "training adapters with megatron-lm-2022" in by_id["adapters"]["reason"]
     assert by_id["unheard-of"]["reason"].startswith("device = h1000: is not in the catalogue")
     assert document["overall"]["step_time"].keys() >= OF_STEP_TIME
     assert document["overall"]["peak_memory"]["num"] == 1

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from simplan.errors import NotModelledError
 from simplan.program.footprint import layer_footprint
-from simplan.program.low_precision_footprint import keeping_quantized
+from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.lower import Lowering, lower
 from simplan.program.products_footprint import products_footprint
 from simplan.program.program import MemoryCategory, Op, Program, Stream
@@ -21,6 +22,7 @@ from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
+from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
@@ -294,3 +296,24 @@ def test_inputs_scaled_as_a_whole_are_gathered_in_8_bits(recipe: Fp8Recipe, widt
     }
     whole = TINY.seq_len * TINY.hidden_size
     assert moved == {(CollectiveKind.ALL_GATHER, whole * width), (CollectiveKind.REDUCE_SCATTER, whole * 2)}
+
+
+@pytest.mark.parametrize("name", ["megatron-bridge", "nemo"])
+def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
+    """What adapters and attention keep is in 16 bits; matrices have their weights in 8, in rows and in columns.
+
+    Llama 3 8B has 218,103,808 weights in the matrices of a block (2 h^2 + 2 h kv + 3 h f).
+    """
+    software, plan = catalogue.software(name), ParallelPlan()
+    fields = catalogue.model("llama3-8b").model_dump(exclude_defaults=True)
+    model = ModelSpec(**fields, lora_rank=16, lora_targets=("qkv",))
+    training = TrainingSpec(global_batch_size=1, precision="fp8", task="lora")
+    check_plan(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, software)
+    block = software.layers_of(model, plan)[2]
+    state = software.state(training, plan)
+    assert keeping_quantized(block, state.linear, joined=True) == block
+    whole = 2 * 218_103_808
+    stored = state.linear is not None and state.linear.weights == "stored"
+    assert resting_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
+    with pytest.raises(NotModelledError, match="a frozen matrix in low precision under torch with adapters"):
+        check_plan(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, catalogue.software("torch"))

@@ -70,6 +70,23 @@ def test_casts_move_the_bytes_that_torchao_counts(case: tuple[str, str | None]) 
     assert moved == {"input": activation + again[0], "weight": weight + again[1], "gradient": activation}
 
 
+@pytest.mark.parametrize(
+    ("trained", "propagates", "copies"),
+    [
+        (True, True, {"input": 2, "weight": 2, "gradient": 2}),
+        (False, True, {"input": 1, "weight": 2, "gradient": 1}),
+        (False, False, {"input": 1, "weight": 1}),
+    ],
+)
+def test_what_no_product_of_backward_takes_is_not_quantized(
+    trained: bool, propagates: bool, copies: dict[str, int]
+) -> None:
+    """Each product takes two operands: forward input and weight, then gradient and weight, gradient and input."""
+    found = list(casts(form("fp8", kept="quantized"), trained=trained, propagates=propagates))
+    assert {cast.operand: cast.writes for cast in found} == copies
+    assert sum(copies.values()) == 2 * (1 + trained + propagates)
+
+
 def test_kept_quantized_operands_are_not_cast_again() -> None:
     """nvfp4_linear of torchao: one pass for the largest, one that writes rows and columns, of each of the three."""
     assert [(c.operand, c.backward, c.reads, c.writes) for c in casts(form("nvfp4", kept="quantized"))] == [

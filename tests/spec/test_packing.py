@@ -44,6 +44,17 @@ def test_attention_is_that_of_the_documents() -> None:
     assert core.num_scores == 4 * squares
 
 
+@pytest.mark.parametrize("software", ["megatron-core", "nemo", "megatron-bridge"])
+def test_one_kernel_for_all_documents_keeps_what_it_keeps_of_one(software: str) -> None:
+    """Transformer Engine's thd format: one call, the FLOPs of the documents, the tensors of a sequence."""
+    stack = catalogue.software(software)
+    packed, whole = (stack.layers_of(model, ParallelPlan())[1] for model in (model_of(50, 30, 10), model_of()))
+    (core,) = (kernel for kernel in packed.kernels if isinstance(kernel, Attention))
+    assert core.calls == (core_of(model_of(50, 30, 10)).computed_flops,)
+    assert sorted(tensor.num_bytes(2, 2) for tensor in packed.saved) == sorted(t.num_bytes(2, 2) for t in whole.saved)
+    assert [kernel.name for kernel in packed.kernels] == [kernel.name for kernel in whole.kernels]
+
+
 def test_a_window_ends_within_a_document() -> None:
     """Pairs of a query and a key, counted one by one with half of the diagonal, as the convention of causal halves."""
     core = core_of(model_of(50, 30, 5, sliding_window=20))

@@ -1,0 +1,28 @@
+"""Matrices with one input that a framework holds as one: one product, and its input is quantized once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from simplan.spec.layer import Gemm
+
+__all__ = ["joined_gemms"]
+
+_TOGETHER = (("q", "k", "v"), ("gate", "up"), ("experts_gate", "experts_up"), ("shared_gate", "shared_up"))
+
+
+def joined_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
+    """Matrix products of a layer with those of one input as one, and those of their adapters likewise.
+
+    Args:
+        gemms: Of one layer, by their names in it.
+    """
+    made: dict[tuple[object, ...], Gemm] = {}
+    for gemm in gemms:
+        matrix, _, adapter = gemm.name.partition(".")
+        names = next((names for names in _TOGETHER if matrix in names), (matrix,))
+        key = (names, adapter, replace(gemm, name="", n=0))
+        first = made.get(key)
+        made[key] = gemm if first is None else replace(first, name=f"{first.name}+{gemm.name}", n=first.n + gemm.n)
+    return list(made.values())
