@@ -3,12 +3,13 @@
 Streamlit's own way of starting binds a socket on which small answers wait for each other's acknowledgement (Nagle's
 algorithm, 40 ms a file, and a page is over a hundred files); uvicorn's sockets do not. The document that a browser
 asks for first says where the server is: else the browser looks for it below every page's own address first, which costs
-a pause and two errors in its console.
+a pause and two errors in its console. A first visit asks for over a hundred small files; they are kept in memory.
 """
 
 from __future__ import annotations
 
 import logging
+import mimetypes
 import socket
 import webbrowser
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from simplan.cli.output import say
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["FirstPage", "serve", "settings"]
@@ -89,22 +91,41 @@ def settings(host: str, port: int) -> dict[str, str | int | bool]:
 
 
 class FirstPage:
-    """Answers for pages with Streamlit's document, to which ``head.html`` is added."""
+    """Answers for pages with Streamlit's document, to which ``head.html`` is added, and for its files from memory.
+
+    Their names carry a hash of what is in them, so that browsers keep them for good.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         import streamlit
 
         self._app = app
-        document = Path(streamlit.__file__).parent / "static" / "index.html"
+        static = Path(streamlit.__file__).parent / "static"
         head = (_FOLDER / "head.html").read_bytes()
-        self._document = document.read_bytes().replace(b"</head>", head, 1)
+        self._document = (static / "index.html").read_bytes().replace(b"</head>", head, 1)
         self._pages = {"/", *(f"/{page.stem}" for page in (_FOLDER / "views").glob("*.py"))}
+        self._files = {f"/{file.relative_to(static).as_posix()}": file for file in static.glob("static/*/*")}
+        self._read: dict[str, Response] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] in self._pages:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+        elif path in self._files:
+            await self._file(path)(scope, receive, send)
+        elif path in self._pages:
             from starlette.responses import HTMLResponse
 
             await HTMLResponse(self._document, headers={"Cache-Control": "no-cache"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _file(self, path: str) -> Response:
+        from starlette.responses import Response
+
+        if path not in self._read:
+            kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+            headers = {"Cache-Control": "public, immutable, max-age=31536000"}
+            self._read[path] = Response(self._files[path].read_bytes(), media_type=kind, headers=headers)
+        return self._read[path]

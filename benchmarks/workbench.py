@@ -19,7 +19,7 @@ from tests.browser.serving import DRAWN, PAGES, browser, opened, serving, settle
 __all__ = ["WORKBENCH"]
 
 _ROUNDS = 5
-_USERS = 10
+_USERS, _LOOK_MS = 10, 50
 _WINDOW = {"width": 1440, "height": 1000}
 _Number = Callable[[Any, str, int], Iterable[Row]]
 _PLAN = "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64&software=torch"
@@ -39,12 +39,12 @@ _SEEN = """
     if (!whole) seen.since_ms = 0;
     else seen.since_ms ||= now;
     if (whole && now - seen.since_ms > 400) seen.whole_ms ||= seen.since_ms;
-    requestAnimationFrame(look);
+    if (!seen.whole_ms) setTimeout(look, 25);
   };
-  requestAnimationFrame(look);
+  look();
 })();
 """.replace("DRAWN", DRAWN)
-"""When the page has something of its own, and when all of it is drawn; looked at in every frame."""
+"""When the page has something of its own, and when all of it is drawn; looked at 40 times a second."""
 
 _ANSWERED = """
 () => {
@@ -66,19 +66,17 @@ _PLANS = """
   let last = 0;
   document.addEventListener('click', event => { found.click_ms ??= last = event.timeStamp; },
     {once: true, capture: true});
-  const look = () => {
+  setInterval(() => {
     const now = performance.now();
     if (found.click_ms) {
       found.longest_ms = Math.max(found.longest_ms, now - last);
       last = now;
       if (!found.ms && document.querySelector('[data-testid=stMetricValue]')) found.ms = now - found.click_ms;
     }
-    requestAnimationFrame(look);
-  };
-  requestAnimationFrame(look);
+  }, 25);
 }
 """
-"""From the click on Search to the first plans, and the longest time without a frame."""
+"""From the click on Search to the first plans, and the longest time in which the page could do nothing else."""
 
 
 def _measured(number: _Number) -> Iterator[Row]:
@@ -104,7 +102,7 @@ def _load(chromium: Any, address: str) -> dict[str, float]:
     context.add_init_script(_SEEN)
     tab = context.new_page()
     tab.goto(address)
-    tab.wait_for_function("() => window.seen.whole_ms", timeout=60_000)
+    tab.wait_for_function("() => window.seen.whole_ms", timeout=60_000, polling=_LOOK_MS)
     seen: dict[str, float] = tab.evaluate("() => window.seen")
     context.close()
     return seen
@@ -122,7 +120,7 @@ def _slider(chromium: Any, url: str, _: int) -> Iterator[Row]:
             slider.focus()
             tab.evaluate(_ANSWERED)
             tab.keyboard.press(key)
-            tab.wait_for_function("() => window.answered.ms", timeout=60_000)
+            tab.wait_for_function("() => window.answered.ms", timeout=60_000, polling=_LOOK_MS)
             taken_ms.append(tab.evaluate("() => window.answered.ms"))
             settled(tab)
     tab.context.close()
@@ -136,7 +134,7 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[Row]:
     tab.wait_for_timeout(8_000)  # the worker that waits ready has loaded what it needs
     tab.evaluate(_PLANS)
     tab.get_by_role("button", name="Search", exact=True).click()
-    tab.wait_for_function("() => window.found.ms", timeout=60_000)
+    tab.wait_for_function("() => window.found.ms", timeout=60_000, polling=_LOOK_MS)
     first_s = tab.evaluate("() => window.found.ms") / 1e3
     other = _load(chromium, f"{url}/?{_PLAN}")["first_ms"] / 1e3
     longest_s = tab.evaluate("() => window.found.longest_ms") / 1e3
@@ -144,7 +142,7 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[Row]:
     tab.context.close()
     name = "workbench: search of GPT-3 175B on 1,024 devices"
     yield Row(f"{name}, first plans", "under 2 s", f"{first_s:.2f} s", first_s < 2)
-    found = f"another page opens in {other:.2f} s meanwhile; the longest time without a frame is {longest_s:.2f} s"
+    found = f"another page opens in {other:.2f} s meanwhile; the searching one is busy for {longest_s:.2f} s at most"
     yield Row(f"{name}, responsiveness", "under 2 s", found, other < 2)
 
 
@@ -159,7 +157,7 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[Row]:
         scenario = _PLAN.replace("batch_size=128", f"batch_size={96 + 32 * user}")
         tabs[-1].goto(f"{url}/{'' if name == 'plan' else name}?{scenario}", wait_until="commit")
     for tab in tabs:
-        tab.wait_for_function("() => window.seen.whole_ms", timeout=240_000)
+        tab.wait_for_function("() => window.seen.whole_ms", timeout=240_000, polling=_LOOK_MS)
     first = [tab.evaluate("() => window.seen.first_ms") / 1e3 for tab in tabs]
     used = _used_bytes(pid)
     bad = sum(tab.locator("[data-testid=stException]").count() + ("bug of simplan" in tab.content()) for tab in tabs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pandas as pd
@@ -26,6 +27,9 @@ from simplan.report.text import plan_words
 from simplan.scenario import Scenario
 from simplan.units import GIB, format_bytes, format_percent, format_time
 
+_HEAD_START_S = 0.1
+"""Browsers draw what comes together at one time: the verdict goes alone, the form and figures follow."""
+
 
 def show() -> None:
     """The verdict at once, where a search knows the plan; then the form, and what takes longer to work out."""
@@ -39,6 +43,7 @@ def show() -> None:
         if numbers is not None:
             quick = headline_of_quick(asked, numbers)
             _show_top(top, asked, quick, budget, price)
+            time.sleep(_HEAD_START_S)
     except SimplanError:
         show_question()
         raise

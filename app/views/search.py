@@ -30,7 +30,7 @@ _WORDS = {
     "cost": "cost of a token budget",
 }
 _TOP = 10
-_LOOK_S = 0.4
+_LOOK_S, _DRAW_S = 0.5, 2.5
 _SAID_AFTER_S = 4.0
 _LONG_MIN = 3
 
@@ -113,10 +113,16 @@ def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
 
 
 def _show_running(asked: SearchScenario, key: Any) -> None:
+    """How far it is, often; its plans, which take a browser longer to draw, less often."""
+    known = jobs().find(key)
+    had_plans = known is not None and isinstance(known.value, SearchResult)
+
     @st.fragment(run_every=_LOOK_S)
     def progress() -> None:
         job = jobs().find(key)
         if job is None or job.state is State.ENDED or _is_searched(job):
+            st.rerun()
+        if not had_plans and isinstance(job.value, SearchResult):
             st.rerun()
         job.watch()
         bar, stop = st.columns([5, 1], vertical_alignment="center")
@@ -124,10 +130,16 @@ def _show_running(asked: SearchScenario, key: Any) -> None:
             _show_progress(job)
         if stop.button("Stop", icon=":material/stop:", key="search stop", width="stretch"):
             job.stop()
-        if isinstance(job.value, SearchResult):
+
+    @st.fragment(run_every=_DRAW_S)
+    def plans() -> None:
+        job = jobs().find(key)
+        if job is not None and isinstance(job.value, SearchResult):
             show_plans(asked, job.value, live=True)
 
     progress()
+    if had_plans:
+        plans()
 
 
 def _is_searched(job: Job) -> bool:

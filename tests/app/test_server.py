@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+import streamlit
 from streamlit import config
 
 from app.server import FirstPage, settings
@@ -20,10 +22,7 @@ async def _nobody(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"nobody"})
 
 
-@pytest.mark.parametrize(
-    ("path", "is_page"), [("/", True), ("/timeline", True), ("/_stcore/health", False), ("/timeline/x", False)]
-)
-def test_pages_say_where_the_server_is(path: str, is_page: bool) -> None:
+def answered(path: str) -> list[Any]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -33,6 +32,29 @@ def test_pages_say_where_the_server_is(path: str, is_page: bool) -> None:
         return {"type": "http.request"}
 
     asyncio.run(FirstPage(_nobody)({"type": "http", "method": "GET", "path": path}, receive, send))
-    body = b"".join(message.get("body", b"") for message in sent)
+    return sent
+
+
+def body_of(sent: list[Any]) -> bytes:
+    return b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_page"), [("/", True), ("/timeline", True), ("/_stcore/health", False), ("/timeline/x", False)]
+)
+def test_pages_say_where_the_server_is(path: str, is_page: bool) -> None:
+    body = body_of(answered(path))
     assert (b"BACKEND_BASE_URL" in body) is is_page
     assert (body == b"nobody") is not is_page
+
+
+def test_files_of_streamlit_are_served_as_they_are_and_no_others() -> None:
+    static = Path(streamlit.__file__).parent / "static"
+    file = min(static.glob("static/js/*.js"), key=lambda file: file.stat().st_size)
+    for _ in range(2):
+        start, *rest = answered(f"/static/js/{file.name}")
+        assert start["status"] == 200
+        assert "javascript" in dict(start["headers"])[b"content-type"].decode()
+        assert body_of(rest) == file.read_bytes()
+    for path in ("/static/js/../../index.html", "/static/js/", "/static/../index.html"):
+        assert body_of(answered(path)) == b"nobody"
