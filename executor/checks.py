@@ -85,6 +85,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_adapters(job.model, training, plan, job.software)
     yield from unmodelled_optimizers(training, plan, job.software)
     yield from unmodelled_compilation(training, plan, job.software)
+    yield from _experts_beside_splits(job)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -190,6 +191,19 @@ def _unmodelled_fp8(job: Job) -> Iterator[Problem]:
                 rule=f"the executor does not split {what} whose scale in fp8 is one for all of them",
                 fix="use 1, or precision bf16",
             )
+
+
+def _experts_beside_splits(job: Job) -> Iterator[Problem]:
+    """Other splits of a model with experts than data parallelism and pipelines."""
+    plan = job.plan
+    if not job.model.num_experts:
+        return
+    if plan.tp > 1:
+        rule = "the executor has no tensor parallelism beside experts"
+        yield Problem(field="plan.tp", value=str(plan.tp), rule=rule, fix="use 1")
+    if plan.cp > 1 and plan.ep > 1:
+        rule = "the executor has no context parallelism beside expert parallelism"
+        yield Problem(field="plan.cp", value=str(plan.cp), rule=rule, fix="use 1, or ep = 1")
 
 
 def _inconsistent(job: Job) -> Iterator[Problem]:

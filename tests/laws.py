@@ -91,10 +91,10 @@ def check_reductions(
             (op.message, op.stream) for op in (program.ops[index] for index in program.by_rank[rank]) if op.message
         ):
             moved[stream, message.kind] += message.num_bytes
-        expert_bytes = reduced * _expert_gradients(program, rank) if plan.ep > 1 else 0
+        expert_bytes = reduced * _expert_gradients(program, rank)
         all_bytes = program.resting_bytes[rank][MemoryCategory.GRADIENTS] // held * reduced
         held_bytes = times * (all_bytes - expert_bytes)
-        assert moved[Stream.EXPERT_DATA, kind] == (expert_bytes if plan.dp > plan.ep else 0)
+        assert moved[Stream.EXPERT_DATA, kind] == (expert_bytes if plan.expert_ranks > plan.ep else 0)
         replicated, sharded, whole = (
             moved[Stream.REPLICATE, CollectiveKind.ALL_REDUCE],
             moved[Stream.SHARD, CollectiveKind.REDUCE_SCATTER],

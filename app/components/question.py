@@ -176,6 +176,7 @@ def _plan() -> None:
     with st.expander("More of the plan"):
         number("Replicas of the shards", ("plan", "dp_replicate"), 1, most=10**6, then=_fit, help="dp_replicate (HSDP)")
         number("Expert parallel", ("plan", "ep"), 1, most=10**6, help="ep: ranks that have different experts")
+        number("Expert tensor parallel", ("plan", "etp"), 1, most=10**6, help="etp: ranks that split every expert")
         switch("Sequence parallelism", ("plan", "sequence_parallel"), _is_above_one(get(("plan", "tp"))))
         switch("Reshard after forward", ("plan", "reshard_after_forward"), default=True)
         switch("Optimizer states on the host", ("plan", "offload_optimizer"), default=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from simplan.accuracy.recipes import recipes_of, with_recipes
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
-from simplan.accuracy.stacks import STACKS, profile_name
+from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import Problem, SpecError
 from simplan.problems import parse_model
@@ -75,7 +75,7 @@ def job_of_run(run: PublishedRun) -> RunJob:
         model=_model(run, software, notes),
         cluster=_cluster(run, notes),
         training=_training(run, software, notes),
-        plan=_plan(run),
+        plan=_plan(run, notes),
         software=software,
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
         notes=tuple(notes),
@@ -253,7 +253,7 @@ def _recipe(printed: str) -> str:
     return next((recipe for word, recipe in _RECIPES.items() if word in printed.lower()), "tensorwise")
 
 
-def _plan(run: PublishedRun) -> ParallelPlan:
+def _plan(run: PublishedRun, notes: list[str]) -> ParallelPlan:
     given = run.plan
     schedule = _SYNCHRONIZED.get(given.schedule, given.schedule)
     facts = SCHEDULE_FACTS.get(schedule)
@@ -285,6 +285,9 @@ def _plan(run: PublishedRun) -> ParallelPlan:
             schedule, virtual_stages = "interleaved_1f1b", recipe.virtual_stages
             facts = SCHEDULE_FACTS[schedule]
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
+    if run.model.moe is not None and given.tp > 1:
+        fields["etp"] = given.tp if splits_experts(run.software) else 1
+        notes.append(f"plan.etp is not known: {fields['etp']}, as {run.software.framework} of the time has it")
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm
     if given.pp > 1 and run.model.family != "t5":  # how encoder and decoder are shared out is not known

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from simplan.accuracy.schema import Framework, MemoryKind, RunSoftware
 
-__all__ = ["STACKS", "Stack", "profile_name"]
+__all__ = ["STACKS", "Stack", "profile_name", "splits_experts"]
 
 
 class Stack(NamedTuple):
@@ -21,6 +21,8 @@ class Stack(NamedTuple):
         fp8_recipe: How it scales fp8 unless told otherwise.
         prints: What a peak is a figure of where the source prints "GB" only.
         printed_gb_bytes: How many bytes such a GB has.
+        whole_experts_since: The first year in which tensor-parallel ranks have whole experts and route their own
+            tokens (etp = 1); before, or where there is none, they split every expert.
     """
 
     profiles: tuple[tuple[int, str], ...]
@@ -28,6 +30,7 @@ class Stack(NamedTuple):
     fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
     prints: MemoryKind = "allocated"
     printed_gb_bytes: int = 2**30
+    whole_experts_since: int | None = None
 
 
 _MEGATRON = (
@@ -37,21 +40,31 @@ _MEGATRON = (
     (2024, "megatron-core"),
 )
 
+_FOLDED = 2024
+"""When Megatron Core gave experts a mesh of their own (Liu et al. 2025, arXiv:2504.14960): the year is assumed."""
+
 STACKS: Mapping[Framework, Stack] = MappingProxyType(
     {
         # sail-sg/zero-bubble-pipeline-parallelism, schedules.py: max_memory_allocated() // 1000000
-        "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed", printed_gb_bytes=10**9),
-        "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed"),
+        "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed", printed_gb_bytes=10**9, whole_experts_since=_FOLDED),
+        "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed", whole_experts_since=_FOLDED),
         # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
         "megatron-deepspeed": Stack(((0, "megatron-deepspeed"), (2023, "megatron-deepspeed-2023")), prints="device"),
         "deepspeed": Stack(((0, "deepspeed-2021"), (2022, "megatron-deepspeed")), prints="device"),
         # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time. What
         # was printed before 2024 is in the README of NeMo-Framework-Launcher, up to its version 23.08 unchanged since
         # commits a2b2f83a and 9623fd7a (2022-09-06 and 07)
-        "nemo": Stack(((0, "nemo-2022"), (2024, "nemo")), fp8_recipe="delayed"),
-        "megatron-bridge": Stack(((0, "megatron-bridge"),)),
+        "nemo": Stack(((0, "nemo-2022"), (2024, "nemo")), fp8_recipe="delayed", whole_experts_since=2025),
+        # expert_tensor_parallel_size = 1 in its recipes, whose plans the tables are of
+        "megatron-bridge": Stack(((0, "megatron-bridge"),), whole_experts_since=0),
         # torchtitan/config/job_config.py: context_parallel_rotate_method = allgather; metrics.py: max_reserved
-        "torchtitan": Stack(((0, "torchtitan"), (2025, "torchtitan-2025")), cp_comm="all_gather", prints="reserved"),
+        # and expert_tensor_parallel_degree = 1
+        "torchtitan": Stack(
+            ((0, "torchtitan"), (2025, "torchtitan-2025")),
+            cp_comm="all_gather",
+            prints="reserved",
+            whole_experts_since=0,
+        ),
         "llm-foundry": Stack(((0, "llm-foundry"),), fp8_recipe="delayed"),
         "maxtext": Stack(((0, "maxtext"),), cp_comm="all_gather", prints="device"),
         "fsdp-paper": Stack(((0, "torch"),), prints="reserved"),
@@ -75,8 +88,17 @@ def profile_name(software: RunSoftware) -> str:
     ...     tp_comm_overlap=None, grad_overlap=None))
     'megatron-lm-2021'
     """
-    profiles = STACKS[software.framework].profiles
+    year = _year(software)
+    return [name for first, name in STACKS[software.framework].profiles if first <= year][-1]
+
+
+def splits_experts(software: RunSoftware) -> bool:
+    """Whether tensor-parallel ranks split every expert (etp = tp); else each has whole ones (etp = 1)."""
+    since = STACKS[software.framework].whole_experts_since
+    return since is None or _year(software) < since
+
+
+def _year(software: RunSoftware) -> int:
     version = software.version or ""
     years = _YEAR.findall(version) or [f"20{year}" for year in _YEAR_AND_MONTH.findall(version)]
-    year = int(years[-1]) if years else 2021 if software.flash_attention is False else 9999
-    return [name for first, name in profiles if first <= year][-1]
+    return int(years[-1]) if years else 2021 if software.flash_attention is False else 9999

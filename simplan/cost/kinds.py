@@ -20,6 +20,8 @@ def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -
         training: Whether norms are taken over what ranks have parts of.
     """
     kinds = _of_layers(plan, model) | _of_gradients(plan)
+    if model.num_experts and plan.shard.experts_apart and plan.expert_ranks > plan.ep:
+        kinds.add(CollectiveKind.ALL_REDUCE)
     if plan.pp > 1:
         kinds.add(CollectiveKind.SEND)
         if model.tied_embeddings and not model.lora_rank:
@@ -43,12 +45,6 @@ def _of_layers(plan: ParallelPlan, model: ModelSpec) -> set[CollectiveKind]:
 
 def _of_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
     """What averages gradients, and hands out what sharded optimizers have updated."""
-    if plan.ep > 1 and plan.dp > plan.ep:
-        return _of_whole_gradients(plan) | {CollectiveKind.ALL_REDUCE}
-    return _of_whole_gradients(plan)
-
-
-def _of_whole_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
     if plan.shards_parameters:
         kinds = {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER}
         return kinds | {CollectiveKind.ALL_REDUCE} if plan.dp_replicate > 1 else kinds

@@ -1,10 +1,13 @@
 """Moments of most memory in a block with experts, whose places are many more rows than there are tokens.
 
 In the words of ``simplan.spec.models.experts``: places are the rows that experts work on, chosen are the rows that
-tokens take back from them. The attention and the shared expert need less than the experts, which are done by then.
+tokens take back from them. The attention and the shared expert need less than the experts, which are done by then; but
+where tensor-parallel ranks gather the tokens of all of them for these, and experts work on own ones, they may not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from simplan.program.low_precision_footprint import kept_weight_bytes
 from simplan.program.moment import Moment
@@ -59,7 +62,7 @@ def expert_moments(
     chosen = b * next(t.elements for t in layer.saved if t.name == "outputs of chosen experts") * narrow
     output = b * layer.output_elements
     copied = copied_weight_bytes(layer, down, state)
-    exchanges = any(isinstance(kernel, Exchange) for kernel in layer.kernels)
+    exchanges = any(isinstance(kernel, Exchange) and kernel.axis in ("ep", "etp") for kernel in layer.kernels)
     held_twice = places * (1 + ("sort by rank" in kernels)) if exchanges else 0
 
     kept = 0 if drops else chosen
@@ -78,6 +81,22 @@ def expert_moments(
         Moment(left - copied + inner),
         Moment(left - copied - inner + 3 * inner),
     ]
+    gathers = list(_gathering(layer, b, state))
+    forward += [gathered - (0 if drops else later) for gathered, later in gathers]
+    moments += [Moment(left + 2 * gathered - later) for gathered, later in gathers]
     if copied:
         moments.append(Moment(left - copied, gradients=weight + down.weight_elements * state.gradient))
     return (Moment(max(forward)),), tuple(moments)
+
+
+def _gathering(layer: LayerSpec, b: int, state: StateBytes) -> Iterator[tuple[int, int]]:
+    """Of each exchange of tensor-parallel ranks: what is gathered, and what the kernels after it keep.
+
+    Backward has gathered the gradient of a matrix's output, or its input again, beside the gradient that it makes;
+    what kernels after it kept is gone by then, as forward does not have it yet.
+    """
+    for index, kernel in enumerate(layer.kernels):
+        if isinstance(kernel, Exchange) and kernel.axis == "tp":
+            after = {other.name for other in layer.kernels[index + 1 :]}
+            later = sum(t.num_bytes(state.activation, state.residual) for t in layer.saved if t.made_by in after)
+            yield b * kernel.elements * state.activation, b * later

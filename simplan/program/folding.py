@@ -58,6 +58,7 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
             mapping.cp_group,
             mapping.dp_group,
             mapping.ep_group,
+            mapping.etp_group,
             mapping.expert_group,
         )
     ]

@@ -62,7 +62,7 @@ def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
         if isinstance(kernel, Pointwise):
             makers.add(kernel.name)
             break
-        if kernel.axis == "ep":
+        if kernel.axis in ("ep", "etp"):
             makers.add(kernel.name)
     made = [t for t in layer.saved if t.made_by in makers and not t.bytes_per_element and not t.residual]
     whole = gemm.m * gemm.k

@@ -46,7 +46,7 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_INPUT: Phase.BACKWARD_INPUT,
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
-_AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT}
+_AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
 _MESSAGE_STREAM = {
     _K.SEND_F: Stream.SEND_F,
     _K.RECV_F: Stream.RECV_F,
@@ -142,7 +142,7 @@ class _RankLowering:
         self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
-        self.groups = {"tp": mapping.tp_group(rank), "cp": mapping.cp_group(rank), "ep": mapping.ep_group(rank)}
+        self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Work, ...]] = {}
         self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}

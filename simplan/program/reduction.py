@@ -33,17 +33,17 @@ def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, 
 
 
 def _average_experts(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
-    """Gradients of experts are divided by all data-parallel ranks, and summed over those with the same experts.
+    """Gradients of experts are divided by the ranks that average gradients, and summed over those with the same ones.
 
-    Tokens of the other expert-parallel ranks are already in them.
+    Tokens of the other expert-parallel ranks are already in them, and those of tensor-parallel ranks add up.
     """
     elements = states.expert_gradients(action.stage)
     if not elements:
         return
     own = zip(stages.layers[action.stage], stages.experts[action.stage], strict=True)
-    b = stages.plan.microbatch_size
-    work = tuple(LayerWork(layer, Phase.SCALE, b, number) for layer, number in own if number)
-    divided = writer.compute(action, "divide experts", work)
+    plan = stages.plan
+    work = tuple(LayerWork(layer, Phase.SCALE, plan.microbatch_size, number) for layer, number in own if number)
+    divided = writer.compute(action, "divide experts", work if plan.dp * plan.cp > 1 else ())
     group = stages.mapping.expert_group(writer.rank)
     if len(group) == 1:
         return

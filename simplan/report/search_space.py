@@ -10,12 +10,12 @@ __all__ = ["search_space"]
 _DEFAULTS = {
     "tp": (
         "every divisor of the attention heads up to the devices of a node",
-        "must also divide key-value heads, MLP and vocabulary",
+        "must also divide key-value heads, MLP and vocabulary; 1 for mixtures of experts",
     ),
     "sequence_parallel": ("true, false", "where tp > 1"),
     "cp": (f"1, 2, 4, 8 from {LONG_SEQUENCE:,} tokens on, else 1", ""),
     "cp_comm": ("ring; on CPU ranks all_gather", "where cp > 1"),
-    "ep": ("every divisor of the experts that divides the data-parallel ranks", "mixtures of experts"),
+    "ep": ("every divisor of the experts that divides the ranks of a stage", "mixtures of experts"),
     "pp": ("every divisor of the devices up to the number of layers", ""),
     "schedule": (", ".join(DEFAULT_SCHEDULES), "where pp > 1"),
     "virtual_stages": ("every number that leaves each stage a layer", "where pp > 1; what the schedule takes"),

@@ -178,6 +178,8 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"dp_shard {plan.dp_shard} (ZeRO-{plan.zero_stage}{over}{kept})")
     if plan.ep > 1:
         parts.append(f"ep {plan.ep}")
+    if plan.etp > 1:
+        parts.append(f"etp {plan.etp}")
     if plan.tp > 1:
         parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
     if plan.cp > 1:

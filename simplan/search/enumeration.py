@@ -97,8 +97,7 @@ class Enumeration:
         for mesh in meshes:
             each = len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh)
             for zero_stage, reshard in self._shardings(mesh):
-                num_shards, dp_shard = mesh.dp_shard * mesh.cp, mesh.dp_shard
-                why = self.rules.sharding(num_shards, dp_shard, zero_stage, reshard, mesh.pp, mesh.ep)
+                why = self.rules.sharding(mesh.tp, mesh.cp, mesh.dp_shard, zero_stage, reshard, mesh.pp, mesh.ep)
                 if why is None:
                     sharded.append((mesh, zero_stage, reshard))
                 else:
@@ -172,7 +171,7 @@ class Enumeration:
         whole = bool(FAMILIES[model.family].whole_layers)
         heads = [] if whole else [d for d in divisors(model.num_attention_heads or 1) if d <= in_node]
         long = model.seq_len >= LONG_SEQUENCE and not whole
-        tps = space.tp or tuple(heads or [1])
+        tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # beside experts only when asked
         cps = space.cp or ((1, 2, 4, 8) if long else (1,))
         eps = space.ep or tuple(divisors(model.num_experts) if model.num_experts else [1])
         for pp in _unique(space.pp) or divisors(devices):  # outermost, for its plans share tables of actions
@@ -186,7 +185,7 @@ class Enumeration:
                     if not _in(dp_shard, space.dp_shard) or not _in(dp // dp_shard, space.dp_replicate):
                         continue
                     for ep in _unique(eps):
-                        if space.ep is not None or dp % ep == 0:
+                        if space.ep is not None or dp * tp * cp % ep == 0:
                             yield Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
 
     def _shardings(self, mesh: Mesh) -> list[tuple[int, bool]]:

@@ -72,13 +72,15 @@ class FastEvaluator:
     def __init__(self, question: Question) -> None:
         cluster, software = question.cluster, question.software
         self._numbers = Numbers(question.model, cluster, question.training, software)
+        self._has_experts = question.model.num_experts > 0
         self._context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
         self._plans, self._passes, self._upkeeps, self._uneven = Kept(50_000), Kept(5_000), Kept(5_000), Kept(2_500)
         self._tables = Tables()
 
     def covers(self, c: Candidate) -> bool:
         """Whether it knows a plan: all ranks of a stage do the same, and the schedule is not found from times."""
-        if c.ep > 1 or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
+        apart = c.ep > 1 or (c.tp > 1 and self._has_experts)
+        if apart or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
             return False
         return not c.shards_parameters or not self._is_uneven(c)
 

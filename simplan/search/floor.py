@@ -23,7 +23,7 @@ class MemoryFloor:
 
     def __init__(self, question: Question) -> None:
         self._question = question
-        self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
+        self._parameters: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._context_bytes = int(question.software.context_bytes.get(question.cluster.device.kind, 0))
         if question.cluster.cores_per_node is not None:  # a calibration says how much
             self._context_bytes = 0
@@ -31,13 +31,17 @@ class MemoryFloor:
 
     def bytes(self, candidate: Candidate) -> int:
         """At least so many."""
-        trained, frozen = self._of_replica(candidate.tp, candidate.ep)
+        trained, frozen, experts = self._of_replica(candidate.tp, candidate.ep)
         num_shards = candidate.dp_shard * candidate.cp
         sharded = candidate.shards_parameters
         state = self._state(sharded)
         weights = (trained * state.parameter + frozen * state.frozen) / (num_shards if sharded else 1)
         optimizer_bytes = state.optimizer_bytes(self._question.training.optimizer)
         states = trained * optimizer_bytes / (num_shards if candidate.zero_stage else 1)
+        if experts:  # at least one of each, over all ranks of a stage
+            all_ranks = candidate.dp * candidate.cp * candidate.tp
+            weights += experts * candidate.ep * state.parameter / (all_ranks if sharded else candidate.ep)
+            states += experts * candidate.ep * optimizer_bytes / (all_ranks if candidate.zero_stage else candidate.ep)
         return self._context_bytes + int((weights + states) / candidate.pp)
 
     def _state(self, sharded: bool) -> StateBytes:
@@ -46,11 +50,15 @@ class MemoryFloor:
             self._widths[sharded] = self._question.software.state(self._question.training, plan)
         return self._widths[sharded]
 
-    def _of_replica(self, tp: int, ep: int) -> tuple[int, int]:
-        """Weights of all layers that one tensor- and expert-parallel rank has, tied ones once: trained, and frozen."""
+    def _of_replica(self, tp: int, ep: int) -> tuple[int, int, int]:
+        """Weights of all layers that one tensor- and expert-parallel rank has, tied ones once.
+
+        Those that are trained, those that are frozen, and experts of which other ranks have others.
+        """
         if (tp, ep) not in self._parameters:
             layers = self._question.model.layers_of(Shard(tp=tp, ep=ep))
             held = [p for layer in layers for p in layer.parameters if p.name not in layer.tied]
             frozen = sum(p.num_elements for p in held if p.frozen)
-            self._parameters[tp, ep] = sum(p.num_elements for p in held) - frozen, frozen
+            experts = sum(p.num_elements for p in held if p.expert)
+            self._parameters[tp, ep] = sum(p.num_elements for p in held) - frozen - experts, frozen, experts
         return self._parameters[tp, ep]

@@ -295,7 +295,7 @@ class Layers:
     def _timed(self, script: Sequence[Segment], more_s: float) -> Pass:
         """Computations one after the other; each waits for the exchanges before it, as the lowering has it."""
         mapping = self._stages.mapping
-        groups = {"tp": mapping.tp_group(0), "cp": mapping.cp_group(0), "ep": mapping.ep_group(0)}
+        groups = mapping.exchanging_groups(0)
         last = max(number for number, segment in enumerate(script) if segment.exchange is None)
         now_s = before_s = pending_s = 0.0
         free_s = dict.fromkeys(groups, 0.0)

@@ -23,7 +23,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "devices": "dp_replicate x dp_shard x tp x cp x pp must be the number of devices",
         "tp_in_node": "tensor-parallel groups stay inside a node (search.tp_across_nodes lifts it)",
         "tp_divides_heads": "tp must divide num_attention_heads and num_key_value_heads",
-        "tp_divides_sizes": "tp must divide intermediate_size, vocab_size and num_classes",
+        "tp_divides_sizes": "tp must divide intermediate_size, vocab_size, num_classes and the shared expert",
         "tp_modelled": "tensor parallelism of this model is not modelled",
         "cp_divides_sequence": "2 x cp must divide seq_len",
         "cp_modelled": "context parallelism of this model is not modelled",
@@ -33,8 +33,9 @@ RULES: Mapping[str, str] = MappingProxyType(
         "sequence_parallel_needs_tp": "sequence_parallel is about tensor-parallel ranks, and tp = 1",
         "sequence_parallel_divides_sequence": "tp x cp must divide seq_len for sequence parallelism",
         "sequence_parallel_modelled": "sequence parallelism of this model is not modelled",
-        "ep_divides": "ep must divide num_experts and dp_replicate x dp_shard",
-        "ep_covers_shards": "ep must be a multiple of dp_shard where whole tensors are sharded",
+        "sequence_parallel_of_experts": "tensor parallelism beside experts goes with sequence parallelism",
+        "ep_divides": "ep must divide num_experts and dp_replicate x dp_shard x cp x tp",
+        "ep_covers_shards": "ep must be a multiple of dp_shard x cp x tp where whole tensors are sharded",
         "stages_within_layers": "every stage needs a layer",
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
@@ -75,7 +76,9 @@ class Rules:
         self._num_devices = cluster.num_devices
         self._tp_fills = None if tp_across_nodes or cluster.num_nodes == 1 else cluster.devices_per_node
         self._heads = (model.num_attention_heads, model.num_key_value_heads)
-        self._sizes = (model.intermediate_size, model.vocab_size, model.num_classes)
+        self._sizes = (
+            model.intermediate_size, model.vocab_size, model.num_classes, model.shared_expert_intermediate_size,
+        )  # fmt: skip
         self._seq_len = model.seq_len
         self._blocks = model.num_blocks
         self._experts = model.num_experts
@@ -88,12 +91,12 @@ class Rules:
         self._even = software.optimizer_shards == "elements"
         self._ddp_splits, self._ddp_stages = software.ddp_splits, software.ddp_stages
         whole = bool(family.whole_layers)
-        normed = model.qk_norm == "projection" and not model.num_experts
+        normed = model.qk_norm == "projection"
         low = next((low for name, low in software.low_precision.items() if name == question.training.precision), None)
         self._question = question
         self.in_low_precision = low is not None
         self._low_sizes: dict[Candidate, bool] = {}
-        self._no_tp = whole or bool(model.num_experts) or normed or (low is not None and low.kept == "quantized")
+        self._no_tp = whole or normed or (low is not None and low.kept == "quantized")
         self._no_cp = whole or self._of_classes or family.task == "masked_token" or bool(model.document_lengths)
         self._no_splits = bool(self._experts or self._convolutions or model.lora_rank or self.in_low_precision)
         self._no_ring = family.alibi or any(model.windows) or cluster.device.kind == "cpu"
@@ -102,7 +105,7 @@ class Rules:
         """The first rule that a candidate breaks; None when it is a plan."""
         whys = (
             self.mesh(c.tp, c.cp, c.pp, c.dp_replicate, c.dp_shard, c.ep),
-            self.sharding(c.dp_shard * c.cp, c.dp_shard, c.zero_stage, c.reshard_after_forward, c.pp, c.ep),
+            self.sharding(c.tp, c.cp, c.dp_shard, c.zero_stage, c.reshard_after_forward, c.pp, c.ep),
             self.pipeline(c.pp, c.schedule, c.virtual_stages),
             self.sharded_pipeline(
                 c.schedule, c.virtual_stages, c.dp * c.cp, c.shards_parameters, c.zero_stage, c.reshard_after_forward
@@ -126,16 +129,17 @@ class Rules:
         if tp > 1 and self._no_tp:
             return "tp_modelled"
         if cp > 1:
-            if self._no_cp or (self._experts and (ep > 1 or self._latent)):
+            if self._no_cp or (self._experts and self._latent):
                 return "cp_modelled"
             if self._seq_len % (2 * cp):
                 return "cp_divides_sequence"
-        if ep > 1 and (not self._experts or self._experts % ep or dp_replicate * dp_shard % ep):
+        if ep > 1 and (not self._experts or self._experts % ep or dp_replicate * dp_shard * cp * tp % ep):
             return "ep_divides"
         return "stages_within_layers" if pp > self._blocks else None
 
-    def sharding(self, num_shards: int, dp_shard: int, zero_stage: int, reshard: bool, pp: int, ep: int) -> str | None:
+    def sharding(self, tp: int, cp: int, dp_shard: int, zero_stage: int, reshard: bool, pp: int, ep: int) -> str | None:
         """What is sharded."""
+        num_shards = dp_shard * cp
         sharded = zero_stage >= 2 and num_shards > 1
         if dp_shard > 1 and not zero_stage:
             return "zero_stage_of_shards"
@@ -145,7 +149,8 @@ class Rules:
             return "tied_embeddings_sharded"
         if sharded and self._convolutions and self._half:
             return "sharded_precision_modelled"
-        if ep > 1 and zero_stage and num_shards > 1 and ep % dp_shard and not (zero_stage == 1 and self._even):
+        apart = self._experts and ep * tp > 1
+        if apart and zero_stage and num_shards > 1 and ep % (num_shards * tp) and not (zero_stage == 1 and self._even):
             return "ep_covers_shards"
         return None
 
@@ -186,6 +191,8 @@ class Rules:
                 return "sequence_parallel_modelled"
             if self._seq_len % (tp * cp):
                 return "sequence_parallel_divides_sequence"
+        elif tp > 1 and self._experts:
+            return "sequence_parallel_of_experts"
         if cp == 1:
             return None if cp_comm == "ring" else "cp_comm_needs_cp"
         if cp_comm == "ring" and self._no_ring:

@@ -51,27 +51,33 @@ def expert_rules(model: ModelSpec) -> Iterator[Problem]:
 
 
 def expert_parallel_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
-    """Plans that cannot spread experts."""
-    if plan.ep == 1:
-        return
+    """Plans that cannot spread or split experts."""
     if not model.num_experts:
-        yield Problem(
-            field="plan.ep",
-            value=str(plan.ep),
-            rule=f"spreads experts over ranks, and models of family {model.family} have none",
-            fix="remove it",
-        )
+        for field, degree, does in (("ep", plan.ep, "spreads experts over"), ("etp", plan.etp, "splits experts among")):
+            if degree > 1:
+                yield Problem(
+                    field=f"plan.{field}",
+                    value=str(degree),
+                    rule=f"{does} ranks, and models of family {model.family} have none",
+                    fix="remove it",
+                )
         return
-    for name, number, why in (
-        ("model.num_experts", model.num_experts, "every rank has as many experts as any other"),
-        ("dp_replicate x dp_shard", plan.dp, "experts are spread over data-parallel ranks"),
+    ranks = "dp_replicate x dp_shard" + " x cp" * (plan.cp > 1) + " x tp" * (plan.tp > 1)
+    ranks += " / etp" if plan.etp > 1 else ""
+    shared = model.shared_expert_intermediate_size
+    for field, degree, name, number, why in (
+        ("ep", plan.ep, "model.num_experts", model.num_experts, "every rank has as many experts as any other"),
+        ("ep", plan.ep, ranks, plan.expert_ranks, "experts are spread over the ranks of a stage"),
+        ("etp", plan.etp, "plan.tp", plan.tp, "tensor-parallel ranks split an expert"),
+        ("etp", plan.etp, "model.moe_intermediate_size", model.moe_intermediate_size, "each has as many columns"),
+        ("tp", plan.tp, "model.shared_expert_intermediate_size", shared, "each rank has as many columns"),
     ):
-        if number % plan.ep:
+        if number % degree:
             yield Problem(
-                field="plan.ep",
-                value=str(plan.ep),
+                field=f"plan.{field}",
+                value=str(degree),
                 rule=f"must divide {name} = {number}: {why}",
-                fix=f"use {either(nearest_divisors(number, plan.ep))}",
+                fix=f"use {either(nearest_divisors(number, degree))}",
             )
 
 
@@ -80,22 +86,29 @@ def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan, software
     if not model.num_experts:
         return
     facts = SCHEDULE_FACTS.get(plan.schedule)
-    if plan.tp > 1:
-        yield _not_modelled("plan.tp", plan.tp, "tensor parallelism of experts", "use 1")
-    if plan.cp > 1 and (plan.ep > 1 or model.family == "deepseek"):
-        what = "context parallelism with " + ("ep > 1" if plan.ep > 1 else "multi-head latent attention")
-        yield _not_modelled("plan.cp", plan.cp, what, "use 1")
+    if plan.tp > 1 and not plan.sequence_parallel:
+        what = "tensor parallelism beside experts without sequence parallelism, by which ranks route their own tokens,"
+        yield _not_modelled("plan.sequence_parallel", "false", what, "use true")
+    if plan.etp not in (1, plan.tp):
+        what = "splitting experts among other numbers of ranks than attention"
+        yield _not_modelled("plan.etp", plan.etp, what, f"use {either(sorted({1, plan.tp}))}")
+    if plan.etp > 1 and model.expert_bias:
+        yield _not_modelled("plan.etp", plan.etp, "splitting experts that have biases", "use 1")
+    if plan.cp > 1 and model.family == "deepseek":
+        yield _not_modelled("plan.cp", plan.cp, "context parallelism with multi-head latent attention", "use 1")
     if facts is not None and facts.splits_backward:
         what = "a backward in two parts through experts"
         yield _not_modelled("plan.schedule", plan.schedule, what, "use 1f1b or interleaved_1f1b")
-    if plan.ep == 1:
+    if not plan.shard.experts_apart:
         return
     even = plan.shards_optimizer_only and software.optimizer_shards == "elements"
-    if (plan.shards_parameters or plan.shards_optimizer_only) and plan.ep % plan.dp_shard and not even:
-        what = f"sharding one expert over several of the dp_shard = {plan.dp_shard} ranks"
-        yield _not_modelled("plan.ep", plan.ep, what, f"use a multiple of {plan.dp_shard}, or a smaller dp_shard")
+    shards = plan.dp_shard * plan.cp * plan.tp // plan.etp
+    if (plan.shards_parameters or plan.shards_optimizer_only) and plan.ep % shards and not even:
+        others = " x cp" * (plan.cp > 1) + (" x tp" * (plan.tp > 1) if plan.etp == 1 else "")
+        what = f"sharding one expert over several of the dp_shard{others} = {shards} ranks"
+        yield _not_modelled("plan.ep", plan.ep, what, f"use a multiple of {shards}, or a smaller dp_shard")
     if plan.grad_sync == "microbatch":
-        what = "gradient reduction after every microbatch with ep > 1"
+        what = "gradient reduction after every microbatch with " + ("ep > 1" if plan.ep > 1 else "tp > 1 and etp = 1")
         yield _not_modelled("plan.grad_sync", plan.grad_sync, what, "use step")
 
 

@@ -208,7 +208,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective inside a layer, over its tensor-, context- or expert-parallel ranks.
+    """A collective inside a layer, over its tensor-, context- or expert-parallel ranks, or those of one expert.
 
     Attributes:
         name: What is exchanged.
@@ -223,7 +223,7 @@ class Exchange:
     """
 
     name: str
-    axis: Literal["tp", "cp", "ep"]
+    axis: Literal["tp", "cp", "ep", "etp"]
     forward: CollectiveKind | None
     backward: CollectiveKind | None
     elements: int

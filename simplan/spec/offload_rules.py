@@ -37,8 +37,9 @@ def offload_rules(cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPl
 
 def unmodelled_offload(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
     """Plans that can be, but that simplan does not model."""
-    if plan.offload_optimizer and plan.ep > 1:
-        yield _not_modelled("offload_optimizer", "states of experts of which other ranks have others", "use ep = 1")
+    if plan.offload_optimizer and model.num_experts and plan.shard.experts_apart:
+        fix = "use ep = 1" if plan.ep > 1 else "use etp = tp"
+        yield _not_modelled("offload_optimizer", "states of experts of which other ranks have others", fix)
     if not plan.offload_activations:
         return
     what = ""

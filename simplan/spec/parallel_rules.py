@@ -34,7 +34,7 @@ def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan, software: Softw
         what = f"this ZeRO stage with {software.id}"
         yield _not_modelled("plan.zero_stage", plan.zero_stage, what, f"use {either(software.zero_stages)}")
     yield from unmodelled_expert_parallelism(model, plan, software)
-    if model.qk_norm == "projection" and plan.tp > 1 and not model.num_experts:
+    if model.qk_norm == "projection" and plan.tp > 1:
         yield _not_modelled("plan.tp", plan.tp, "a norm over heads of several ranks (qk_norm = projection)", "use 1")
     if plan.grad_sync == "microbatch" and plan.pp > 1:
         what = "gradient reduction after every microbatch of a pipeline (torch's pipelines reduce once a step)"

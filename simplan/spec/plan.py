@@ -31,6 +31,10 @@ class ParallelPlan(Spec):
     stages that have the embedding or the head alone. ``offload_optimizer`` keeps optimizer states in memory
     of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
     from forward to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
+
+    Experts have a mesh of their own over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel
+    folding): ``etp`` ranks split every expert's matrices, ``ep`` of these groups have different experts, and the rest
+    have the same ones. So ``ep`` may go over tensor- and context-parallel ranks.
     """
 
     dp_replicate: Count = 1
@@ -42,6 +46,7 @@ class ParallelPlan(Spec):
     cp: Count = 1
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
     ep: Count = 1
+    etp: Count = 1
     pp: Count = 1
     virtual_stages: Count = 1
     schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
@@ -83,13 +88,25 @@ class ParallelPlan(Spec):
 
     @property
     def num_devices(self) -> int:
-        """Devices the plan needs (``ep`` folds into the data-parallel ranks)."""
+        """Devices the plan needs (``ep`` and ``etp`` fold into the ranks of a stage)."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def shard(self) -> Shard:
         """The part of every layer that a rank has."""
-        return Shard(tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, cp_comm=self.cp_comm, ep=self.ep)
+        return Shard(
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            cp=self.cp,
+            cp_comm=self.cp_comm,
+            ep=self.ep,
+            etp=self.etp,
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage among which all experts are spread once or more: ``ep`` divides them."""
+        return self.dp * self.cp * self.tp // self.etp
 
     @property
     def shards_parameters(self) -> bool:
@@ -158,7 +175,8 @@ class RankMapping:
 
     Attributes:
         pp, dp_replicate, dp_shard, cp, tp: Ranks along each axis.
-        ep: Neighbouring data-parallel ranks that have different experts.
+        ep: Neighbouring groups of ``etp`` ranks that have different experts.
+        etp: Neighbouring ranks that split every expert; 1 or ``tp``.
     """
 
     pp: int = 1
@@ -167,11 +185,12 @@ class RankMapping:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = 1
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> RankMapping:
         """The mesh of a plan."""
-        return cls(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep)
+        return cls(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep, plan.etp)
 
     @property
     def world_size(self) -> int:
@@ -230,14 +249,27 @@ class RankMapping:
         """Ranks that split the same sequences."""
         return self.group(rank, "cp")
 
+    def etp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that split the same experts."""
+        first = rank - rank % self.etp
+        return tuple(range(first, first + self.etp))
+
     def ep_group(self, rank: int) -> tuple[int, ...]:
         """Ranks that exchange tokens, because each has other experts."""
-        first = self.data_rank(rank) // self.ep * self.ep
-        return self.group(rank, "dp_replicate", "dp_shard")[first : first + self.ep]  # ascending data ranks
+        size = self.ep * self.etp
+        first = rank - rank % self.ranks_per_stage % size
+        return tuple(range(first + rank % self.etp, first + size, self.etp))
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that average the gradients of the same experts: they see other tokens."""
-        return self.group(rank, "dp_replicate", "dp_shard")[self.data_rank(rank) % self.ep :: self.ep]
+        """Ranks that sum the gradients of the same experts: they see other tokens."""
+        width, size = self.ranks_per_stage, self.ep * self.etp
+        first = rank - rank % width
+        return tuple(range(first + rank % width % size, first + width, size))
+
+    def exchanging_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Ranks that exchange something inside of layers, by the axis of ``Exchange``."""
+        groups = {"tp": self.tp_group, "cp": self.cp_group, "ep": self.ep_group, "etp": self.etp_group}
+        return {axis: group(rank) for axis, group in groups.items()}
 
     def data_rank(self, rank: int) -> int:
         """Which of the ``plan.dp`` parts of the batch a rank trains on."""

@@ -64,7 +64,7 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
         case "selective_op":
             kept = {index for number, index in enumerate(_gemms(layer)) if number % 2 == 0}
             kept |= _where(layer, lambda k: isinstance(k, Attention))
-            kept |= _where(layer, lambda k: isinstance(k, Exchange) and k.forward is CollectiveKind.REDUCE_SCATTER)
+            kept |= _where(layer, lambda k: _is_scattered(k))
             return _keeping(layer, sorted(kept))
         case "minimal":
             products = _gemms(layer)[:-1]
@@ -131,6 +131,11 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
 def _is_summed(kernel: object) -> bool:
     """Whether a kernel adds up what ranks have of a product."""
     return isinstance(kernel, Exchange) and kernel.forward in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
+
+
+def _is_scattered(kernel: object) -> bool:
+    """Whether tensor-parallel ranks sum up what they have of a layer's branch, each for its own tokens."""
+    return isinstance(kernel, Exchange) and kernel.axis == "tp" and kernel.forward is CollectiveKind.REDUCE_SCATTER
 
 
 def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:

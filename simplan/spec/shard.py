@@ -20,6 +20,7 @@ class Shard(Spec):
             heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
         ep: Expert-parallel ranks: experts are split, and tokens are exchanged for those of other ranks (Lepikhin et al.
             2021, GShard).
+        etp: Tensor-parallel ranks of an expert: its matrices are split as those of an MLP are; 1 or ``tp``.
     """
 
     tp: Count = 1
@@ -27,3 +28,9 @@ class Shard(Spec):
     cp: Count = 1
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
     ep: Count = 1
+    etp: Count = 1
+
+    @property
+    def experts_apart(self) -> bool:
+        """Experts are not split as other weights are, so that other ranks have the same ones."""
+        return self.ep > 1 or self.etp < self.tp

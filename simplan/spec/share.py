@@ -107,15 +107,16 @@ def share_of(model: ModelSpec, shard: Shard) -> Share:
     )
 
 
-def column_exchanges(name: str, share: Share, rows: int = 0) -> tuple[list[Kernel], list[Kernel]]:
+def column_exchanges(name: str, share: Share, rows: int = 0, width: int = 0) -> tuple[list[Kernel], list[Kernel]]:
     """What is exchanged before and after matrices split by columns.
 
     Args:
         name: Of their input.
         share: Sizes.
         rows: Rows of the input, of one sequence; 0 for as many as there are tokens.
+        width: Elements of a row; 0 for the hidden size.
     """
-    elements = (rows or share.tokens) * share.hidden
+    elements = (rows or share.tokens) * (width or share.hidden)
     if share.shard.tp == 1:
         return [], []
     if not share.shard.sequence_parallel:

@@ -97,6 +97,34 @@ def test_what_a_run_says_of_its_software_holds_whatever_is_usual(version: str, u
     assert not software(grad_overlap=False).grad_overlap
 
 
+EXPERTS: dict[str, Any] = {
+    "model__family": "moe",
+    "model__moe": {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "etp"),
+    [
+        ("megatron-core", "0.10, 2024", 1),
+        ("megatron-bridge", "NeMo container 25.09", 1),
+        ("torchtitan", None, 1),
+        ("nemo", "24.07", 2),
+        ("nemo", "NeMo container 25.04", 1),
+        ("megatron-lm", "2023", 2),
+        ("maxtext", None, 2),
+    ],
+)
+def test_whether_tensor_parallel_ranks_split_experts_is_the_framework_s(
+    framework: str, version: str | None, etp: int
+) -> None:
+    split: dict[str, Any] = {"plan__tp": 2, "plan__sequence_parallel": True, "plan__dp_shard": 4, "plan__ep": 4}
+    job = job_of_run(run(software__framework=framework, software__version=version, **split, **EXPERTS))
+    assert (job.plan.ep, job.plan.etp) == (4, etp)
+    assert any(note.startswith(f"plan.etp is not known: {etp}") for note in job.notes)
+    assert not any(note.startswith("plan.etp") for note in job_of_run(run(**EXPERTS)).notes)
+
+
 def test_an_optimizer_step_that_synchronizes_is_the_same_schedule_and_does_not_overlap() -> None:
     bypassing, synchronous = (job_of_run(run(plan__schedule=name)) for name in ("zb-2p", "zb-2p-optsync"))
     assert bypassing.plan == synchronous.plan

@@ -175,6 +175,9 @@ def test_more_places_need_more_memory() -> None:
         {"pp": 2, "dp_replicate": 2, "ep": 2},
         {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "dp_replicate": 2, "ep": 4, "zero_stage": 2},
         {"cp": 2, "cp_comm": "a2a", "dp_shard": 2},
+        {"tp": 2, "dp_replicate": 2, "ep": 4},
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 2, "dp_replicate": 2},
+        {"tp": 2, "cp": 2, "cp_comm": "all_gather", "ep": 2},
     ],
 )
 def test_every_plan_keeps_the_laws(plan: dict[str, Any], recompute: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,13 +34,16 @@ def test_data_ranks_number_the_parts_of_the_batch() -> None:
     assert [MAPPING.data_rank(rank) for rank in range(24)] == [i for i in range(6) for _ in range(4)]
 
 
-def test_experts_are_dealt_out_to_neighbouring_data_ranks() -> None:
-    """By the definition: tokens go round among ``ep`` neighbours, gradients among those at the same place of them."""
-    mapping = RankMapping(pp=2, dp_replicate=2, dp_shard=4, tp=3, ep=2)
+@pytest.mark.parametrize(("ep", "etp"), [(2, 3), (2, 1), (6, 1), (8, 1), (24, 1), (1, 1), (1, 3), (8, 3)])
+def test_experts_have_a_mesh_of_their_own(ep: int, etp: int) -> None:
+    """By the definition: a stage's ranks are a grid [edp, ep, etp], whatever they are to attention."""
+    mapping = RankMapping(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=3, ep=ep, etp=etp)
+    alike = mapping.ranks_per_stage // (ep * etp)
+    grid = np.arange(mapping.world_size).reshape(2, alike, ep, etp)
     for rank in range(mapping.world_size):
-        peers = mapping.group(rank, "dp_replicate", "dp_shard")
-        mine = mapping.data_rank(rank)
-        exchanging = tuple(peer for peer in peers if mapping.data_rank(peer) // 2 == mine // 2)
-        alike = tuple(peer for peer in peers if mapping.data_rank(peer) % 2 == mine % 2)
-        assert (mapping.ep_group(rank), mapping.expert_group(rank)) == (exchanging, alike)
-        assert (len(exchanging), len(alike)) == (2, 4)
+        stage, copy, expert, part = (int(place[0]) for place in np.nonzero(grid == rank))
+        assert mapping.expert_group(rank) == tuple(grid[stage, :, expert, part])
+        assert mapping.ep_group(rank) == tuple(grid[stage, copy, :, part])
+        assert mapping.etp_group(rank) == tuple(grid[stage, copy, expert, :])
+        if etp == mapping.tp:
+            assert mapping.etp_group(rank) == mapping.tp_group(rank)

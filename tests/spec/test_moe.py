@@ -140,6 +140,64 @@ def test_attention_of_narrow_values() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tp", "cp", "ep", "etp"), [(2, 1, 4, 1), (4, 1, 1, 1), (4, 1, 2, 4), (2, 2, 8, 1), (2, 1, 1, 2)]
+)
+def test_ranks_that_split_attention_route_their_own_tokens(tp: int, cp: int, ep: int, etp: int) -> None:
+    """32 tokens with 2 experts each on tp x cp ranks; an expert's matrices are split over etp ranks and no others."""
+    fields = {"shared_expert_intermediate_size": 48}
+    whole = model_of(**fields).layers[1]
+    shard = Shard(tp=tp, sequence_parallel=True, cp=cp, cp_comm="all_gather", ep=ep, etp=etp)
+    part = model_of(**fields).layers_of(shard)[1]
+    own = 32 // (tp * cp)
+    rows = own * 2 * etp
+    assert gemms(part)["router"].m == own
+    assert (gemms(part)["experts_down"].m, gemms(part)["experts_down"].k) == (rows, 96 // etp)
+    assert (gemms(part)["shared_up"].m, gemms(part)["shared_up"].n) == (32 // cp, 48 // tp)
+    elements = {p.name: p.num_elements for p in whole.parameters}
+    for p in part.parameters:
+        split = (
+            ep * etp if p.name.startswith("experts_") else 1 if "norm" in p.name or p.name == "router.weight" else tp
+        )
+        assert p.num_elements * split == elements[p.name], p.name
+        assert p.expert == (p.name.startswith("experts_") and (ep > 1 or etp < tp)), p.name
+    assert next(p for p in part.parameters if p.name == "router.weight").partial_gradient
+    exchanged = {
+        (e.axis, e.forward): e.elements for e in part.kernels if isinstance(e, Exchange) and "expert" in e.name
+    }
+    places = 8 * places_of(own, 2, 8, 1.0) * 64
+    wanted = {("ep", CollectiveKind.ALL_TO_ALL): places} if ep > 1 else {}
+    if etp > 1:
+        wanted |= {("etp", kind): etp * places for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)}
+    assert exchanged == wanted
+    assert part.flops() * tp * cp == whole.flops() + _repeated_keys_flops(whole, part) * tp * cp
+
+
+def _repeated_keys_flops(whole: LayerSpec, part: LayerSpec) -> int:
+    """What gathered keys add: FLOPs of causal attention are counted as a half of those of each rank's queries."""
+    cores = [sum(k.flops for k in layer.kernels if isinstance(k, Attention)) for layer in (whole, part)]
+    ranks = 32 // gemms(part)["router"].m
+    return cores[1] - cores[0] // ranks
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_latent_attention_gathers_its_narrow_vectors(q_lora_rank: int | None) -> None:
+    """Tensor-parallel ranks make them of own tokens, and have some of the heads; nothing of the hidden size moves."""
+    model = ModelSpec(**LATENT, q_lora_rank=q_lora_rank)
+    whole, part = model.layers[1], model.layers_of(Shard(tp=4, sequence_parallel=True))[1]
+    assert {name: gemm.m for name, gemm in gemms(part).items() if name in ("kv_a", "q_a", "kv_b", "proj")} == {
+        "kv_a": 8, "kv_b": 32, "proj": 32, **({"q_a": 8} if q_lora_rank else {}),
+    }  # fmt: skip
+    gathered = [k.elements for k in part.kernels if isinstance(k, Exchange) and k.forward is CollectiveKind.ALL_GATHER]
+    queries = 32 * (q_lora_rank or 64)
+    assert gathered == [queries, 32 * 4, 32 * 16]
+    products = [sum(gemm.flops for gemm in gemms(layer).values()) for layer in (whole, part)]
+    assert products[1] * 4 == products[0]
+    partial = {p.name for p in part.parameters if p.partial_gradient}
+    narrow = {"kv_a.weight", "kv_a_norm.weight", "router.weight", "norm1.weight", "norm2.weight"}
+    assert partial == narrow | ({"q_a.weight", "q_a_norm.weight"} if q_lora_rank else set())
+
+
 def test_groups_of_expert_parallel_ranks_are_neighbours() -> None:
     """Twelve ranks in two stages: data-parallel ranks are 3 replicas of 2 shards, experts go over two of them."""
     mapping = RankMapping(pp=2, dp_replicate=3, dp_shard=2, ep=2)
@@ -147,7 +205,8 @@ def test_groups_of_expert_parallel_ranks_are_neighbours() -> None:
     assert mapping.ep_group(9) == (8, 9)
     assert mapping.expert_group(0) == (0, 2, 4)
     assert mapping.expert_group(9) == (7, 9, 11)
-    beside_tensor_ranks = RankMapping(dp_replicate=4, tp=2, ep=2)
+    assert RankMapping(dp_replicate=4, tp=2, ep=2).ep_group(3) == (2, 3)
+    beside_tensor_ranks = RankMapping(dp_replicate=4, tp=2, ep=2, etp=2)
     assert beside_tensor_ranks.ep_group(3) == (1, 3)
     assert beside_tensor_ranks.expert_group(3) == (3, 7)
 
@@ -169,6 +228,10 @@ def check(model: ModelSpec, **plan: Any) -> None:
         {"pp": 2, "dp_shard": 2, "ep": 2},
         {"cp": 2},
         {"dp_shard": 4},
+        {"tp": 2},
+        {"tp": 2, "etp": 2, "ep": 2, "dp_replicate": 2},
+        {"tp": 2, "ep": 4, "dp_replicate": 2},
+        {"cp": 2, "dp_shard": 2, "ep": 4},
     ],
 )
 def test_valid_plans_pass(plan: dict[str, Any]) -> None:
@@ -186,7 +249,24 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
         (
             {},
             {"dp_replicate": 2, "ep": 4},
-            "plan.ep = 4: must divide dp_replicate x dp_shard = 2: experts are spread over data-parallel ranks; use 2",
+            "plan.ep = 4: must divide dp_replicate x dp_shard = 2: experts are spread over the ranks of a stage; use 2",
+        ),
+        (
+            {},
+            {"tp": 2, "etp": 2, "cp": 2, "ep": 4},
+            "plan.ep = 4: must divide dp_replicate x dp_shard x cp x tp / etp = 2: experts are spread over the ranks "
+            "of a stage; use 2",
+        ),
+        (
+            {"moe_intermediate_size": 33, "intermediate_size": 96},
+            {"tp": 2, "etp": 2},
+            "plan.etp = 2: must divide model.moe_intermediate_size = 33: each has as many columns; use 1 or 3",
+        ),
+        (
+            {"shared_expert_intermediate_size": 49},
+            {"tp": 2},
+            "plan.tp = 2: must divide model.shared_expert_intermediate_size = 49: each rank has as many columns; use 1 "
+            "or 7",
         ),
         (
             {"capacity_factor": 0.9},
@@ -226,11 +306,23 @@ def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) ->
             "plan.ep = 2: sharding one expert over several of the dp_shard = 4 ranks is not modelled yet; use a "
             "multiple of 4, or a smaller dp_shard",
         ),
-        ("moe", {"tp": 2}, "plan.tp = 2: tensor parallelism of experts is not modelled yet; use 1"),
         (
             "moe",
-            {"cp": 2, "dp_shard": 2, "ep": 2},
-            "plan.cp = 2: context parallelism with ep > 1 is not modelled yet; use 1",
+            {"tp": 2, "sequence_parallel": False},
+            "plan.sequence_parallel = false: tensor parallelism beside experts without sequence parallelism, by which "
+            "ranks route their own tokens, is not modelled yet; use true",
+        ),
+        (
+            "moe",
+            {"tp": 4, "etp": 2},
+            "plan.etp = 2: splitting experts among other numbers of ranks than attention is not modelled yet; use 1 or "
+            "4",
+        ),
+        (
+            "moe",
+            {"tp": 2, "dp_shard": 2, "ep": 2},
+            "plan.ep = 2: sharding one expert over several of the dp_shard x tp = 4 ranks is not modelled yet; use a "
+            "multiple of 4, or a smaller dp_shard",
         ),
         (
             "deepseek",
@@ -262,6 +354,8 @@ def test_models_without_experts_are_not_spread() -> None:
     dense = catalogue.model("llama3-8b")
     with pytest.raises(SpecError, match=r"plan\.ep = 2: spreads experts over ranks, and models of family llama have"):
         check(dense, dp_replicate=2, ep=2)
+    with pytest.raises(SpecError, match=r"plan\.etp = 2: splits experts among ranks, and models of family llama have"):
+        check(dense, tp=2, etp=2)
 
 
 def test_layers_before_and_after_are_llamas() -> None:

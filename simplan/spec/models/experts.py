@@ -6,6 +6,12 @@ are fixed beforehand, and what is dropped does not depend on how a batch is spli
 the experts each; an all-to-all brings the tokens of all of these ranks to them, another one brings the results back. A
 token that uses several experts of one rank is sent there as many times.
 
+Beside tensor parallelism (with sequence parallelism) and context parallelism every rank routes its own tokens, which
+are a part of each sequence and so a group of their own. Tensor-parallel ranks hold equal routers, whose gradients are
+parts, and split the shared expert as any MLP. Experts are split by ``etp``, not by ``tp``: ranks that split an expert
+gather the tokens of all of them before it, and sum and scatter its results (Liu et al. 2025, arXiv:2504.14960,
+section 3.2).
+
 The weights of the chosen experts are the softmax of their scores (Jiang et al. 2024, Mixtral). Routers that normalize
 in another way cost the same but for the scores of all experts, which some of them keep.
 """
@@ -18,10 +24,11 @@ from typing import TYPE_CHECKING
 
 from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, ParameterSpec, Pointwise, Saved
 from simplan.spec.models.part import FP32_BYTES, Part
-from simplan.spec.share import Share
+from simplan.spec.share import Share, column_exchanges, row_kernels
 
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
+    from simplan.spec.shard import Shard
 
 __all__ = ["ExpertsForm", "expert_mlp", "experts_form", "places_of", "shared_expert_mlp"]
 
@@ -33,7 +40,7 @@ def places_of(tokens: int, top_k: int, num_experts: int, capacity_factor: float)
     """Tokens of one sequence that an expert takes: ``capacity_factor`` times its even share, at least one.
 
     Args:
-        tokens: Of the sequence, on one rank.
+        tokens: Of the sequence, that one rank routes.
         top_k: Experts of a token.
         num_experts: Experts in all.
         capacity_factor: Room for experts that are asked for more than others.
@@ -94,14 +101,18 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
         form: Which experts.
         share: Sizes.
     """
-    n, h, i = share.tokens, share.hidden, form.shared_width
+    n, h, i = share.tokens, share.hidden, form.shared_width // share.shard.tp
     if not i:
         return Part()
+    before, after = column_exchanges("norm2 output", share)
     kernels: list[Kernel] = [
+        *before,
         Gemm("shared_gate", n, i, h),
         Gemm("shared_up", n, i, h),
+        *after,
         Pointwise("shared_silu_multiply", 3 * n * i, 2 * n * i),
         Gemm("shared_down", n, h, i),
+        *row_kernels("shared_down output", share),
     ]
     parameters = [
         ParameterSpec("shared_gate.weight", (i, h)),
@@ -114,13 +125,16 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
         Saved("shared_up output", n * i, made_by="shared_up"),
         Saved("shared gated product", n * i, made_by="shared_silu_multiply"),
     ]
-    gradients = ["shared_down.weight", "shared_up.weight", "shared_gate.weight"]
+    # tokens are gathered once for both matrices that use them, which then get their gradients in one operation
+    both = ("shared_gate.weight", "shared_up.weight")
+    gradients = ["shared_down.weight", *(both if share.partial else both[::-1])]
     if form.shared_gate:
-        kernels += [Gemm("shared_expert_gate", n, 1, h), Pointwise("weigh shared", n * h + n, n * h)]
-        parameters.append(ParameterSpec("shared_expert_gate.weight", (1, h)))
+        own = share.own_tokens
+        kernels += [Gemm("shared_expert_gate", own, 1, h), Pointwise("weigh shared", own * h + own, own * h)]
+        parameters.append(ParameterSpec("shared_expert_gate.weight", (1, h), share.partial))
         saved += [
-            Saved("shared_down output", n * h, made_by="shared_down"),
-            Saved("shared gate's sigmoid", n, made_by="weigh shared"),
+            Saved("shared_down output", own * h, made_by="shared_down output" if share.shard.tp > 1 else "shared_down"),
+            Saved("shared gate's sigmoid", own, made_by="weigh shared"),
         ]
         gradients.insert(0, "shared_expert_gate.weight")
     return Part(parameters=tuple(parameters), kernels=tuple(kernels), saved=tuple(saved), gradients=tuple(gradients))
@@ -145,12 +159,12 @@ def expert_mlp(form: ExpertsForm, share: Share) -> Part:
 
 def _router(form: ExpertsForm, share: Share) -> Part:
     """Scores of all experts, the best of them and where their places are."""
-    n, h, e = share.tokens, share.hidden, form.num_experts
+    n, h, e = share.own_tokens, share.hidden, form.num_experts
     chosen = n * form.top_k
     places = e * places_of(n, form.top_k, e, form.capacity_factor)
-    parameters = [ParameterSpec("router.weight", (e, h))]
+    parameters = [ParameterSpec("router.weight", (e, h), share.partial)]
     if form.router_bias:
-        parameters.append(ParameterSpec("router.bias", (e,)))
+        parameters.append(ParameterSpec("router.bias", (e,), share.partial))
     return Part(
         parameters=tuple(parameters),
         kernels=(
@@ -168,31 +182,29 @@ def _router(form: ExpertsForm, share: Share) -> Part:
 
 
 def _experts(form: ExpertsForm, share: Share) -> Part:
-    n, h, i, ep = share.tokens, share.hidden, form.width, share.shard.ep
-    assert form.num_experts % ep == 0, (form.num_experts, ep)
-    own, chosen = form.num_experts // ep, n * form.top_k
-    rows = form.num_experts * places_of(n, form.top_k, form.num_experts, form.capacity_factor)
-    counted = min(rows, chosen)
+    shard = share.shard
+    n, h, i, ep = share.own_tokens, share.hidden, form.width // shard.etp, shard.ep
+    assert form.num_experts % ep == form.width % shard.etp == 0, (form, shard)
+    own, chosen, apart = form.num_experts // ep, n * form.top_k, shard.experts_apart
+    sent = form.num_experts * places_of(n, form.top_k, form.num_experts, form.capacity_factor)
+    rows = sent * shard.etp
+    counted = min(rows, chosen * shard.etp)
     shapes = {"experts_gate": (i, h), "experts_up": (i, h), "experts_down": (h, i)}
     parameters = []
     for name, (columns, inner) in shapes.items():
-        parameters.append(ParameterSpec(f"{name}.weight", (own, columns, inner), expert=ep > 1))
+        parameters.append(ParameterSpec(f"{name}.weight", (own, columns, inner), expert=apart))
         if form.bias:
-            parameters.append(ParameterSpec(f"{name}.bias", (own, columns), expert=ep > 1))
+            parameters.append(ParameterSpec(f"{name}.bias", (own, columns), expert=apart))
     matrices = {
         name: Gemm(name, rows, columns, inner, own, counted if counted < rows else 0)
         for name, (columns, inner) in shapes.items()
     }
-    there, back = _exchanges(rows * h, own, ep)
-    # places are copied from tokens, and, where several experts have places for several ranks, once more in their order
-    maker = "sort by expert" if any(kernel.name == "sort by expert" for kernel in there) else "dispatch"
-    if ep > 1 and maker == "dispatch":
-        maker = "expert inputs"
+    there, back = _exchanges(sent * h, own, shard)
     biases = ("bias", "weight") if form.bias else ("weight",)
     return Part(
         parameters=tuple(parameters),
         kernels=(
-            Pointwise("dispatch", rows * h, rows * h),
+            Pointwise("dispatch", sent * h, sent * h),
             *there,
             matrices["experts_gate"],
             matrices["experts_up"],
@@ -202,7 +214,7 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
             Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h),
         ),
         saved=(
-            Saved("places of experts", rows * h, made_by=maker),
+            Saved("places of experts", rows * h, made_by=there[-1].name if there else "dispatch"),
             Saved("experts_gate output", rows * i, made_by="experts_gate"),
             Saved("experts silu output", rows * i, made_by="experts_silu_multiply"),
             Saved("experts_up output", rows * i, made_by="experts_up"),
@@ -215,14 +227,27 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
     )
 
 
-def _exchanges(elements: int, own: int, ep: int) -> tuple[list[Kernel], list[Kernel]]:
-    """What brings places to their experts and back: all-to-alls, and copies from and to the order of ranks."""
-    if ep == 1:
-        return [], []
-    everywhere = CollectiveKind.ALL_TO_ALL
-    there: list[Kernel] = [Exchange("expert inputs", "ep", everywhere, everywhere, elements)]
-    back: list[Kernel] = [Exchange("expert outputs", "ep", everywhere, everywhere, elements)]
-    if own > 1:
-        there.append(Pointwise("sort by expert", elements, elements))
-        back.insert(0, Pointwise("sort by rank", elements, elements))
+def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Kernel], list[Kernel]]:
+    """What brings places to their experts and back: exchanges, and copies from and to the order of ranks.
+
+    Places are copied from tokens, and, where several experts have places for several ranks, once more in their order.
+
+    Args:
+        elements: Of the places that one rank fills.
+        own: Experts of a rank.
+        shard: How layers are split.
+    """
+    there: list[Kernel] = []
+    back: list[Kernel] = []
+    if shard.ep > 1:
+        everywhere = CollectiveKind.ALL_TO_ALL
+        there.append(Exchange("expert inputs", "ep", everywhere, everywhere, elements))
+        back.append(Exchange("expert outputs", "ep", everywhere, everywhere, elements))
+    if shard.etp > 1:
+        gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+        there.append(Exchange("gathered expert inputs", "etp", gather, scatter, shard.etp * elements))
+        back.insert(0, Exchange("parts of expert outputs", "etp", scatter, gather, shard.etp * elements))
+    if there and own > 1:
+        there.append(Pointwise("sort by expert", shard.etp * elements, shard.etp * elements))
+        back.insert(0, Pointwise("sort by rank", shard.etp * elements, shard.etp * elements))
     return there, back

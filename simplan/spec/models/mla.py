@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from simplan.spec.layer import Attention, Gemm, Kernel, ParameterSpec, Pointwise, Saved
 from simplan.spec.models.documents import join_kernels
 from simplan.spec.models.part import FP32_BYTES, Part
-from simplan.spec.share import Share
+from simplan.spec.share import Share, column_exchanges, row_kernels
 
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
@@ -64,43 +64,53 @@ def latent_form(model: ModelSpec) -> LatentForm:
 def latent_attention(form: LatentForm, share: Share) -> Part:
     """Queries, the vectors behind keys and values, the attention core, and the projection of its output.
 
+    Tensor-parallel ranks have some of the heads each. The matrices that make the narrow vectors are whole on all of
+    them and see the own tokens only; what is gathered are these vectors, not the hidden states (NVIDIA/Megatron-LM at
+    23e00ed, megatron/core/transformer/multi_latent_attention.py).
+
     Args:
         form: Which attention.
-        share: Sizes; layers are not split over tensor- or context-parallel ranks.
+        share: Sizes; sequences are not split over context-parallel ranks.
     """
-    n, h, a = share.tokens, share.hidden, share.heads
-    assert share.shard.tp == share.shard.cp == 1
+    n, own, h, a = share.tokens, share.own_tokens, share.hidden, share.heads
+    assert share.shard.cp == 1
     queries = _queries(form, share)
     d, wide = form.head, n * a * form.head
     keys = a * (form.plain + form.value)
     latent = form.kv_rank + form.rotated
     rotated = n * (a + 1) * form.rotated
     assemble = Pointwise("assemble heads", 3 * n * a * (form.plain + form.rotated + form.value), 3 * wide)
+    before, after = column_exchanges("kv_a_norm output", share, width=form.kv_rank)
+    turned = column_exchanges("rotated part of keys", share, width=form.rotated)[0]
     return Part(
         parameters=(
             *queries.parameters,
-            ParameterSpec("kv_a.weight", (latent, h)),
-            ParameterSpec("kv_a_norm.weight", (form.kv_rank,)),
+            ParameterSpec("kv_a.weight", (latent, h), share.partial),
+            ParameterSpec("kv_a_norm.weight", (form.kv_rank,), share.partial),
             ParameterSpec("kv_b.weight", (keys, form.kv_rank)),
             ParameterSpec("proj.weight", (h, a * form.value)),
         ),
         kernels=(
             *queries.kernels,
-            Gemm("kv_a", n, latent, h),
-            Pointwise("kv_a_norm", n * form.kv_rank, n * form.kv_rank),
+            Gemm("kv_a", own, latent, h),
+            Pointwise("kv_a_norm", own * form.kv_rank, own * form.kv_rank),
+            *turned,
+            *before,
             Gemm("kv_b", n, keys, form.kv_rank),
+            *after,
             Pointwise("rotary", 2 * rotated, 2 * rotated),
             assemble,
             Attention(a, a, d, n, value_head_dim=form.value, padded=form.value < d, documents=share.documents),
             *join_kernels(wide, share),
             Pointwise("cut values", n * a * form.value, n * a * form.value),
             Gemm("proj", n, h, a * form.value),
+            *row_kernels("proj output", share),
         ),
         saved=(
             *queries.saved,
-            Saved("kv_a output", n * latent, made_by="kv_a"),
-            Saved("kv_a_norm statistics", n, FP32_BYTES, made_by="kv_a_norm"),
-            Saved("kv_a_norm output", n * form.kv_rank, made_by="kv_a_norm"),
+            Saved("kv_a output", own * latent, made_by="kv_a"),
+            Saved("kv_a_norm statistics", own, FP32_BYTES, made_by="kv_a_norm"),
+            Saved("kv_a_norm output", own * form.kv_rank, made_by="kv_a_norm"),
             Saved("q, k and padded v", 3 * wide, made_by="assemble heads"),
             Saved("padded attention output", wide, made_by="attention"),
             Saved("attention logsumexp", n * a, FP32_BYTES, made_by="attention"),
@@ -112,27 +122,30 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
 
 
 def _queries(form: LatentForm, share: Share) -> Part:
-    n, h, q = share.tokens, share.hidden, share.heads * form.head
+    n, own, h, q = share.tokens, share.own_tokens, share.hidden, share.heads * form.head
     if not form.q_rank:
-        return Part(
-            parameters=(ParameterSpec("q.weight", (q, h)),), kernels=(Gemm("q", n, q, h),), gradients=("q.weight",)
-        )
-    kernels: tuple[Kernel, ...] = (
-        Gemm("q_a", n, form.q_rank, h),
-        Pointwise("q_a_norm", n * form.q_rank, n * form.q_rank),
+        before, after = column_exchanges("norm1 output", share)
+        kernels: tuple[Kernel, ...] = (*before, Gemm("q", n, q, h), *after)
+        return Part(parameters=(ParameterSpec("q.weight", (q, h)),), kernels=kernels, gradients=("q.weight",))
+    before, after = column_exchanges("q_a_norm output", share, width=form.q_rank)
+    kernels = (
+        Gemm("q_a", own, form.q_rank, h),
+        Pointwise("q_a_norm", own * form.q_rank, own * form.q_rank),
+        *before,
         Gemm("q_b", n, q, form.q_rank),
+        *after,
     )
     return Part(
         parameters=(
-            ParameterSpec("q_a.weight", (form.q_rank, h)),
-            ParameterSpec("q_a_norm.weight", (form.q_rank,)),
+            ParameterSpec("q_a.weight", (form.q_rank, h), share.partial),
+            ParameterSpec("q_a_norm.weight", (form.q_rank,), share.partial),
             ParameterSpec("q_b.weight", (q, form.q_rank)),
         ),
         kernels=kernels,
         saved=(
-            Saved("q_a output", n * form.q_rank, made_by="q_a"),
-            Saved("q_a_norm statistics", n, FP32_BYTES, made_by="q_a_norm"),
-            Saved("q_a_norm output", n * form.q_rank, made_by="q_a_norm"),
+            Saved("q_a output", own * form.q_rank, made_by="q_a"),
+            Saved("q_a_norm statistics", own, FP32_BYTES, made_by="q_a_norm"),
+            Saved("q_a_norm output", own * form.q_rank, made_by="q_a_norm"),
         ),
         gradients=("q_b.weight", "q_a_norm.weight", "q_a.weight"),
     )

@@ -66,7 +66,7 @@ def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention:
     attended, more = attention(model, share, window)
     form = experts_form(model)
     if sparse:
-        split = [f"ep{share.shard.ep}"] * (share.shard.ep > 1)
+        split = [f"ep{share.shard.ep}"] * (share.shard.ep > 1) + [f"etp{share.shard.etp}"] * (share.shard.etp > 1)
         key = block_key(model, share, *more, form.key, *split)
         mlp = [shared_expert_mlp(form, share), expert_mlp(form, share)]
     else:
