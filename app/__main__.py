@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from app.jobs.server import WORKERS, answering
 from app.server import serve
 
 __all__ = ["main"]
@@ -20,25 +21,29 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--browser", action="store_true")
     options = parser.parse_args()
-    os.environ.setdefault("SIMPLAN_WORKERS", "2")
+    os.environ.setdefault(WORKERS, "2")
     import pandas  # noqa: F401  # not beside plotly, which looks at it while it is half loaded
 
     serve(options.host, options.port, browser=options.browser, then=_warm_up)
 
 
 def _warm_up() -> None:
-    """Loads what the first page needs: simplan, its compiled engine, and what draws."""
+    """Loads what the first page needs, also what draws; answers what a session starts with."""
+    answering().warm()
     import plotly.tools  # noqa: F401
 
     import app.components.plans
     import app.components.published  # noqa: F401
+    from app.results.plan import plan_result
     from app.results.quick import quick
     from app.state import START, document_text
+    from app.work import done
     from simplan.scenario import parse_scenario
 
     pipeline = START | {"plan": {"tp": 8, "pp": 2, "dp_shard": 4}}
     for document in (START, pipeline):
         quick(parse_scenario(document_text(document)))
+    done(plan_result, document_text(START), 0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from simplan.cli.output import say
+from simplan.cli.processes import ending_signals_raise
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -66,7 +67,8 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
         log_config=None,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    Server(config).run()
+    with ending_signals_raise():  # uvicorn raises again what ended it, and what was started has to end as well
+        Server(config).run()
 
 
 def settings(host: str, port: int) -> dict[str, str | int | bool]:

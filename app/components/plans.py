@@ -62,7 +62,7 @@ def show_plans(asked: SearchScenario, result: SearchResult, *, live: bool) -> No
         if not live:
             with st.container(horizontal=True):
                 download("Plans", f"{result.name} plans", "csv", csv_text(rows))
-                download("Search", f"{result.name} search", "json", lambda: json_text(result.to_json()))
+                download("Search result", f"{result.name} search", "json", lambda: json_text(result.to_json()))
     if not live:
         _show_others(result)
 

@@ -14,7 +14,9 @@ from app.components.problems import escaped
 from app.fields import remembered_choice
 from app.figures.validation import errors_figure, runs_figure
 from app.jobs.job import State
-from app.jobs.server import jobs
+from app.jobs.messages import Question
+from app.jobs.server import searches
+from app.jobs.tasks import predict_published
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.result import Accuracy
 from simplan.report.accuracy import run_rows
@@ -57,13 +59,13 @@ def show_published() -> None:
         return
     key, files = question
     num_runs = sum(len(file.runs or ()) for file in files)
-    job = jobs().find(key)
+    job = searches().find(key)
     if job is None or (job.state is State.ENDED and (job.stopped or job.error)):
         if job is not None and job.error is not None:
             raise job.error
         st.caption(f"{num_runs:,} runs that others measured, predicted from their configurations alone.")
         if st.button("Predict them", type="primary", key="predict published"):
-            jobs().start(key, "accuracy", files)
+            searches().start(key, Question(predict_published, (files,), tells=True))
             st.rerun()
     elif job.state is State.ENDED:
         _show(Accuracy(tuple(job.value)))
@@ -100,7 +102,7 @@ def _own() -> tuple[Any, list[ReadFile]] | None:
 def _watch(key: Any) -> None:
     @st.fragment(run_every=_LOOK_S)
     def progress() -> None:
-        job = jobs().find(key)
+        job = searches().find(key)
         if job is None or job.state is State.ENDED:
             st.rerun()
         job.watch()

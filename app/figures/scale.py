@@ -23,6 +23,8 @@ _RESOURCES = {
     "inter_link": "bandwidth between nodes",
 }
 
+_WIDEST = 0.12  # of the axis: a single bar is no wall
+
 
 def scale_rows(
     points: Sequence[Point], budget: float | None = None, price: float | None = None
@@ -182,7 +184,7 @@ def slow_figure(found: Sequence[SlowRank], slower: float) -> Figure:
     return figure(
         [bars],
         height=260,
-        bargap=0.3,
+        bargap=max(0.3, 1 - _WIDEST * len(found)),
         shapes=[across(100 * slower, {"color": MUTED, "dash": "dash"})],
         xaxis={"title": "the slow rank, and those that do the same", "type": "category"},
         yaxis={"title": "% longer step", "rangemode": "tozero"},

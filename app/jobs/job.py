@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from app.jobs.messages import Done, Failed, Update
-from simplan.errors import NotModelledError, RunError, SimplanError, SpecError
+from app.jobs.messages import Done, Failed, Question, Update
+from simplan.errors import RunError, SimplanError
 
 __all__ = ["Job", "Jobs", "State", "python"]
 
@@ -46,6 +46,11 @@ def _worker() -> subprocess.Popen[bytes]:
     return python("-m", "app.jobs.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.communicate()
+
+
 class Job:
     """One piece of work. Its attributes are read by pages while a thread of its own changes them.
 
@@ -53,19 +58,21 @@ class Job:
         update: How far it is; None before it says so.
         value: What is known so far, and at the end what came of it.
         error: Why there is nothing.
+        ended: Set at the end.
         started_s, seconds: When it started, and how long it took; by the monotonic clock.
     """
 
-    def __init__(self, name: str, question: Any) -> None:
-        self.name, self.question = name, question
+    def __init__(self, question: Question) -> None:
+        self.question = question
         self.state = State.WAITING
         self.update: Update | None = None
         self.value: Any = None
         self.error: SimplanError | None = None
         self.stopped = False
-        self.first_value_s: float | None = None
+        self.ended = threading.Event()
         self.seconds = 0.0
         self.started_s = time.monotonic()
+        self._num_waiting = 0
         self._watched_s = time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -74,79 +81,118 @@ class Job:
         """Says that somebody looks; work that nobody looks at for long is stopped."""
         self._watched_s = time.monotonic()
 
+    def join(self) -> bool:
+        """One more waits for it; False when it was given up a moment ago."""
+        with self._lock:
+            if self.stopped:
+                return False
+            self._num_waiting += 1
+            return True
+
+    def leave(self) -> None:
+        """One waits no more; what nobody waits for is not begun."""
+        with self._lock:
+            self._num_waiting -= 1
+            given_up = not self._num_waiting and self.state is State.WAITING
+        if given_up:
+            self.stop()
+
     def stop(self) -> None:
-        """Asks it to end with what it has, and ends it when it does not."""
+        """Asks it to end with what it has, and ends it when it does not; what is not begun ends at once."""
         with self._lock:
             if self.state is State.ENDED:
                 return
-            self.state, self.stopped = State.STOPPING, True
-            child = self._child
-        if child is not None and child.poll() is None:
+            self.stopped = True
+            if self._child is None:
+                self._set_ended()
+                return
+            self.state, child = State.STOPPING, self._child
+        if self.update is None:
+            child.kill()  # it has nothing to end with
+        else:
             child.send_signal(signal.SIGINT)
             threading.Timer(_GRACE_S, child.kill).start()
 
-    def run(self, child: subprocess.Popen[bytes]) -> None:
-        """Asks a worker and listens to the end; for the thread of the job."""
-        assert child.stdin is not None
-        assert child.stdout is not None
+    def run(self, child: subprocess.Popen[bytes]) -> bool:
+        """Asks a worker and listens to the end; for the thread of the job.
+
+        Returns:
+            Whether the worker can be asked again.
+        """
         with self._lock:
-            self._child = child
-            if not self.stopped:
-                self.state = State.RUNNING
+            if self.state is State.ENDED:
+                return True
+            self._child, self.state = child, State.RUNNING
         self.started_s = time.monotonic()
+        answered = False
         try:
-            if not self.stopped:
-                child.stdin.write(pickle.dumps((self.name, self.question)))
-                child.stdin.close()
-                self._listen(child)
+            assert child.stdin is not None
+            child.stdin.write(pickle.dumps(self.question))
+            child.stdin.flush()
+            self._listen(child)
+            answered = True
         except (EOFError, OSError, pickle.UnpicklingError):
             if not self.stopped:
-                self.error = RunError(f"the process that works on it ended (exit code {child.wait()}); start it again")
-        finally:
+                self.error = RunError(
+                    "the process that works this out ended, most likely for want of memory; ask again, or something "
+                    "smaller"
+                )
+        with self._lock:
             self.seconds = time.monotonic() - self.started_s
-            with self._lock:
-                self.state = State.ENDED
-            child.kill()
-            child.wait()
-            child.stdout.close()
+            self._set_ended()
+            return answered and not self.stopped
+
+    def run_here(self) -> None:
+        """Does the work in this thread."""
+        self._take(self.question.answer(self._take))
+        with self._lock:
+            self._set_ended()
+
+    def _set_ended(self) -> None:
+        self.state, self._child = State.ENDED, None
+        self.ended.set()
 
     def _listen(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
-        while True:
-            message = pickle.load(child.stdout)
-            if isinstance(message, Done):
-                self.value = message.value
-                return
-            if isinstance(message, Failed):
-                kind = NotModelledError if message.not_modelled else SpecError
-                self.error = kind(message.problems) if message.problems else RunError(message.bug)
-                return
-            self.update = message
-            if message.value is not None:
-                self.value = message.value
-                self.first_value_s = self.first_value_s or time.monotonic() - self.started_s
+        while not self._take(pickle.load(child.stdout)):
             if time.monotonic() - self._watched_s > _UNWATCHED_S:
                 self.stop()
 
+    def _take(self, message: Update | Done | Failed) -> bool:
+        """Remembers what it is told; whether that was the last of it."""
+        if isinstance(message, Failed):
+            self.error = message.error()
+        elif isinstance(message, Done):
+            self.value = message.value
+        else:
+            self.update = message
+            if message.value is not None:
+                self.value = message.value
+            return False
+        return True
+
 
 class Jobs:
-    """All jobs of a server: equal questions are asked once, a few run at a time, and one worker waits ready.
+    """Jobs of a server: equal questions are asked once, a few run at a time, and workers wait ready.
 
     Args:
-        at_once: How many run at a time.
+        at_once: How many run at a time; 0 for work that is done where it is asked for.
+        keep: Workers are asked again, else each works once.
     """
 
-    def __init__(self, at_once: int | None = None) -> None:
-        self._slots = threading.Semaphore(at_once or max(1, os.cpu_count() or 1))
+    def __init__(self, at_once: int, *, keep: bool = False) -> None:
+        self._at_once, self._keep = at_once, keep
+        self._slots = threading.Semaphore(at_once)
         self._jobs: OrderedDict[Hashable, Job] = OrderedDict()
         self._lock = threading.Lock()
-        self._spare: subprocess.Popen[bytes] | None = None
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def warm(self) -> None:
-        """Gets a worker ready."""
+        """Gets a worker ready, or all that are kept."""
         with self._lock:
-            if self._spare is None or self._spare.poll() is not None:
-                self._spare = _worker()
+            self._idle = [child for child in self._idle if child.poll() is None]
+            while len(self._idle) < (self._at_once if self._keep else 1):
+                self._idle.append(_worker())
 
     def find(self, key: Hashable) -> Job | None:
         """The job of a question, if it was asked."""
@@ -163,39 +209,50 @@ class Jobs:
         with self._lock:
             return sum(job.state is State.WAITING for job in self._jobs.values())
 
-    def start(self, key: Hashable, name: str, question: Any) -> Job:
+    def start(self, key: Hashable, question: Question) -> Job:
         """The job of a question: the one that runs or has its answer, else a new one.
 
         Args:
             key: Equal for equal questions.
-            name: A task of the worker.
-            question: What it takes.
+            question: What is to be done.
         """
         with self._lock:
             job = self._jobs.get(key)
             if job is not None and (job.state is not State.ENDED or not (job.stopped or job.error)):
+                self._jobs.move_to_end(key)
                 return job
-            job = self._jobs[key] = Job(name, question)
+            job = self._jobs[key] = Job(question)
             self._jobs.move_to_end(key)
             for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MOST_KEPT]:
                 del self._jobs[old]
-        threading.Thread(target=self._run, args=(job,), daemon=True).start()
+        if self._at_once:
+            threading.Thread(target=self._run, args=(job,), daemon=True).start()
+        else:
+            try:
+                job.run_here()
+            finally:
+                job.stop()  # where it ended in an error of ours
         return job
 
     def close(self) -> None:
         """Ends everything."""
         with self._lock:
-            jobs, spare, self._spare = list(self._jobs.values()), self._spare, None
+            jobs, idle, self._idle = list(self._jobs.values()), self._idle, []
         for job in jobs:
             job.stop()
-        if spare is not None:
-            spare.kill()
-            spare.communicate()
+        for child in idle:
+            _end(child)
 
     def _run(self, job: Job) -> None:
         with self._slots:
+            if job.state is State.ENDED:
+                return
             with self._lock:
-                child, self._spare = self._spare, None
+                child = self._idle.pop() if self._idle else None
             if child is None or child.poll() is not None:
                 child = _worker()
-            job.run(child)
+            if job.run(child) and self._keep:
+                with self._lock:
+                    self._idle.append(child)
+            else:
+                _end(child)

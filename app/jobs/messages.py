@@ -1,12 +1,40 @@
-"""What a worker tells the server: pickled one after the other. Both are ours and of one version."""
+"""What server and workers tell each other: pickled one after the other. Both are ours and of one version."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from simplan.errors import Problem
+from simplan.errors import SimplanError, SpecError
 
-__all__ = ["Done", "Failed", "Update"]
+__all__ = ["Done", "Failed", "Question", "Tell", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A piece of work.
+
+    Attributes:
+        task: A function of a module, without Streamlit.
+        args, kwargs: Plain data.
+        tells: Whether it says how far it is: it takes ``tell``, a ``Tell``, besides.
+    """
+
+    task: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tells: bool = False
+
+    def answer(self, tell: Tell) -> Done | Failed:
+        """Does the work; what is wrong with the question is an answer, a bug is not."""
+        more = {"tell": tell} if self.tells else {}
+        try:
+            return Done(self.task(*self.args, **self.kwargs, **more))
+        except SpecError as error:
+            return Failed(type(error), (error.problems,), error.file)
+        except SimplanError as error:
+            return Failed(type(error), error.args)
 
 
 class Update(NamedTuple):
@@ -24,6 +52,9 @@ class Update(NamedTuple):
     value: Any = None
 
 
+Tell = Callable[[Update], object]
+
+
 class Done(NamedTuple):
     """The end, with what came of it."""
 
@@ -31,14 +62,18 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The end, with the reason.
+    """The end, with the reason; errors do not survive the way between processes as they are.
 
     Attributes:
-        problems: What was wrong with the question.
-        not_modelled: Whether simplan does not model it, rather than that it is wrong.
-        bug: What happened where the question was right.
+        kind: The error.
+        args: What it is made of.
+        file: Where the problems are, if in a file.
     """
 
-    problems: tuple[Problem, ...] = ()
-    not_modelled: bool = False
-    bug: str = ""
+    kind: type[SimplanError]
+    args: tuple[Any, ...]
+    file: str | None = None
+
+    def error(self) -> SimplanError:
+        """The error as it was raised."""
+        return self.kind(*self.args, file=self.file) if issubclass(self.kind, SpecError) else self.kind(*self.args)

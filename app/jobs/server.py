@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import atexit
-
-import streamlit as st
+import os
+from functools import cache
 
 from app.jobs.job import Jobs
 from app.jobs.run import Runs
 
-__all__ = ["jobs", "runs"]
+__all__ = ["WORKERS", "answering", "runs", "searches"]
+
+WORKERS = "SIMPLAN_WORKERS"
+"""Environment variable with the number of processes that answer pages; without it pages work themselves."""
 
 
-@st.cache_resource(show_spinner=False)
-def jobs() -> Jobs:
-    """The server's jobs; they end with it."""
-    found = Jobs()
+@cache
+def searches() -> Jobs:
+    """Long work: it tells how far it is and can be stopped. It ends with the server."""
+    found = Jobs(max(1, os.cpu_count() or 1))
     atexit.register(found.close)
     return found
 
 
-@st.cache_resource(show_spinner=False)
+@cache
+def answering() -> Jobs:
+    """What pages wait for, beside searches; it ends with the server."""
+    found = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
+    atexit.register(found.close)
+    return found
+
+
+@cache
 def runs() -> Runs:
     """The server's runs; the one that goes on ends with it."""
     found = Runs()

@@ -14,8 +14,9 @@ from app.components.problems import escaped
 from app.components.question import show_question
 from app.fields import remembered_choice, remembered_number
 from app.jobs.job import Job, State
-from app.jobs.server import jobs
-from app.jobs.worker import SEARCHING
+from app.jobs.messages import Question
+from app.jobs.server import searches
+from app.jobs.tasks import SEARCHING, search_plans
 from app.page import run_page
 from simplan.report.search import search_verdict
 from simplan.scenario import SearchScenario, parse_search
@@ -44,7 +45,7 @@ def show() -> None:
     asked = parse_search(text, "scenario")
     key = ("search", text)
     _warm()
-    job = jobs().find(key)
+    job = searches().find(key)
     if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
         _show_start(asked, key, text)
     elif job.state is State.ENDED:
@@ -96,8 +97,8 @@ def _document(section: dict[str, Any]) -> dict[str, Any]:
 
 def _warm() -> None:
     """A worker is ready before the button is pressed."""
-    if not jobs().busy():
-        jobs().warm()
+    if not searches().busy():
+        searches().warm()
 
 
 def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
@@ -108,18 +109,18 @@ def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
         "`simplan predict` says."
     )
     if st.button("Search", type="primary", icon=":material/search:", key="search start"):
-        jobs().start(key, "search", text)
+        searches().start(key, Question(search_plans, (text,), tells=True))
         st.rerun()
 
 
 def _show_running(asked: SearchScenario, key: Any) -> None:
     """How far it is, often; its plans, which take a browser longer to draw, less often."""
-    known = jobs().find(key)
+    known = searches().find(key)
     had_plans = known is not None and isinstance(known.value, SearchResult)
 
     @st.fragment(run_every=_LOOK_S)
     def progress() -> None:
-        job = jobs().find(key)
+        job = searches().find(key)
         if job is None or job.state is State.ENDED or _is_searched(job):
             st.rerun()
         if not had_plans and isinstance(job.value, SearchResult):
@@ -133,7 +134,7 @@ def _show_running(asked: SearchScenario, key: Any) -> None:
 
     @st.fragment(run_every=_DRAW_S)
     def plans() -> None:
-        job = jobs().find(key)
+        job = searches().find(key)
         if job is not None and isinstance(job.value, SearchResult):
             show_plans(asked, job.value, live=True)
 
@@ -157,7 +158,7 @@ def _show_explaining(asked: SearchScenario, job: Job, key: Any) -> None:
 
     @st.fragment(run_every=_LOOK_S)
     def progress() -> None:
-        now = jobs().find(key)
+        now = searches().find(key)
         if now is None or now.state is State.ENDED or _num_explained(now.value) != known:
             st.rerun()
         now.watch()
@@ -179,7 +180,7 @@ def _show_verdict(result: SearchResult, after: str = "") -> None:
 def _show_progress(job: Job) -> None:
     update = job.update
     if job.state is State.WAITING:
-        ahead = jobs().waiting()
+        ahead = searches().waiting()
         st.progress(0.0, text=f"waiting for other searches on this server to end ({ahead} wait)")
     elif job.state is State.STOPPING:
         st.progress(1.0, text="stopping with the best so far")
@@ -208,7 +209,7 @@ def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
     job.watch()
     if job.error is not None:
         if st.button("Search again", icon=":material/refresh:", key="search again"):
-            jobs().start(key, "search", text)
+            searches().start(key, Question(search_plans, (text,), tells=True))
             st.rerun()
         raise job.error
     result = job.value
@@ -217,7 +218,7 @@ def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
     with line:
         _show_verdict(result, f" (in {job.seconds:,.1f} s)")
     if result.interrupted and again.button("Search on", icon=":material/refresh:", key="search again", width="stretch"):
-        jobs().start(key, "search", text)
+        searches().start(key, Question(search_plans, (text,), tells=True))
         st.rerun()
     show_plans(asked, result, live=False)
     for name in basket.pinned():

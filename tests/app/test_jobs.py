@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.jobs.job import Job, Jobs, State
-from app.jobs.messages import Failed
-from app.jobs.worker import _answer
+from app.jobs.messages import Failed, Question
+from app.jobs.tasks import search_plans
 from simplan.errors import SpecError
 from simplan.scenario import parse_search
 from simplan.search import SearchResult, search
@@ -37,6 +37,10 @@ def jobs() -> Iterator[Jobs]:
     found.close()
 
 
+def searching(text: str) -> Question:
+    return Question(search_plans, (text,), tells=True)
+
+
 def until(job: Job, holds: Callable[[Job], bool]) -> None:
     deadline_s = time.monotonic() + 240
     while not holds(job):
@@ -47,21 +51,21 @@ def until(job: Job, holds: Callable[[Job], bool]) -> None:
 
 def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
     jobs.warm()
-    job = jobs.start("small", "search", SMALL)
-    assert jobs.start("small", "search", SMALL) is job, "equal questions are asked once"
+    job = jobs.start("small", searching(SMALL))
+    assert jobs.start("small", searching(SMALL)) is job, "equal questions are asked once"
     until(job, lambda job: job.state is State.ENDED)
     asked = parse_search(SMALL)
     alone = search(asked.model, asked.cluster, asked.training, asked.software, asked.space)
     assert isinstance(job.value, SearchResult)
     assert (job.value.ranked, job.value.pareto) == (alone.ranked, alone.pareto)
-    assert jobs.start("small", "search", SMALL) is job, "an answer is kept"
+    assert jobs.start("small", searching(SMALL)) is job, "an answer is kept"
 
 
 @pytest.mark.slow
 def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -> None:
     jobs.warm()
-    job = jobs.start("large", "search", LARGE)
-    second = jobs.start("second", "search", SMALL)
+    job = jobs.start("large", searching(LARGE))
+    second = jobs.start("second", searching(SMALL))
     until(job, lambda job: job.value is not None)
     assert job.state is State.RUNNING
     assert second.state is State.WAITING, "one at a time here"
@@ -73,18 +77,18 @@ def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -
     assert job.value.ranked
     until(second, lambda job: job.state is State.ENDED)
     assert second.value is not None
-    assert jobs.start("large", "search", SMALL) is not job
+    assert jobs.start("large", searching(SMALL)) is not job
 
 
 def test_what_is_wrong_is_told_as_problems() -> None:
-    told = _answer("search", WRONG, lambda _: None)
+    told = searching(WRONG).answer(lambda _: None)
     assert isinstance(told, Failed)
-    assert "dgx-h100" in str(told.problems)
+    assert "dgx-h100" in str(told.error())
 
 
 @pytest.mark.slow
 def test_what_is_wrong_comes_back_as_problems(jobs: Jobs) -> None:
-    job = jobs.start("wrong", "search", WRONG)
+    job = jobs.start("wrong", searching(WRONG))
     until(job, lambda job: job.state is State.ENDED)
     assert isinstance(job.error, SpecError)
     assert "dgx-h100" in str(job.error)

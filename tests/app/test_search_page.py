@@ -17,9 +17,9 @@ from streamlit.testing.v1 import AppTest
 from app import basket
 from app.figures.plans import AXES, COLOURS
 from app.jobs.job import Job, Jobs, State
-from app.jobs.messages import Update
-from app.jobs.server import jobs
-from app.jobs.worker import search_plans
+from app.jobs.messages import Question, Update
+from app.jobs.server import searches
+from app.jobs.tasks import search_plans
 from simplan.scenario import parse_scenario
 from simplan.search.space import OBJECTIVES
 from simplan.spec.plan import ParallelPlan
@@ -33,8 +33,8 @@ PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedu
 def no_jobs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("app.jobs.job.Jobs.warm", lambda _: None)
     yield
-    jobs().close()
-    jobs.clear()
+    searches().close()
+    searches.cache_clear()
 
 
 def opened(view: dict[str, Any] | None = None, document: Mapping[str, Any] = TINY) -> AppTest:
@@ -60,7 +60,7 @@ def test_a_link_starts_no_search() -> None:
     page.run()
     assert complaints(page) == []
     assert button(page, "Search")
-    assert not jobs().busy()
+    assert not searches().busy()
 
 
 def test_plans_are_found_pinned_and_compared() -> None:
@@ -90,7 +90,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert [sum(plan.explanation is not None for plan in update.value.ranked) for update in later] == [0, 1, 2]
     assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
     assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
-    job = Job("search", text)
+    job = Job(Question(search_plans, (text,)))
     job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     page = opened()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
-from app.jobs.server import jobs, runs
+from app.jobs.server import runs, searches
 from simplan.cli.dashboard import RUN_FLAG
 from tests.app.pages import SMALL, assert_no_bug, opened
 from tests.app.test_uploads import made
@@ -33,7 +33,7 @@ def test_a_link_starts_no_run(flag: str, monkeypatch: pytest.MonkeyPatch) -> Non
     page = opened("validate", HERE, view)
     assert_no_bug(page)
     assert runs().last is None
-    assert not jobs().busy()
+    assert not searches().busy()
     assert ("Run it here" in [button.label for button in page.button]) is (flag == "1")
 
 
@@ -61,7 +61,7 @@ def test_no_link_shows_an_exception(view: dict[str, Any], cluster: object, model
         patch.setenv(RUN_FLAG, flag)
         assert_no_bug(opened("validate", {**SMALL, "cluster": cluster, "model": model}, view))
     assert runs().last is None
-    assert not jobs().busy()
+    assert not searches().busy()
 
 
 def test_published_runs_of_the_repository_are_offered() -> None:

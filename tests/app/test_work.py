@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from app import work
+from app.jobs.job import Job
+from app.jobs.messages import Question
+from app.jobs.server import WORKERS, answering
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 
 CALLS: list[int] = []
@@ -26,9 +31,12 @@ def fail() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh() -> Iterator[None]:
     CALLS.clear()
-    work._desk.clear()
+    answering.cache_clear()
+    yield
+    answering().close()
+    answering.cache_clear()
 
 
 def test_what_was_asked_is_not_asked_again() -> None:
@@ -56,10 +64,23 @@ def test_a_bug_is_not_kept() -> None:
 def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    monkeypatch.setenv(work.WORKERS, "1")
+    monkeypatch.setenv(WORKERS, "1")
     with pytest.raises(SpecError, match="must be 2"):
         work.awaited("refusing", refuse, SpecError)
     with pytest.raises(RunError, match="ended"):
         work.awaited("ending", os._exit, 1)
     assert work.awaited("doubling", double, 5) == 10
-    work._desk().shut()
+    with pytest.raises(RunError, match="ZeroDivisionError"):
+        work.awaited("failing", fail)
+    assert work.awaited("asking", os.getpid) == work.done(os.getpid), "one worker, asked again"
+
+
+def test_what_nobody_waits_for_is_not_begun() -> None:
+    job = Job(Question(double, (3,)))
+    assert job.join()
+    assert job.join()
+    job.leave()
+    assert not job.ended.is_set()
+    job.leave()
+    assert job.ended.is_set()
+    assert not job.join()

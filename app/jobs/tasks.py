@@ -1,0 +1,71 @@
+"""Work that says how far it is: a search, and the prediction of published runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from app.jobs.messages import Tell, Update
+from simplan.accuracy.evaluate import predict_runs
+from simplan.accuracy.reading import ReadFile
+from simplan.scenario import parse_search
+from simplan.search import Progress, SearchResult, search
+
+__all__ = ["SEARCHING", "predict_published", "search_plans", "warm_up"]
+
+SEARCHING = "searching"
+"""What a search does until all plans are looked at; then it explains the best."""
+
+_PAUSE_S = 0.25
+
+_SMALL = """
+model: {family: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, intermediate_size: 128,
+  vocab_size: 64, seq_len: 32}
+cluster: {preset: dgx-h100, num_devices: 2}
+training: {global_batch_size: 4}
+search: {objectives: [step_time, memory], top: 1, microbatch_size: 1}
+"""
+
+
+def warm_up() -> None:
+    """Brings what predicts and searches, and its machine code, into memory."""
+    search_plans(_SMALL, lambda _: None)
+
+
+def search_plans(text: str, tell: Tell) -> SearchResult:
+    """The best plans of a scenario with a search, told while they are found."""
+    asked = parse_search(text)
+    told_s, had = 0.0, False
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal told_s, had
+        found = progress.best_step_time_s is not None
+        if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
+            told_s, had = time.monotonic(), found
+            tell(Update(progress.done, progress.total, progress.doing, _known(progress) if found else None))
+
+    return search(
+        asked.model,
+        asked.cluster,
+        asked.training,
+        asked.software,
+        asked.space,
+        name=asked.name,
+        soon=True,
+        on_progress=on_progress,
+    )
+
+
+def _known(progress: Progress) -> SearchResult:
+    """What is known so far; once all plans are looked at that is no interrupted search, only not explained yet."""
+    return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
+
+
+def predict_published(files: list[ReadFile], tell: Tell) -> Any:
+    """Outcomes of published runs."""
+
+    def on_progress(done: int, of: int) -> None:
+        tell(Update(done, of, "predicting"))
+
+    return predict_runs(files, on_progress=on_progress)
