@@ -93,16 +93,19 @@ def check_reductions(
             moved[stream, message.kind] += message.num_bytes
         expert_bytes = reduced * _expert_gradients(program, rank)
         all_bytes = program.resting_bytes[rank][MemoryCategory.GRADIENTS] // held * reduced
-        held_bytes = times * (all_bytes - expert_bytes)
-        assert moved[Stream.EXPERT_DATA, kind] == (expert_bytes if plan.expert_ranks > plan.ep else 0)
+        held_bytes = times * (all_bytes - expert_bytes // plan.expert_shards)
+        shards_experts = plan.expert_shards > 1
+        alike = plan.expert_ranks > plan.ep and not shards_experts
+        assert moved[Stream.EXPERT_DATA, kind] == (expert_bytes if alike else 0)
         replicated, sharded, whole = (
             moved[Stream.REPLICATE, CollectiveKind.ALL_REDUCE],
             moved[Stream.SHARD, CollectiveKind.REDUCE_SCATTER],
             moved[Stream.DATA, kind],
         )
         if plan.shards_parameters:
-            replicas_bytes = held_bytes if plan.dp_replicate > 1 else 0
-            assert (sharded, replicated, whole) == (held_bytes * num_shards, replicas_bytes, 0)
+            experts_bytes = times * expert_bytes if shards_experts else 0
+            replicas_bytes = held_bytes + experts_bytes // plan.expert_shards if plan.dp_replicate > 1 else 0
+            assert (sharded, replicated, whole) == (held_bytes * num_shards + experts_bytes, replicas_bytes, 0)
         else:
             replicas_bytes = held_bytes if plan.dp * plan.cp > 1 else 0
             assert (sharded, whole) == (0, replicas_bytes)

@@ -34,7 +34,7 @@ def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> in
         return kept_weight_bytes(state.linear, kernel)
     if not (kernel.trained and kernel.propagates):
         return 0
-    spread = any(p.expert for p in layer.parameters if p.name == f"{kernel.name}.weight")
+    spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
     narrows = spread and state.gathered != state.parameter
     return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))
 

@@ -60,6 +60,7 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
             mapping.ep_group,
             mapping.etp_group,
             mapping.expert_group,
+            mapping.expert_shard_group,
         )
     ]
 

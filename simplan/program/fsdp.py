@@ -2,21 +2,22 @@
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard and torch/distributed/pipelining/stage.py. Without a pipeline a
 unit is gathered before its forward, and, if it was resharded, before its backward, one unit ahead; its gradients are
-reduced after it. In a pipeline a whole stage is gathered at UNSHARD, its gradients add up unsharded and are reduced at
-REDUCE_GRAD. Frozen weights are gathered as others are, and have nothing to reduce; a frozen embedding is even asked for
-in backward, which does not come to it, and let go at its end.
+reduced after it. Experts that are sharded among the ranks that have the same ones are a unit inside of their layer's,
+gathered after it and reduced before it; both are around the whole layer here (torchtitan asks for both ahead,
+torchtitan/models/llama4/infra/parallelize.py). In a pipeline a whole stage is gathered at UNSHARD, its gradients add
+up unsharded and are reduced at REDUCE_GRAD. Frozen weights are gathered as others are, and have nothing to reduce; a
+frozen embedding is even asked for in backward, which does not come to it, and let go at its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.hooks import Hooks
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
 from simplan.program.stage import Stages
-from simplan.program.units import Unit, unit_of_layer
+from simplan.program.units import Unit, merged_units, unit_of_layer, units_at
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
 
@@ -40,16 +41,17 @@ class FsdpHooks(Hooks):
         self._in_pipeline = plan.pp > 1
         self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
         self.shard_group = stages.mapping.shard_group(writer.rank)
+        self._expert_group = stages.mapping.expert_shard_group(writer.rank)
         self._replicate_group = stages.mapping.replicate_group(writer.rank)
         self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
         self.units: dict[int, tuple[Unit, ...]] = {
-            stage: stages.units[stage] if level == 2 else (_one(stages.units[stage]),)
+            stage: stages.units[stage] if level == 2 else merged_units(stages.units[stage])
             for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
         }
         self._unit_of = {stage: unit_of_layer(units) for stage, units in self.units.items()}
-        self._first = {s: {unit.layers[0]: i for i, unit in enumerate(units)} for s, units in self.units.items()}
-        self._last = {s: {unit.layers[-1]: i for i, unit in enumerate(units)} for s, units in self.units.items()}
+        self._first = {s: units_at([unit.layers[0] for unit in units]) for s, units in self.units.items()}
+        self._last = {s: units_at([unit.layers[-1] for unit in units]) for s, units in self.units.items()}
         self.gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
         self._gathered: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
@@ -78,7 +80,7 @@ class FsdpHooks(Hooks):
             self._settle(action)
             return
         stage = action.stage
-        for index in (self._first[stage][layer] for layer in part if layer in self._first[stage]):
+        for index in self._beginning(action, part):
             if (stage, index) not in self._gathered:
                 # the first one waits for all before it, the others for the buffer before the last to be copied out
                 waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
@@ -97,7 +99,7 @@ class FsdpHooks(Hooks):
         stage = action.stage
         layers = self.stages.layers[stage]
         effects: list[MemoryEffect] = []
-        for index in (self._last[stage][layer] for layer in part if layer in self._last[stage]):
+        for index in self._ending(action, part):
             unit = self.units[stage][index]
             if self._reshards and not unit.stays:
                 self._gathered.discard((stage, index))
@@ -120,13 +122,14 @@ class FsdpHooks(Hooks):
             return
         if self._at_head(stage, part):  # nothing is asked for before backward is through the loss
             self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
-        if (stage, index) not in self._gathered:
-            if (stage, index) not in self.gathering:
-                self.gather(action, index, [])
-            self.copy_out(action, index, in_forward=False)
-        for ahead in self.units_ahead(unit, index):
-            if (stage, ahead) not in self._gathered and (stage, ahead) not in self.gathering:
-                self.gather(action, ahead, self._copied[-1:])
+        for index in sorted(self._ending(action, part), reverse=True):  # experts after what is around them
+            if (stage, index) not in self._gathered:
+                if (stage, index) not in self.gathering:
+                    self.gather(action, index, [])
+                self.copy_out(action, index, in_forward=False)
+            for ahead in self.units_ahead(self.units[stage][index], index):
+                if (stage, ahead) not in self._gathered and (stage, ahead) not in self.gathering:
+                    self.gather(action, ahead, self._copied[-1:])
 
     def units_ahead(self, unit: Unit, index: int) -> range:
         """What backward asks for beside a unit."""
@@ -143,11 +146,12 @@ class FsdpHooks(Hooks):
         index = self._unit_of[stage][part[0]]
         if self.units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
             return
-        if self._synchronizes(action) and self.units[stage][index].trained:
-            self.reduce_unit(action, index, made_now=True)
-            return
-        self._hold_gradients(action, [index])
-        self._reshard(action, [index])
+        for each in reversed(self._beginning(action, part)):
+            if self._synchronizes(action) and self.units[stage][each].trained:
+                self.reduce_unit(action, each, made_now=True)
+            else:
+                self._hold_gradients(action, [each])
+                self._reshard(action, [each])
 
     def after_input_gradients(self, action: Action, part: range) -> None:
         """Hooks find the gradients of the microbatch before, and widen them."""
@@ -214,14 +218,15 @@ class FsdpHooks(Hooks):
         """Issues the all-gather of a unit."""
         state, unit = self.stages.state, self.units[action.stage][index]
         num_bytes = unit.padded * state.gathered
-        cast_bytes = unit.trained_padded * state.gathered // self.num_shards if self._casts else 0
+        group = self._group(unit)
+        cast_bytes = unit.trained_padded * state.gathered // len(group) if self._casts else 0
         if self._host_waits and not in_background:
             waits = [self.writer.last_compute]
         gather = self.writer.collective(
             action,
             Stream.SHARD,
             self.name(action, index, "all_gather"),
-            Message(CollectiveKind.ALL_GATHER, num_bytes, self.shard_group),
+            Message(CollectiveKind.ALL_GATHER, num_bytes, group),
             waits,
             [MemoryEffect(_BUFFERS, num_bytes + cast_bytes + self._copied_by_gloo(num_bytes), num_bytes)],
         )
@@ -252,7 +257,16 @@ class FsdpHooks(Hooks):
     def _beginning(self, action: Action, part: range) -> list[int]:
         """Units whose first layer is among these."""
         first = self._first[action.stage]
-        return [first[layer] for layer in part if layer in first]
+        return [index for layer in part for index in first.get(layer, ())]
+
+    def _ending(self, action: Action, part: range) -> list[int]:
+        """Those whose last layer is."""
+        last = self._last[action.stage]
+        return [index for layer in part for index in last.get(layer, ())]
+
+    def _group(self, unit: Unit) -> tuple[int, ...]:
+        """Ranks over which a unit is sharded."""
+        return self._expert_group if unit.experts else self.shard_group
 
     def _widen(self, action: Action, indices: list[int]) -> None:
         """Adds gradients in the precision of the weights to those that are held, and lets go of them."""
@@ -279,7 +293,8 @@ class FsdpHooks(Hooks):
         """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard."""
         state, unit, key = self.stages.state, self.units[action.stage][index], (action.stage, index)
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
-        output_bytes = input_bytes // self.num_shards
+        group = self._group(unit)
+        output_bytes = input_bytes // len(group)
         held_bytes = unit.trained * state.accumulated if key in self._accumulated else 0
         self._accumulated.discard(key)
         # new gradients of the same precision are added in place to those that are held
@@ -304,7 +319,7 @@ class FsdpHooks(Hooks):
             action,
             Stream.SHARD,
             self.name(action, index, "reduce_scatter"),
-            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, self.shard_group),
+            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, group),
             (copied,),
             [MemoryEffect(_BUFFERS, output_bytes + copy_bytes, output_bytes if replicated else 0)],
         )
@@ -345,30 +360,18 @@ class FsdpHooks(Hooks):
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
         if not self.stages.software.copies_units:
             return ()
-        return self.stages.work(action.stage, self.units[action.stage][index].layers, phase, experts=False)
+        unit = self.units[action.stage][index]
+        return self.stages.work(action.stage, unit.layers, phase, of="experts" if unit.experts else "rest")
 
     def name(self, action: Action, index: int, what: str) -> str:
         """Of an operation on a unit."""
         layers = self.units[action.stage][index].layers
         if self.level == 1:
             return what
-        return f"{what} {self.stages.layer_name(action.stage, layers[0])}"
+        of = " experts" if self.units[action.stage][index].experts else ""
+        return f"{what} {self.stages.layer_name(action.stage, layers[0])}{of}"
 
 
 def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
     """Frees before anything else happens."""
     return MemoryEffect(category, -num_bytes, -num_bytes)
-
-
-@lru_cache(maxsize=256)
-def _one(units: tuple[Unit, ...]) -> Unit:
-    """A whole stage as one unit, for Level 1."""
-    return Unit(
-        tuple(sorted(layer for unit in units for layer in unit.layers)),
-        sum(unit.elements for unit in units),
-        sum(unit.padded for unit in units),
-        stays=all(unit.stays for unit in units),
-        trained=sum(unit.trained for unit in units),
-        trained_padded=sum(unit.trained_padded for unit in units),
-        matrices=tuple(matrix for unit in units for matrix in unit.matrices),
-    )

@@ -137,7 +137,7 @@ class DdpHooks(Hooks):
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Gradients are divided by the number of data-parallel ranks before they are summed."""
-        return self.stages.work(action.stage, part, Phase.SCALE, experts=False) if self._reduces(action) else ()
+        return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """Remembers when gradients are there."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
@@ -29,6 +29,9 @@ __all__ = ["Crossing", "Deal", "LayerFacts", "Stages", "layer_facts"]
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """By rank of a shard group, elements it owns of (stage, layer)."""
+
+Weights = Literal["all", "rest", "experts"]
+"""Which weights of a layer: experts of which other ranks have others, or the rest."""
 
 
 class Crossing(NamedTuple):
@@ -64,7 +67,8 @@ class Stages:
         layers: By stage, its layers as one rank has them.
         owned: By stage and layer, the parameters it brings.
         trained: Those of them that are not frozen.
-        experts: By stage and layer, those of them that data parallelism leaves alone: other ranks have other experts.
+        experts: By stage and layer, those of them that data parallelism leaves alone, or FSDP shards among fewer ranks:
+            other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         splits_sends: Tensor-parallel ranks have equal tensors, of which each sends a part.
         crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
@@ -106,7 +110,12 @@ class Stages:
         self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
-            fsdp_units(layers, num_shards, keep_last=plan.pp == 1 and software.keep_last_gathered)
+            fsdp_units(
+                layers,
+                num_shards,
+                keep_last=plan.pp == 1 and software.keep_last_gathered,
+                expert_shards=plan.expert_shards,
+            )
             if plan.shards_parameters
             else ()
             for layers in self.layers
@@ -122,7 +131,7 @@ class Stages:
         self.deals: dict[int, Deal] = {}
         self.held: dict[tuple[int, int, bool], int] = {}
         self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
-        self._work: dict[tuple[int, range | tuple[int, ...], Phase, bool], tuple[LayerWork, ...]] = {}
+        self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""
@@ -172,7 +181,7 @@ class Stages:
         return f"block {self._first_block[stage] + position}" if kind is LayerKind.BLOCK else str(kind)
 
     def work(
-        self, stage: int, part: range | tuple[int, ...], phase: Phase, *, experts: bool = True
+        self, stage: int, part: range | tuple[int, ...], phase: Phase, *, of: Weights = "all"
     ) -> tuple[LayerWork, ...]:
         """A phase of some layers of a stage over all that they own, or, but for gathering, all of it that is trained.
 
@@ -181,17 +190,17 @@ class Stages:
         Args:
             stage, part: Which layers.
             phase: One of parameters or gradients.
-            experts: Also over experts that data parallelism leaves alone.
+            of: All weights, or experts of which other ranks have others, or all but these.
         """
-        key = (stage, part, phase, experts)
+        key = (stage, part, phase, of)
         found = self._work.get(key)
         if found is None:
             b = self.plan.microbatch_size
-            left = [0 if experts else number for number in self.experts[stage]]
+            experts = self.experts[stage]
             number = self.owned[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
-            found = self._work[key] = tuple(
-                LayerWork(self.layers[stage][i], phase, b, number[i] - left[i]) for i in part
-            )
+            rest = [each - apart for each, apart in zip(number, experts, strict=True)]
+            counted = {"all": number, "experts": experts, "rest": rest}[of]
+            found = self._work[key] = tuple(LayerWork(self.layers[stage][i], phase, b, counted[i]) for i in part)
         return found
 
     def facts(self, stage: int, position: int) -> LayerFacts:

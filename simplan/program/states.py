@@ -18,10 +18,11 @@ class OptimizerStates:
     """States of one rank.
 
     FSDP shards every parameter along one dimension (``shard_dimension``), padded, as it does gradients and optimizer
-    states. ZeRO-1 leaves parameters and gradients whole. Of torch it gives each of them, whole, to one rank of the
-    shard group to update; experts of which other ranks have others are whole on their rank, which updates them itself.
-    Of other software every rank of the group updates as many elements of flat buffers, of experts those of the ranks
-    that have the same ones.
+    states; experts of which other ranks have others among the ranks that have the same ones, or not at all. ZeRO-1
+    leaves parameters and gradients whole. Of torch it gives each of them, whole, to one rank of the shard group to
+    update; experts of which other ranks have others are whole on their rank, which updates them itself. Of other
+    software every rank of the group updates as many elements of flat buffers, of experts those of the ranks that have
+    the same ones.
 
     Args:
         stages: Facts about the stages.
@@ -34,6 +35,7 @@ class OptimizerStates:
         self._group = mapping.shard_group(rank)
         self._mine = stages.stages_of(mapping.place(rank).pp)
         self._num_shards = len(self._group) if plan.shards_parameters else 1
+        self._expert_shards = plan.expert_shards
         self._shard_rank = self._group.index(rank)
         self.shares_evenly = plan.shards_optimizer_only and stages.software.optimizer_shards == "elements"
         deals = plan.shards_optimizer_only and not self.shares_evenly
@@ -69,7 +71,7 @@ class OptimizerStates:
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""
-        if not any(self._stages.experts[stage]):
+        if self._expert_shards > 1 or not any(self._stages.experts[stage]):
             return []
         return [
             parameter.num_elements
@@ -80,8 +82,9 @@ class OptimizerStates:
 
     @property
     def expert_elements(self) -> int:
-        """The same of all stages, together."""
-        return sum(sum(self.expert_gradients(stage)) for stage in self._mine)
+        """Of experts that other ranks do not have, what this one holds, of all stages."""
+        places = ((stage, position) for stage in self._mine for position in self._positions(stage))
+        return sum(self._experts_shard(stage, position) for stage, position in places)
 
     def partial_elements(self, stage: int) -> int:
         """Gradients of a stage that the rank holds and that are summed over tensor-parallel ranks."""
@@ -168,7 +171,7 @@ class OptimizerStates:
         held = [layer.parameters[index] for index in self._own_indices(stage, position)]
         shapes = [parameter.shape for parameter in held if not parameter.expert]
         sharded = sum(self._own_part(shape) for shape in shapes)
-        return sharded + self._stages.experts[stage][position]
+        return sharded + self._experts_shard(stage, position)
 
     def gathers(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Updated parameters that ranks gather afterwards, where they share evenly: (group, bytes)."""
@@ -233,4 +236,9 @@ class OptimizerStates:
         held = [layer.parameters[index] for index in self._own_indices(stage, position)]
         shapes = [parameter.shape for parameter in held if not (parameter.expert or (trained and parameter.frozen))]
         sharded = sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
-        return sharded + self._stages.experts[stage][position]
+        return sharded + self._experts_shard(stage, position)
+
+    def _experts_shard(self, stage: int, position: int) -> int:
+        """What the rank holds of experts that other ranks do not have, padding included."""
+        shapes = [p.shape for p in self._stages.layers[stage][position].parameters if p.expert]
+        return sum(padded_elements(shape, self._expert_shards) // self._expert_shards for shape in shapes)

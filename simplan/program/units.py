@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from simplan.spec.layer import LayerKind, LayerSpec
 
-__all__ = ["Unit", "fsdp_units", "padded_elements", "shard_dimension", "unit_of_layer"]
+__all__ = ["Unit", "fsdp_units", "merged_units", "padded_elements", "shard_dimension", "unit_of_layer", "units_at"]
 
 
 class Unit(NamedTuple):
@@ -16,12 +17,13 @@ class Unit(NamedTuple):
 
     Attributes:
         layers: Positions in the stage, ascending.
-        elements: Parameters, a tied weight counted once, without experts of which other ranks have others.
+        elements: Parameters, a tied weight counted once; without experts of which other ranks have others, or these.
         padded: The same once every dimension that is sharded is padded to a multiple of the shards, as torch does.
         stays: It is not resharded between forward and backward, whatever the plan says.
         trained, trained_padded: As ``elements`` and ``padded``, without frozen weights: what has gradients.
         matrices: Elements of its trained parameters that are not vectors, in the order of forward.
         has_backward: Backward comes to it: to all but an embedding that is frozen.
+        experts: It is the experts of a layer of which other ranks have others, sharded among those that have the same.
     """
 
     layers: tuple[int, ...]
@@ -32,17 +34,23 @@ class Unit(NamedTuple):
     trained_padded: int
     matrices: tuple[int, ...]
     has_backward: bool = True
+    experts: bool = False
 
 
-def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool) -> tuple[Unit, ...]:
+def fsdp_units(
+    layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool, expert_shards: int = 1
+) -> tuple[Unit, ...]:
     """Units of a stage in the order in which FSDP has ended their forward.
 
     Every layer is one, but for an embedding and a head that share a weight: they belong to the root, which ends last.
+    Experts that are sharded among other ranks are one of their own, which ends before the rest of their layer
+    (torchtitan, torchtitan/models/llama4/infra/parallelize.py, ``apply_fsdp``).
 
     Args:
         layers: The stage.
         num_shards: Ranks over which parameters are sharded.
         keep_last: The unit with which backward begins stays gathered.
+        expert_shards: Ranks over which experts are sharded of which other ranks have others; 1 for none.
     """
     head = len(layers) - 1
     tied = layers[0].kind is LayerKind.EMBEDDING and bool(layers[head].tied)
@@ -50,24 +58,26 @@ def fsdp_units(layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool)
     groups: list[tuple[int, ...]] = [(position,) for position in alone]
     if tied:
         groups.append((0, head))
-    seen: dict[tuple[str, ...], Unit] = {}  # layers that are alike make units that are
-    units = []
+    seen: dict[tuple[str, ...], tuple[Unit, ...]] = {}  # layers that are alike make units that are
+    units: list[Unit] = []
     for group in groups:
         members = [layers[position] for position in group]
         key = tuple(layer.key for layer in members)
         if key not in seen:
-            seen[key] = _unit(members, num_shards, tied=tied)
-        units.append(seen[key]._replace(layers=group, stays=keep_last and group == groups[-1]))
+            apart = expert_shards > 1 and any(p.expert for layer in members for p in layer.parameters)
+            experts = [_unit(members, expert_shards, experts=True)] * apart
+            seen[key] = (*experts, _unit(members, num_shards, tied=tied))
+        units += [unit._replace(layers=group, stays=keep_last and group == groups[-1]) for unit in seen[key]]
     return tuple(units)
 
 
-def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool) -> Unit:
+def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool = False, experts: bool = False) -> Unit:
     """A unit that is nowhere yet."""
     owned = [
         parameter
         for layer in layers
         for parameter in layer.parameters
-        if not (parameter.expert or (tied and parameter.name in layer.tied))
+        if parameter.expert == experts and not (tied and parameter.name in layer.tied)
     ]
     trained = [parameter for parameter in owned if not parameter.frozen]
     return Unit(
@@ -79,6 +89,7 @@ def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool) -> Unit:
         trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
         matrices=tuple(parameter.num_elements for parameter in trained if len(parameter.shape) > 1),
         has_backward=bool(trained) or layers[-1].kind is not LayerKind.EMBEDDING,
+        experts=experts,
     )
 
 
@@ -98,5 +109,34 @@ def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
 
 
 def unit_of_layer(units: Sequence[Unit]) -> dict[int, int]:
-    """By layer, the index of its unit."""
+    """By layer, the index of its unit; of one with experts of their own, that of the rest."""
     return {layer: index for index, unit in enumerate(units) for layer in unit.layers}
+
+
+def units_at(layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """By layer, the indices of what is there, as it is gathered: the last one first."""
+    found: dict[int, tuple[int, ...]] = {}
+    for index, layer in enumerate(layers):
+        found[layer] = (index, *found.get(layer, ()))
+    return found
+
+
+@lru_cache(maxsize=256)
+def merged_units(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """A whole stage as one unit, for Level 1, and one of its experts where these are apart."""
+    experts = tuple(unit for unit in units if unit.experts)
+    rest = tuple(unit for unit in units if not unit.experts)
+    return (_one(experts), _one(rest)) if experts else (_one(rest),)
+
+
+def _one(units: tuple[Unit, ...]) -> Unit:
+    return Unit(
+        tuple(sorted(layer for unit in units for layer in unit.layers)),
+        sum(unit.elements for unit in units),
+        sum(unit.padded for unit in units),
+        stays=all(unit.stays for unit in units),
+        trained=sum(unit.trained for unit in units),
+        trained_padded=sum(unit.trained_padded for unit in units),
+        matrices=tuple(matrix for unit in units for matrix in unit.matrices),
+        experts=units[0].experts,
+    )

@@ -35,7 +35,8 @@ RULES: Mapping[str, str] = MappingProxyType(
         "sequence_parallel_modelled": "sequence parallelism of this model is not modelled",
         "sequence_parallel_of_experts": "tensor parallelism beside experts goes with sequence parallelism",
         "ep_divides": "ep must divide num_experts and dp_replicate x dp_shard x cp x tp",
-        "ep_covers_shards": "ep must be a multiple of dp_shard x cp x tp where whole tensors are sharded",
+        "ep_covers_shards": "ep must be a multiple of dp_shard x cp x tp where whole optimizer states are dealt out",
+        "ep_within_replicas": "ep must divide dp_shard x cp x tp, or be a multiple of it, with FSDP",
         "stages_within_layers": "every stage needs a layer",
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
@@ -96,7 +97,7 @@ class Rules:
         self._question = question
         self.in_low_precision = low is not None
         self._low_sizes: dict[Candidate, bool] = {}
-        self._no_tp = whole or normed or (low is not None and low.kept == "quantized")
+        self._no_tp = whole or normed
         self._no_cp = whole or self._of_classes or family.task == "masked_token" or bool(model.document_lengths)
         self._no_splits = bool(self._experts or self._convolutions or model.lora_rank or self.in_low_precision)
         self._no_ring = family.alibi or any(model.windows) or cluster.device.kind == "cpu"
@@ -149,9 +150,11 @@ class Rules:
             return "tied_embeddings_sharded"
         if sharded and self._convolutions and self._half:
             return "sharded_precision_modelled"
-        apart = self._experts and ep * tp > 1
-        if apart and zero_stage and num_shards > 1 and ep % (num_shards * tp) and not (zero_stage == 1 and self._even):
-            return "ep_covers_shards"
+        if self._experts and ep * tp > 1 and zero_stage and num_shards > 1 and ep % (num_shards * tp):
+            if sharded and num_shards * tp % ep:
+                return "ep_within_replicas"
+            if not sharded and not self._even:
+                return "ep_covers_shards"
         return None
 
     def pipeline(self, pp: int, schedule: str, virtual_stages: int) -> str | None:

@@ -103,7 +103,11 @@ def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan, software
         return
     even = plan.shards_optimizer_only and software.optimizer_shards == "elements"
     shards = plan.dp_shard * plan.cp * plan.tp // plan.etp
-    if (plan.shards_parameters or plan.shards_optimizer_only) and plan.ep % shards and not even:
+    if plan.shards_parameters and plan.ep % shards and shards % plan.ep:
+        what = f"experts over {plan.ep} ranks, some of them of other replicas than others,"
+        fix = f"use {either(nearest_divisors(shards, plan.ep))}, or a multiple of {shards}"
+        yield _not_modelled("plan.ep", plan.ep, what, fix)
+    if plan.shards_optimizer_only and plan.ep % shards and not even:
         others = " x cp" * (plan.cp > 1) + (" x tp" * (plan.tp > 1) if plan.etp == 1 else "")
         what = f"sharding one expert over several of the dp_shard{others} = {shards} ranks"
         yield _not_modelled("plan.ep", plan.ep, what, f"use a multiple of {shards}, or a smaller dp_shard")

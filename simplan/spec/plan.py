@@ -109,6 +109,12 @@ class ParallelPlan(Spec):
         return self.dp * self.cp * self.tp // self.etp
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks among which FSDP shards every expert: those of a replica that have the same ones; 1 for none."""
+        ranks, groups = self.dp_shard * self.cp * self.tp, self.ep * self.etp
+        return ranks // groups if self.shards_parameters and ranks % groups == 0 else 1
+
+    @property
     def shards_parameters(self) -> bool:
         """FSDP: parameters and gradients are sharded over the shard group."""
         return self.zero_stage >= 2 and self.dp_shard * self.cp > 1
@@ -265,6 +271,12 @@ class RankMapping:
         width, size = self.ranks_per_stage, self.ep * self.etp
         first = rank - rank % width
         return tuple(range(first + rank % width % size, first + width, size))
+
+    def expert_shard_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks over which FSDP shards experts: of ``expert_group`` those of one replica."""
+        replica, size = self.dp_shard * self.cp * self.tp, self.ep * self.etp
+        first = rank - rank % replica
+        return tuple(range(first + rank % replica % size, first + replica, size)) if replica % size == 0 else (rank,)
 
     def exchanging_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Ranks that exchange something inside of layers, by the axis of ``Exchange``."""

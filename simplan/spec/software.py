@@ -81,6 +81,7 @@ class StateBytes(Spec):
         weight_copy: A copy of the matrices in the precision of the activations that forward makes and keeps for
             backward, for every microbatch; 0 for none.
         linear: How the linear layers of blocks are quantized, where they are; of one training, not of a catalogue.
+        gathers_experts: FSDP shards and gathers experts of which other ranks have others; of one plan.
     """
 
     parameter: Count
@@ -100,6 +101,7 @@ class StateBytes(Spec):
     flattened: Annotated[int, Field(ge=0)] = 0
     weight_copy: Annotated[int, Field(ge=0)] = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
+    gathers_experts: bool = Field(default=False, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out
 
@@ -318,6 +320,8 @@ class SoftwareSpec(Spec):
 
     def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:
         """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""
+        if plan.expert_shards > 1:
+            state = state.model_copy(update={"gathers_experts": True})
         if plan.grad_dtype is None:
             return state
         width = 4 if plan.grad_dtype == "fp32" else 2

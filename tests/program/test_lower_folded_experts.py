@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -129,6 +130,71 @@ def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: 
     reduced = [m for _, m in messages(found, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
     assert {len(m.ranks) for m in reduced} == ({alike} if alike > 1 else set())
     assert sum(m.num_bytes for m in reduced) == (4 * own if alike > 1 else 0)
+
+
+SHARDED = [  # plan; ranks among which rank 5 shards its experts, and those that have the same shard
+    ({"dp_shard": 8, "ep": 2}, (1, 3, 5, 7), ()),
+    ({"dp_shard": 4, "dp_replicate": 2, "ep": 2}, (5, 7), (1, 5)),
+    ({"dp_shard": 4, "tp": 2, "ep": 4}, (1, 5), ()),
+    ({"dp_shard": 4, "tp": 2}, tuple(range(8)), ()),
+    ({"dp_shard": 4, "tp": 2, "ep": 2, "etp": 2}, (1, 5), ()),
+    ({"dp_shard": 2, "dp_replicate": 2, "cp": 2, "cp_comm": "a2a", "ep": 2}, (5, 7), (1, 5)),
+]
+
+
+@pytest.mark.parametrize(("fields", "shards", "replicas"), SHARDED)
+def test_fsdp_shards_experts_among_ranks_that_have_the_same(
+    fields: dict[str, Any], shards: tuple[int, ...], replicas: tuple[int, ...]
+) -> None:
+    """torchtitan's two meshes: every expert on dp_shard x cp x tp / (ep x etp) ranks, all else on dp_shard x cp."""
+    plan = ParallelPlan.model_validate(fields)
+    found = program(plan)
+    layers = MODEL.layers_of(plan.shard)
+    own = sum(p.num_elements for p in layers[-2].parameters if p.expert)
+    rest = sum(p.num_elements for layer in layers for p in layer.parameters if not p.expert)
+    assert own * plan.ep * plan.etp == EXPERTS * EXPERT
+    held = rest // (plan.dp_shard * plan.cp) + 2 * own // len(shards)
+    for resting in found.resting_bytes.values():
+        assert resting[MemoryCategory.PARAMETERS] == resting[MemoryCategory.GRADIENTS] == 4 * held
+        assert resting[MemoryCategory.OPTIMIZER] == 8 * held
+    moved = [message for _, message in messages(found, Stream.SHARD, rank=5) if message.ranks == shards]
+    gather, scatter = (
+        Message(kind, 4 * own, shards) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+    )
+    if plan.dp_shard * plan.cp != len(shards):  # else other units have this group, too
+        assert Counter(moved) == {gather: 2 * 2, scatter: 2}
+    copies = [m for _, m in messages(found, Stream.REPLICATE, rank=5) if m.num_bytes == 4 * own // len(shards)]
+    assert copies == [Message(CollectiveKind.ALL_REDUCE, 4 * own // len(shards), replicas)] * (2 if replicas else 0)
+    assert not messages(found, Stream.EXPERT_DATA, rank=5)
+
+
+def test_experts_are_gathered_after_the_rest_of_their_layer_and_reduced_before_it() -> None:
+    found = program(ParallelPlan(dp_shard=4, ep=2))
+    names = [found.ops[i].name for i in found.by_rank[0] if found.ops[i].stream is Stream.SHARD]
+    blocks = [name for name in names if "block 1" in name or "block 2" in name]
+    forward = [f"all_gather block {n}{of}" for n in (1, 2) for of in ("", " experts")]
+    backward = [
+        "all_gather block 2",
+        "all_gather block 2 experts",
+        "all_gather block 1",
+        "reduce_scatter block 2 experts",
+    ]
+    backward += ["reduce_scatter block 2", "all_gather block 1 experts", "reduce_scatter block 1 experts"]
+    assert blocks == [*forward, *backward, "reduce_scatter block 1"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 2, "dp_replicate": 2, "tp": 2, "ep": 2, "recompute": "full"},
+        {"dp_shard": 4, "pp": 2, "ep": 2},
+        {"dp_shard": 2, "cp": 2, "cp_comm": "all_gather", "ep": 2, "reshard_after_forward": False},
+    ],
+)
+def test_experts_sharded_by_fsdp_keep_the_laws(plan: dict[str, Any]) -> None:
+    made = ParallelPlan.model_validate(plan)
+    keeps_the_laws(MODEL, "dgx-h100", made.num_devices, TrainingSpec(global_batch_size=2 * made.dp), made)
 
 
 @pytest.mark.parametrize(

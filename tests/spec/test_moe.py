@@ -232,6 +232,8 @@ def check(model: ModelSpec, **plan: Any) -> None:
         {"tp": 2, "etp": 2, "ep": 2, "dp_replicate": 2},
         {"tp": 2, "ep": 4, "dp_replicate": 2},
         {"cp": 2, "dp_shard": 2, "ep": 4},
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 2, "dp_replicate": 2, "tp": 2},
     ],
 )
 def test_valid_plans_pass(plan: dict[str, Any]) -> None:
@@ -302,9 +304,15 @@ def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) ->
     [
         (
             "moe",
-            {"dp_shard": 4, "ep": 2},
+            {"dp_shard": 4, "zero_stage": 1, "ep": 2},
             "plan.ep = 2: sharding one expert over several of the dp_shard = 4 ranks is not modelled yet; use a "
             "multiple of 4, or a smaller dp_shard",
+        ),
+        (
+            "moe",
+            {"dp_shard": 3, "dp_replicate": 2, "ep": 2},
+            "plan.ep = 2: experts over 2 ranks, some of them of other replicas than others, is not modelled yet; use 1 "
+            "or 3, or a multiple of 3",
         ),
         (
             "moe",
@@ -320,7 +328,7 @@ def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) ->
         ),
         (
             "moe",
-            {"tp": 2, "dp_shard": 2, "ep": 2},
+            {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 2},
             "plan.ep = 2: sharding one expert over several of the dp_shard x tp = 4 ranks is not modelled yet; use a "
             "multiple of 4, or a smaller dp_shard",
         ),
