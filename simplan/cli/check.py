@@ -29,7 +29,7 @@ from simplan.scenario import evaluate, load_scenario
 __all__ = ["check_command"]
 
 _SUFFIXES = (".yaml", ".yml")
-_PUBLISHED = "published"
+_MEASURED_BY_OTHERS = {"published", "heldout"}
 _FAILED, _BAD_FILE = 1, 2
 
 
@@ -72,7 +72,7 @@ def check_command(
 def scenario_files(paths: Iterable[Path]) -> list[Path]:
     """The files, and in folders all ``*.yaml`` and ``*.yml`` below, sorted.
 
-    Folders named ``published`` below one that is named are passed over: they hold what others measured.
+    Folders named ``published`` or ``heldout`` below one that is named are passed over: they hold what others measured.
 
     Raises:
         SpecError: A path does not exist, or a folder holds no scenario.
@@ -82,7 +82,7 @@ def scenario_files(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             files.append(path)  # a missing file is reported as any other bad one
             continue
-        below = (file for file in path.rglob("*") if _PUBLISHED not in file.relative_to(path).parts[:-1])
+        below = (file for file in path.rglob("*") if _MEASURED_BY_OTHERS.isdisjoint(file.relative_to(path).parts[:-1]))
         found = sorted(file for file in below if file.suffix in _SUFFIXES and file.is_file())
         if not found:
             raise SpecError(

@@ -12,6 +12,7 @@ from simplan.errors import SpecError
 from tests.accuracy.runs import run_data, write_runs
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
+HELD_OUT = PUBLISHED.with_name("heldout")
 
 
 def problems(file: Path) -> str:
@@ -74,6 +75,16 @@ def test_an_id_is_used_once(tmp_path: Path) -> None:
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
     assert "holds no file of runs (*.yaml); name another folder" in problems(tmp_path)
+
+
+def test_runs_that_are_held_out_are_no_others() -> None:
+    """None has an id, or a source, of those that constants are fitted on."""
+    held, seen = (
+        [run for read in read_published([folder]) for run in read.runs or ()] for folder in (HELD_OUT, PUBLISHED)
+    )
+    assert len(held) == 132
+    assert not {run.id for run in held} & {run.id for run in seen}
+    assert not {run.source.split(":")[0] for run in held} & {run.source.split(":")[0] for run in seen}
 
 
 def test_the_runs_of_this_project_add_up() -> None:

@@ -132,6 +132,8 @@ def test_check_passes_fails_and_refuses(simplan: Simplan, scenario: Path, tmp_pa
     bad.parent.rename(tmp_path / "published")
     (tmp_path / "bad.yml").rename(tmp_path / "published" / "runs.yaml")
     assert simplan("check", tmp_path).returncode == 1  # what others measured is no scenario
+    (tmp_path / "published").rename(tmp_path / "heldout")
+    assert simplan("check", tmp_path).returncode == 1
 
 
 def test_check_writes_junit_and_annotations(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
