@@ -99,7 +99,7 @@ def _on_one_network(num_hosts: int, mbit_per_s: int, cells: list[_Cell]) -> Iter
         calibration = _calibration(made, mbit_per_s)
         for cell in cells:
             if not cell.file.exists():
-                args = ["--json", "--steps", "6", "--warmup", "2", "--calibration", calibration]
+                args = ["--json", "--steps", "5", "--warmup", "2", "--calibration", calibration]
                 cell.file.write_text(_on_all(made, ["run", _scenario_file(cell), *args, "-o", _KEPT / cell.file.stem]))
             yield _row(cell)
 
@@ -114,7 +114,7 @@ def _calibration(made: list[Host], mbit_per_s: int) -> Path:
     if not network.exists():
         unfinished = network.with_suffix(".unfinished")
         shutil.copy(here, unfinished)
-        _on_all(made, ["calibrate", "--ranks", "1", "--budget", "20", "--calibration", unfinished])
+        _on_all(made, ["calibrate", "--ranks", "1", "--budget", "10", "--calibration", unfinished])
         unfinished.rename(network)
     return network
 

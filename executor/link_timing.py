@@ -143,7 +143,8 @@ def _time(link: Link, watch: Stopwatch, number: int) -> None:
         time.sleep(_LATE_S)
     took_s = watch(link.run)
     if link.place is None:
-        link.seconds.append(took_s / link.repeats)
+        if link.counts:
+            link.seconds.append(took_s / link.repeats)
     elif link.root is None and link.place == late:
         link.seconds.append(took_s)
     elif link.root is not None and link.place != late:  # the root is done when it has sent
@@ -160,6 +161,8 @@ class Link:
         place: This rank's in the group, of which one is late; None for messages, before which each end waits.
         root: Place of the only rank that sends something of its own; None where all do.
         repeats: How often ``run`` does it.
+        counts: Whether this rank's time of messages counts: that of the end that receives the last one, for a send is
+            over when its bytes are in a buffer.
         seconds: What it took, by round.
     """
 
@@ -171,6 +174,7 @@ class Link:
     place: int | None = None
     root: int | None = None
     repeats: int = 1
+    counts: bool = True
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -228,7 +232,7 @@ def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) ->
     num_nodes = 1 if distance < ranks_per_node else 2
     times = _MESSAGES_PER_TIMING if buffer.nbytes < MIB else 1
     run = partial(_there_and_back, buffer, pair, times, first=first) if pair < num_ranks else None
-    return Link(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * times)
+    return Link(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * times, counts=first)
 
 
 def _there_and_back(buffer: Tensor, pair: int, times: int, *, first: bool) -> None:

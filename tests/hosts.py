@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Host", "hosts", "unavailable"]
+__all__ = ["BURST_BYTES", "Host", "hosts", "unavailable"]
 
-_BURST = "64kb"  # one segment that the kernel hands on whole, so that it is not cut
+BURST_BYTES = 64 * 1024  # one segment that the kernel hands on whole, so that it is not cut
 _LATENCY = "50ms"  # longer in the queue, and a packet is dropped
 _NUMBER = itertools.count()
 
@@ -127,7 +127,7 @@ def _connect(host: Host, bridge: str, port: str, mbit_per_s: float | None) -> No
 
 
 def _shape(mbit_per_s: float) -> list[str]:
-    return ["tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", _LATENCY]
+    return ["tbf", "rate", f"{mbit_per_s}mbit", "burst", f"{BURST_BYTES}b", "latency", _LATENCY]
 
 
 def _remove(host: Host) -> None:

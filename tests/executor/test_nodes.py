@@ -31,7 +31,7 @@ from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.spec.layer import CollectiveKind
 from tests.executor.test_checkpoints import with_checkpoints
-from tests.hosts import Host, hosts, unavailable
+from tests.hosts import BURST_BYTES, Host, hosts, unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29417
@@ -146,8 +146,8 @@ def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
         (kind, 2, 1, 2) for kind in kinds
     }
     largest = max((t for t in found.communication if t.kind is CollectiveKind.SEND), key=lambda t: t.num_bytes)
-    # bytes cannot be faster than the link they cross
-    assert largest.seconds.low_s > largest.num_bytes / bandwidth_bytes_per_s
+    # bytes cannot be faster than the link they cross, but for those that it lets through at once after a pause
+    assert largest.seconds.low_s > (largest.num_bytes - BURST_BYTES) / bandwidth_bytes_per_s
     cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=1)
     assert not cost.covers((), 1, kinds), "nothing was timed inside of a node"
 
