@@ -13,7 +13,7 @@ __all__ = ["complete_gradients"]
 
 
 def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
-    """Completes the gradients of a stage and divides them by the number of microbatches.
+    """Completes the gradients of a stage and divides them by the number of microbatches, where the loss was not.
 
     Args:
         action: The REDUCE_GRAD.
@@ -28,8 +28,8 @@ def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, 
         waits = [writer.last_compute, *writer.blocking]
         writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits))
     _average_experts(action, stages, states, writer)
-    work = states.work(action.stage, Phase.SCALE) if stages.num_microbatches > 1 else ()
-    writer.compute(action, str(action), work)
+    divides = stages.num_microbatches > 1 and not stages.software.scales_loss
+    writer.compute(action, str(action), states.work(action.stage, Phase.SCALE) if divides else ())
 
 
 def _average_experts(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:

@@ -210,6 +210,8 @@ class SoftwareSpec(Spec):
             ``none``, those of ``backward`` before and after matrices split by columns, ``gathers``, in both directions
             but no sums, or ``all``, in both directions.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
+        scales_loss: The loss of a microbatch is divided by their number, so that gradients add up to their mean; else
+            they are divided once they are complete (torch's pipelining runtime).
         adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
             as wide as those.
         flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
@@ -258,6 +260,7 @@ class SoftwareSpec(Spec):
     gathers_ahead: bool = False
     tp_overlap: TensorOverlap = "none"
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
+    scales_loss: bool = False
     adds_apart: bool = False
     flat_updates: bool = False
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -317,3 +317,15 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     assert resting_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
     with pytest.raises(NotModelledError, match="a frozen matrix in low precision under torch with adapters"):
         check_plan(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, catalogue.software("torch"))
+
+
+@pytest.mark.parametrize(("name", "divided"), [("torch", True), ("megatron-core", False), ("torchtitan", True)])
+def test_gradients_are_divided_where_losses_are_not(name: str, divided: bool) -> None:
+    """Megatron's schedules divide each loss by the number of microbatches; torch's runtime divides gradients."""
+    software = catalogue.software(name)
+    parameters = {
+        m: [work.num_parameters for op in lowered(software, m, 1).ops if op.name == "0REDUCE_GRAD" for work in op.work]
+        for m in (1, 4)
+    }
+    assert parameters[1] == []
+    assert sum(parameters[4]) == (TINY.num_parameters if divided else 0)
