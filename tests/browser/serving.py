@@ -37,7 +37,7 @@ DRAWN = """
 def serving(folder: Path) -> Iterator[tuple[str, int]]:
     """The address of a workbench whose workspace is a folder, and its process; it ends with us, however we end."""
     port = _free_port()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "simplan", "dashboard", "--no-browser", "--port", str(port)]
     server = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
     try:
