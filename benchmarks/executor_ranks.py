@@ -192,7 +192,7 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     start_rank(device, _TIMEOUT_S)
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     table = job.parsed_table()
-    groups = make_groups(job.plan, table, rank, tied=False)
+    groups = make_groups(job.plan, table, rank, tied=False, experts=False)
     row = table[RankMapping.of(job.plan).place(rank).pp]
 
     def executor(kind: type[Recorder]) -> tuple[Trainer, Step]:

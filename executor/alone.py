@@ -29,6 +29,8 @@ def alone_as(rank: int, job: Job) -> Iterator[Groups]:
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.plan.num_devices)
     try:
-        yield make_groups(job.plan, job.parsed_table(), rank, tied=job.model.tied_embeddings, alone=True)
+        model = job.model
+        tied, experts = model.tied_embeddings, model.num_experts > 0
+        yield make_groups(job.plan, job.parsed_table(), rank, tied=tied, experts=experts, alone=True)
     finally:
         dist.destroy_process_group()

@@ -198,16 +198,13 @@ def _experts_beside_splits(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if not job.model.num_experts:
         return
-    if plan.tp > 1:
-        rule = "the executor has no tensor parallelism beside experts"
+    if plan.tp > 1 and job.model.family == "deepseek":
+        rule = "the executor does not split multi-head latent attention"
         yield Problem(field="plan.tp", value=str(plan.tp), rule=rule, fix="use 1")
     if plan.shard.experts_apart and plan.expert_shards > 1:
         rule = f"the executor does not shard experts over {plan.expert_shards} of the ranks that FSDP shards over"
         fix = f"use {plan.dp_shard * plan.cp}, or dp_replicate = {plan.dp} and dp_shard = 1"
         yield Problem(field="plan.ep", value=str(plan.ep), rule=rule, fix=fix)
-    if plan.cp > 1 and plan.ep > 1:
-        rule = "the executor has no context parallelism beside expert parallelism"
-        yield Problem(field="plan.cp", value=str(plan.cp), rule=rule, fix="use 1, or ep = 1")
 
 
 def _inconsistent(job: Job) -> Iterator[Problem]:

@@ -51,7 +51,9 @@ class Groups:
     alone: bool = False
 
 
-def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool, alone: bool = False) -> Groups:
+def make_groups(
+    plan: ParallelPlan, table: Table, rank: int, *, tied: bool, experts: bool, alone: bool = False
+) -> Groups:
     """Makes all groups; every rank of the job must call this.
 
     Args:
@@ -59,6 +61,7 @@ def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool, alon
         table: Its Level 1 table, which says on which ranks the first and the last stage are.
         rank: This rank.
         tied: The model's embedding and output head share one weight.
+        experts: The model has experts.
         alone: No other rank exists, so only the groups of this one are made.
     """
     mapping = RankMapping.of(plan)
@@ -90,7 +93,7 @@ def make_groups(plan: ParallelPlan, table: Table, rank: int, *, tied: bool, alon
         cp=mine(mapping.cp_group),
         tp=mine(mapping.tp_group),
         ep=mine(mapping.ep_group),
-        experts=mine(mapping.expert_group, plan.ep > 1),
+        experts=mine(mapping.expert_group, experts and plan.shard.experts_apart),
         tied=mine(ends, tied and first != last),
         alone=alone,
     )

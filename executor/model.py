@@ -150,8 +150,8 @@ def own_weights(whole: Tensor, name: str, shape: tuple[int, ...], spec: ModelSpe
                 parts = torch.split(whole, [size - 2 * kv, kv, kv], dim)
             else:
                 parts = (whole,)
-            peers = parallel.ep if name.startswith("experts_") else parallel.tp
-            return torch.cat([x.chunk(peers.size, dim)[peers.rank] for x in parts], dim)
+            peers = parallel.ep if name.startswith("experts_") and dim == 0 else parallel.tp
+            whole = torch.cat([x.chunk(peers.size, dim)[peers.rank] for x in parts], dim)
     return whole
 
 

@@ -2,7 +2,7 @@
 
 Every sequence is a group of its own (Lepikhin et al. 2021, GShard, section 3.1): an expert has as many places for it as
 ``places_of`` says. Tokens take them in order. Places that stay empty hold the first token of the batch; what experts
-make of them goes nowhere.
+make of them goes nowhere. Ranks that split attention route their own tokens, which are a group for each sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from executor.blocks import Block, LayerRequest, LlamaBlock, RotaryAttention
 from executor.context_parallel import exchange
 from executor.parallel import Peers
 from executor.streamed_optimizer import StreamedOptimizer
-from executor.tensor_parallel import compute_dtype
+from executor.tensor_parallel import column_linear, compute_dtype, gather_parts, row_linear, scatter_sum
 from executor.zero import ShardedOptimizer
 from simplan.errors import Problem, SpecError
 from simplan.spec.model import ModelSpec
@@ -100,7 +100,9 @@ class ExpertMlp(Block):
     """A router, experts, and perhaps a shared expert."""
 
     def _make_mlp(self, spec: ModelSpec) -> None:
-        h, i, shared = spec.hidden_size, spec.moe_intermediate_size, spec.shared_expert_intermediate_size
+        shard = self._parallel.shard
+        h, i = spec.hidden_size, spec.moe_intermediate_size // shard.etp
+        shared = spec.shared_expert_intermediate_size // shard.tp
         self._spec = spec
         if shared:
             self.shared_gate = nn.Linear(h, shared, bias=False)
@@ -109,7 +111,7 @@ class ExpertMlp(Block):
         if spec.shared_expert_gate:
             self.shared_expert_gate = nn.Linear(h, 1, bias=False)
         self.router = nn.Linear(h, spec.num_experts, bias=spec.router_bias)
-        own = spec.num_experts // self._parallel.shard.ep
+        own = spec.num_experts // shard.ep
         self.experts_gate = GroupedLinear(own, h, i)
         self.experts_up = GroupedLinear(own, h, i)
         self.experts_down = GroupedLinear(own, i, h)
@@ -119,7 +121,8 @@ class ExpertMlp(Block):
         x = compute_dtype(self._normed(x, self.norm2))
         if not self._spec.shared_expert_intermediate_size:
             return self._routed(x)
-        shared = self.shared_down(functional.silu(self.shared_gate(x)) * self.shared_up(x))
+        gate, up = column_linear(x, [self.shared_gate, self.shared_up], self._parallel)
+        shared = row_linear(functional.silu(gate) * up, self.shared_down, self._parallel)
         if self._spec.shared_expert_gate:
             shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
         out: Tensor = self._routed(x) + shared
@@ -153,11 +156,16 @@ class ExpertMlp(Block):
         return out
 
     def _exchanged(self, x: Tensor, *, back: bool) -> Tensor:
-        """Places of all experts and own tokens to those of own experts and all ranks' tokens, or back."""
-        ep = self._parallel.ep
-        if ep.size == 1:
-            return x
-        return exchange(x, ep, _ROWS, _EXPERTS) if back else exchange(x, ep, _EXPERTS, _ROWS)
+        """Places of all experts and own tokens to those of own experts and all ranks' tokens, or back.
+
+        Ranks that split every expert gather the places of each other, and sum what each has of the results.
+        """
+        ep, splits = self._parallel.ep, self._parallel.shard.etp > 1
+        if back and splits:
+            x = scatter_sum(x, self._parallel.tp)
+        if ep.size > 1:
+            x = exchange(x, ep, _ROWS, _EXPERTS) if back else exchange(x, ep, _EXPERTS, _ROWS)
+        return gather_parts(x, self._parallel.tp) if splits and not back else x
 
     def _count(self, loads: Tensor) -> None:
         if self.most_tokens is None:
@@ -181,7 +189,7 @@ def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> N
     Args:
         stages: Of this rank, which have run the step.
         spec: The model.
-        tokens: Of a sequence, on this rank.
+        tokens: Of a sequence, that this rank routes.
 
     Raises:
         SpecError: Tokens were dropped, and ``drop_tokens`` is off.
@@ -262,11 +270,11 @@ class SeparateOptimizers:
 
 
 def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int, peers: Peers) -> None:
-    """Means over all data-parallel ranks; what ranks of one expert-parallel group have for an expert is summed up.
+    """Means over ranks with other tokens; what those of one expert- or tensor-parallel group have is summed up.
 
     Args:
         parameters: Experts.
-        num_ranks: Data-parallel ranks.
+        num_ranks: Data- and context-parallel ranks.
         peers: Those that hold the same experts.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

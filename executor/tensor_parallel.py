@@ -16,7 +16,7 @@ from torch.nn import functional
 from executor.lora import LoraLinear
 from executor.parallel import Parallel, Peers
 
-__all__ = ["column_linear", "compute_dtype", "embed_tokens", "row_linear"]
+__all__ = ["column_linear", "compute_dtype", "embed_tokens", "gather_parts", "row_linear", "scatter_sum"]
 
 _TOKENS = 1  # the dimension
 
@@ -93,6 +93,31 @@ def _reduced(x: Tensor, parallel: Parallel) -> Tensor:
     function = _ScatterSum if parallel.splits_tokens else _Sum
     y: Tensor = function.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
     return y
+
+
+def gather_parts(x: Tensor, tp: Peers) -> Tensor:
+    """What all ranks have, along dimension 1; each gets the sum of the gradients of its own."""
+    y: Tensor = _Gather.apply(x, tp)  # type: ignore[no-untyped-call]
+    return y
+
+
+def scatter_sum(x: Tensor, tp: Peers) -> Tensor:
+    """The own part, along dimension 1, of the sum over all ranks."""
+    y: Tensor = _ScatterSum.apply(x, tp)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather in forward, reduce-scatter of the gradients in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
+        ctx.tp = tp
+        return tp.all_gather(x, _TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        return ctx.tp.reduce_scatter(grad_outputs[0], _TOKENS), None
 
 
 class _SumGradients(torch.autograd.Function):

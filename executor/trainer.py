@@ -145,7 +145,8 @@ class Trainer:
         self._recorder.begin(self._optim_action)
         model = self._job.model
         if not self._groups.alone:  # what other ranks would send is not there to be routed
-            check_places(self.stages.values(), model, model.seq_len // self._job.plan.cp)
+            plan = self._job.plan
+            check_places(self.stages.values(), model, model.seq_len // (plan.cp * plan.tp))
         if self._tied:
             self._sum_tied_gradients()
         if self._clipper is not None:
@@ -253,7 +254,7 @@ class Trainer:
 
         def complete() -> None:
             sum_partial_gradients(parts, self._parallel.tp)
-            average_expert_gradients(experts, plan.dp, peers)
+            average_expert_gradients(experts, plan.dp * plan.cp, peers)
 
         return complete
 

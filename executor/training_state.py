@@ -115,9 +115,11 @@ def _rank() -> str:
 
 def _part_name(name: str, parallel: Parallel) -> str:
     """A name that is the same on all ranks that hold the same part."""
-    if ".experts_" in name and parallel.ep.size > 1:
+    experts = ".experts_" in name
+    if experts and parallel.ep.size > 1:
         name = f"{name}.ep{parallel.ep.rank}"
-    return f"{name}.tp{parallel.tp.rank}" if parallel.tp.size > 1 else name
+    splits = parallel.shard.etp > 1 if experts else parallel.tp.size > 1
+    return f"{name}.tp{parallel.tp.rank}" if splits else name
 
 
 def _innermost(optimizer: object) -> Iterable[torch.optim.Optimizer]:

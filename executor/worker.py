@@ -98,7 +98,7 @@ def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, 
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     mapping = RankMapping.of(job.plan)
     table = job.parsed_table()
-    groups = make_groups(job.plan, table, rank, tied=job.model.tied_embeddings)
+    groups = make_groups(job.plan, table, rank, tied=job.model.tied_embeddings, experts=job.model.num_experts > 0)
     recorder = Recorder(table[mapping.place(rank).pp], make_clock(device), heartbeat)
 
     def build() -> Trainer:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from simplan.program.low_precision_footprint import kept_weight_bytes
 from simplan.program.moment import Moment
-from simplan.spec.layer import Exchange, Gemm, LayerSpec
+from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise
 from simplan.spec.low_precision import linears
 from simplan.spec.software import StateBytes
 
@@ -62,8 +62,10 @@ def expert_moments(
     chosen = b * next(t.elements for t in layer.saved if t.name == "outputs of chosen experts") * narrow
     output = b * layer.output_elements
     copied = copied_weight_bytes(layer, down, state)
-    exchanges = any(isinstance(kernel, Exchange) and kernel.axis in ("ep", "etp") for kernel in layer.kernels)
-    held_twice = places * (1 + ("sort by rank" in kernels)) if exchanges else 0
+    axes = {kernel.axis for kernel in layer.kernels if isinstance(kernel, Exchange)}
+    exchanges = not axes.isdisjoint(("ep", "etp"))
+    sent = b * sum(k.writes for k in layer.kernels if isinstance(k, Pointwise) and k.name == "dispatch") * narrow
+    held_twice = (places + (sent if "sort by rank" in kernels or "etp" in axes else 0)) if exchanges else 0
 
     kept = 0 if drops else chosen
     ending = output * (wide + narrow + (wide if narrow < wide else 0))

@@ -65,7 +65,7 @@ def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> S
     }
     if action.kind is ActionKind.OPTIM and message.kind == "all_reduce":
         return Stream.TIED
-    if mapping.ep > 1 and message.kind == "all_to_all":
+    if mapping.ep > 1 and message.kind == "all_to_all" and members == mapping.ep_group(rank):
         return Stream.EXPERT
     if message.kind in ("all_gather", "reduce_scatter") and members == mapping.expert_shard_group(rank):
         return Stream.SHARD

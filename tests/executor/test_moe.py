@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from executor.checks import check_job
 from executor.model import own_weights
 from executor.parallel import Parallel, Peers
 from executor.run import run_job
-from simplan.errors import RunError
+from simplan.errors import NotModelledError, RunError
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.spec.plan import RankMapping
@@ -57,6 +58,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hsdp x ep": ("moe", SHARED, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     "hsdp with experts over all": ("moe", MOE, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
     "1f1b x ddp x ep": ("moe", MOE, {"pp": 2, "dp_replicate": 2, "ep": 2, "schedule": "1f1b"}),
+    "tp x ep over all": ("moe", SHARED, {"tp": 2, "dp_replicate": 2, "ep": 4}),
+    "tp x ep": ("moe", SHARED, {"tp": 2, "ep": 2}),
+    "tp x ep, recompute": ("moe", MOE, {"tp": 2, "ep": 2, "recompute": "full"}),
+    "tp, experts on all": ("moe", SHARED, {"tp": 2, "dp_replicate": 2}),
+    "tp that splits experts": ("moe", SHARED, {"tp": 2, "etp": 2, "dp_replicate": 2, "ep": 2}),
+    "tp x cp x ep": ("moe", MOE, {"tp": 2, "cp": 2, "cp_comm": "all_gather", "ep": 4}),
+    "cp x ep": ("moe", MOE, {"cp": 2, "cp_comm": "a2a", "ep": 2}),
+    "fsdp x tp x ep": ("moe", SHARED, {"dp_shard": 2, "tp": 2, "ep": 4}),
+    "zero-1 x tp x ep": ("moe", SHARED, {"dp_shard": 2, "tp": 2, "zero_stage": 1, "ep": 4}),
+    "1f1b x tp x ep": ("moe", MOE, {"pp": 2, "tp": 2, "ep": 2, "schedule": "1f1b"}),
     "interleaved x fsdp x ep": (
         "moe",
         {**MOE, "num_hidden_layers": 4},
@@ -64,7 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Family, model and plan."""
-QUICK = ("ddp x ep", "fsdp x ep, latent attention")
+QUICK = ("ddp x ep", "fsdp x ep, latent attention", "tp x ep")
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,11 @@ def test_losses_and_gradients_equal_one_process(run: Run) -> None:
     for step, wanted in enumerate(gradients):
         seen = set()
         for rank in range(job.plan.num_devices):
-            parallel = Parallel(job.plan.shard, ep=Peers(job.plan.ep, mapping.ep_group(rank).index(rank)))
+            parallel = Parallel(
+                job.plan.shard,
+                tp=Peers(job.plan.tp, mapping.place(rank).tp),
+                ep=Peers(job.plan.ep, mapping.ep_group(rank).index(rank)),
+            )
             for name, found in torch.load(run.out_dir / f"gradients.rank{rank}.step{step}.pt").items():
                 own = own_weights(wanted[name], name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
                 assert largest_relative_difference(found, own) < RELATIVE, (step, rank, name)
@@ -118,12 +133,12 @@ def test_issued_as_predicted(run: Run) -> None:
     for rank, predicted in predicted_messages(narrow).items():
         wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
         found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in run.measurement.ranks[rank].collectives]
-        if plan.ep * plan.cp > 1 and not plan.shards_parameters:  # a bucket may be full between two exchanges
+        if plan.ep * plan.cp * plan.tp > 1 and not plan.shards_parameters:  # a bucket may be full between two exchanges
             wide.sort(key=lambda message: message[:2])
             found.sort(key=lambda message: message[:2])
         assert found == wide
         num_exchanges += sum(kind == "all_to_all" for kind, *_ in found)
-    assert (num_exchanges > 0) == (plan.ep > 1)
+    assert (num_exchanges > 0) == (plan.ep > 1 or plan.cp_comm == "a2a")
 
 
 @pytest.mark.slow
@@ -142,3 +157,24 @@ def test_too_few_places_are_refused_with_the_number(tmp_path: Path, make_job: An
     job = make_job(model=make_model("moe", **{**MOE, "capacity_factor": 1.0}))
     with pytest.raises(RunError, match=r"model\.capacity_factor = 1: gives each expert 12 places for a sequence, and "):
         run_job(job, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "plan", "sentence"),
+    [
+        ("deepseek", MLA, {"tp": 2}, r"plan\.tp = 2: the executor does not split multi-head latent attention"),
+        (
+            "moe",
+            MOE,
+            {"dp_shard": 4, "ep": 2},
+            r"plan\.ep = 2: the executor does not shard experts over 2 of the ranks",
+        ),
+    ],
+)
+def test_what_is_only_predicted_is_refused_by_name(
+    family: str, fields: dict[str, Any], plan: dict[str, Any], sentence: str, make_job: Any, make_model: Any
+) -> None:
+    left_out = {"num_key_value_heads": 0} if family == "deepseek" else {}
+    job = make_job(model=make_model(family, **fields, **left_out), plan=plan)
+    with pytest.raises(NotModelledError, match=sentence):
+        check_job(job)

@@ -77,17 +77,17 @@ def variant(name: str, **fields: Any) -> ModelSpec:
 class BlockRun:
     """One block, run forward and backward."""
 
-    def __init__(self, spec: ModelSpec, ep: int, index: int, recompute: Recompute, precision: str) -> None:
+    def __init__(self, spec: ModelSpec, shard: Shard, index: int, recompute: Recompute, precision: str) -> None:
         self._precision = precision
-        self.layer = spec.layers_of(Shard(ep=ep))[index]
+        self.layer = spec.layers_of(shard)[index]
         self.state = STATES_OF_EXPERTS[precision]
         dtype = torch.bfloat16 if self.state.residual == 2 else torch.float32
-        parallel = Parallel.silent(Shard(ep=ep))
+        parallel = Parallel.silent(shard)
         self._stage = build_stage(spec, [index], dtype, CPU, 0, parallel, recompute)
         if precision == "whole beside FSDP":
-            for parameter in moe.expert_parameters(self._stage, spec, Shard(ep=ep)):
+            for parameter in moe.expert_parameters(self._stage, spec, shard):
                 parameter.data = parameter.data.float()
-        self._input = torch.randn(BATCH, spec.seq_len, spec.hidden_size, dtype=dtype).requires_grad_()
+        self._input = torch.randn(BATCH, spec.seq_len // shard.tp, spec.hidden_size, dtype=dtype).requires_grad_()
         for parameter in self._stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.backward(self.forward())  # whatever torch makes once
@@ -121,7 +121,34 @@ def test_kept_and_peak_bytes_are_those_of_the_layer(
     name: str, ep: int, index: int, recompute: Recompute, precision: str
 ) -> None:
     """Kept to the byte, the peak of forward and backward within 3 %, by torch's trace of allocations."""
-    run = BlockRun(variant(name), ep, index, recompute, precision)
+    compare(BlockRun(variant(name), Shard(ep=ep), index, recompute, precision), recompute)
+
+
+SPLITS = {
+    "experts on all ranks": Shard(tp=2, sequence_parallel=True),
+    "experts over all ranks": Shard(tp=2, sequence_parallel=True, ep=2),
+    "experts over more ranks": Shard(tp=4, sequence_parallel=True, ep=8),
+    "split experts": Shard(tp=2, sequence_parallel=True, etp=2),
+    "split experts over ranks": Shard(tp=4, sequence_parallel=True, etp=4, ep=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("split", "name", "recompute", "precision"),
+    [
+        pytest.param(split, name, recompute, precision, marks=[] if quick else [pytest.mark.slow])
+        for split in SPLITS
+        for name in ("roomy", "dropping, with a gated shared expert")
+        for recompute in ("none", "full")
+        for precision in ("fp32", "autocast")
+        for quick in [recompute == "none" and precision == "fp32" and name == "roomy"]
+    ],
+)
+def test_so_they_are_beside_tensor_parallelism(split: str, name: str, recompute: Recompute, precision: str) -> None:
+    compare(BlockRun(variant(name), SPLITS[split], 2, recompute, precision), recompute)
+
+
+def compare(run: BlockRun, recompute: Recompute) -> None:
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, recompute))
     out, held, _ = traced(run.forward)
     assert held - out.nbytes == footprint.activations - footprint.input_bytes

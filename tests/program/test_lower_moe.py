@@ -161,7 +161,7 @@ def test_more_places_need_more_memory() -> None:
     assert kept(3.0) - kept(1.5) == 2 * PLACES * (4 * (H + 4 * WIDTH) + 8)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "plan",
     [
