@@ -57,6 +57,7 @@ ALL: Mapping[str, Bounds] = MappingProxyType(
         "score_traffic": Bounds(0.3, 0.7, 3.0),
         "row_scale_share": Bounds(0.15, 0.4, 1.0),
         "jitter": Bounds(0.7, 0.001, 0.05),
+        "split_s": Bounds(0.7, 1e-6, 300e-6),
         "step_s": Bounds(0.7, 1e-3, 0.1),
     }
 )

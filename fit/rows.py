@@ -22,6 +22,7 @@ from simplan.predict.build import cost_model
 from simplan.program.program import Excess, HostStep, LayerWork, Message
 from simplan.spec.hardware import DeviceSpec
 from simplan.spec.rates import AttentionKernel
+from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
 
 __all__ = ["Prices", "Row", "Values", "changed_device", "changed_software", "fold_of", "load_rows"]
@@ -100,7 +101,7 @@ class Prices:
         plan, training, software = job.plan, job.training, job.software
         state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
         way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
-        key = (job.cluster.device.id, job.cluster.num_devices, *state, *way)
+        key = (job.cluster.device.id, job.cluster.num_devices, num_microbatches(training, plan), *state, *way)
         found = self._seconds.get((*key, work))
         if found is None:
             if key not in self._kernels:
@@ -117,6 +118,7 @@ class Prices:
             changed_software(job.software, self._values),
             num_devices=job.cluster.num_devices,
             shards_parameters=job.plan.shards_parameters,
+            num_microbatches=num_microbatches(job.training, job.plan),
         )
 
 

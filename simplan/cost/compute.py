@@ -44,6 +44,8 @@ class KernelCost:
         accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
         low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
         joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
+        weight_casts: Part of the microbatches in which weights of such products are cast.
+        split_s: As of ``KernelRates``.
     """
 
     products: ProductRates
@@ -57,6 +59,8 @@ class KernelCost:
     accumulation_bytes: int = 0
     low: ProductRates | None = None
     joined: bool = False
+    weight_casts: float = 1.0
+    split_s: float = 0.0
 
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run.
@@ -83,7 +87,7 @@ class KernelCost:
         low, wide = self._split(work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return self.slowest * (wide_s + linear.products_s + linear.casts_s)
+        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
 
     def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Kernels that run: linear layers in low precision, and the others."""
@@ -101,7 +105,7 @@ class KernelCost:
         if self.low is None or not kernels:
             return total
         assert self.state.linear is not None
-        rates = LinearRates(self.state.linear, self.state, self.low, self.products, self.traffic)
+        rates = LinearRates(self.state.linear, self.state, self.low, self.products, self.traffic, self.weight_casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
             total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
@@ -126,6 +130,8 @@ class KernelCost:
         if flops:
             found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.products.flop_per_s)}")
         found.append(f"the rest at {bytes_per_s}")
+        if work.cuts:
+            found.append(f"{work.cuts} x {format_time(self.split_s)} to cut products into parts")
         return ", ".join(found)
 
     def _streamed_bytes(self, phase: Phase) -> int:

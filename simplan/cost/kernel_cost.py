@@ -31,6 +31,7 @@ def kernel_cost(
     *,
     num_devices: int,
     shards_parameters: bool,
+    num_microbatches: int = 1,
 ) -> KernelCost:
     """What kernels take on a device of the catalogue.
 
@@ -42,6 +43,7 @@ def kernel_cost(
         software: The framework.
         num_devices: Devices that wait for each other.
         shards_parameters: FSDP reduces gradients, which is priced where it is done.
+        num_microbatches: Of a step, over which casts of weights are spread that are done once in it.
 
     Raises:
         SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
@@ -71,6 +73,8 @@ def kernel_cost(
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.joined_products,
+        weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
+        split_s=rates.split_s,
     )
 
 

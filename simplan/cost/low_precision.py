@@ -63,6 +63,7 @@ class LinearRates:
         low: Products in low precision.
         wide: The same in 16 bits.
         traffic: Of casts, as of ``StackRates``.
+        weight_casts: Part of the microbatches in which weights are cast; their time is spread over all.
     """
 
     form: LinearFormat
@@ -70,6 +71,7 @@ class LinearRates:
     low: ProductRates
     wide: ProductRates
     traffic: float
+    weight_casts: float = 1.0
 
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
         """Of one linear layer.
@@ -85,7 +87,8 @@ class LinearRates:
             if cast.backward is backward:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
                 kernel_s = max(num_bytes * self.traffic / self.low.bytes_per_s, self.low.launch_s)
-                found = found.plus(LinearCost(casts_s=kernel_s, num_casts=1, cast_bytes=num_bytes))
+                often = self.weight_casts if cast.operand == "weight" else 1.0
+                found = found.plus(LinearCost(casts_s=often * kernel_s, num_casts=1, cast_bytes=num_bytes))
         m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
         if not backward:
             return found.plus(self._product(m, n, k, groups))

@@ -258,7 +258,7 @@ class _Job:
         batch = microbatches * plan.dp * plan.microbatch_size
         training = self.training.model_copy(update={"global_batch_size": batch})
         check_plan(model, cluster, training, plan, software)
-        cost = cost_model(cluster, training, plan, software, None)
+        cost = cost_model(cluster, self.training, plan, software, None)  # of all microbatches
         assignment, table = stages_and_table(model, training, plan, software, cost)
         how = Lowering(2, folding_of(model, plan, cluster, software, dealt_alike=True), expand_all=False)
         program = lower(model, training, plan, software, assignment, table, how)

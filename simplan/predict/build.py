@@ -145,6 +145,7 @@ def _datasheet_cost(
             software,
             num_devices=cluster.num_devices,
             shards_parameters=plan.shards_parameters,
+            num_microbatches=num_microbatches(training, plan),
         ),
     )
 

@@ -88,6 +88,7 @@ class LayerWork(NamedTuple):
         num_parameters: Elements that phases of parameters and gradients touch; a tied weight that another layer of the
             rank owns is not among them.
         kernels: Indices into ``layer.kernels`` of those that run; None for all. Exchanges among them take no part.
+        cuts: Exchanges for which they are cut into parts, to run beside them.
     """
 
     layer: LayerSpec
@@ -95,6 +96,7 @@ class LayerWork(NamedTuple):
     microbatch_size: int
     num_parameters: int
     kernels: tuple[int, ...] | None = None
+    cuts: int = 0
 
 
 class Message(NamedTuple):

@@ -176,6 +176,7 @@ class Scripts:
                 flush()
                 run += [index for index in group if isinstance(layer.kernels[index], Gemm)]
                 flush()
+                segments[-1] = self._cut_up(segments[-1], kernels, phase)
             for index in group:
                 kernel = layer.kernels[index]
                 if not isinstance(kernel, Exchange):
@@ -193,6 +194,15 @@ class Scripts:
                 segments.append(self._exchange(layer, kernel, kind, beside=beside)._replace(beside=product))
         flush()
         return segments
+
+    def _cut_up(self, products: Segment, kernels: Sequence[Kernel], phase: Phase) -> Segment:
+        """Products, where they are cut for the exchanges among these kernels."""
+        if not self._stages.software.cuts_products:
+            return products
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        exchanges = [kernel for kernel in kernels if isinstance(kernel, Exchange)]
+        cuts = sum((kernel.forward if forward else kernel.backward) is not None for kernel in exchanges)
+        return products._replace(work=tuple(work._replace(cuts=cuts) for work in products.work))
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
         """Tells products of a block, and the exchanges that run beside products next to them, from all else."""

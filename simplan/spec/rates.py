@@ -59,6 +59,8 @@ class KernelRates(Spec):
         tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
         jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
             other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
+        split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
+            each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
             and norms back, logs.
         unseen_std: How sure step times are under software that nothing was fitted to, or on another architecture.
@@ -86,6 +88,7 @@ class KernelRates(Spec):
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
+    split_s: NonNegative = 50e-6
     step_s: NonNegative = 0.01
     unseen_std: NonNegative = 0.3
     between_nodes_std: NonNegative | None = None

@@ -289,6 +289,11 @@ class SoftwareSpec(Spec):
         )
         return styled_layers(model.layers_of(plan.shard), style, model.family)
 
+    @property
+    def cuts_products(self) -> bool:
+        """Whether exchanges of tensor-parallel ranks run beside parts of the very products that need or make them."""
+        return self.tp_overlap in ("gathers", "all")
+
     def reduces_every(self, plan: ParallelPlan) -> bool:
         """Whether gradients are reduced after every microbatch, not only after the last one."""
         return plan.grad_sync == "microbatch" or (self.reduces_each_microbatch and plan.shards_parameters)

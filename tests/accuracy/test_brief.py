@@ -80,6 +80,16 @@ def test_rounds_in_batches_take_as_long_as_one_another(layers: tuple[int, ...], 
     assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_is_done_in_one_microbatch_is_spread_over_all_of_them(pp: int) -> None:
+    """Weights in 8 bits, which are quantized once a step."""
+    plan, software = ParallelPlan(pp=pp, tp=2), catalogue.software("megatron-core")
+    training = TrainingSpec(global_batch_size=24, precision="fp8", fp8_recipe="delayed")
+    cluster = catalogue.cluster("dgx-h100", 2 * pp)
+    brief = predict_brief(MODEL, cluster, training, plan, software)
+    assert brief.step_time_s == pytest.approx(predict("all", MODEL, cluster, training, plan, software).step_time_s)
+
+
 def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> None:
     plan = ParallelPlan(pp=4, schedule="zb-h2", stage_layers=(2, 2, 2, 2))
     cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=12)

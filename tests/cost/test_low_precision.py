@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,40 @@ def test_products_at_their_own_rate_and_casts_by_their_bytes(
     products_s = (2 - wide_products) * FLOPS / 2e14 + wide_products * FLOPS / 1e14
     assert backward.seconds == pytest.approx(2 * POINTWISE_S + products_s + backward_bytes / 1e12, rel=2e-4)
     assert f"casts to {precision}" in forward.formula
+
+
+def test_weights_that_are_quantized_once_a_step_are_so_in_a_part_of_the_microbatches() -> None:
+    forward, backward = (LayerWork(layer(), phase, 1, 0) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    always = rates("fp8", "delayed", "quantized")
+    once = replace(always, weight_casts=1 / 8)
+    assert always.seconds(forward) - once.seconds(forward) == pytest.approx(7 / 8 * 4 * W / 1e12, rel=1e-3)
+    assert always.seconds(backward) == once.seconds(backward)
+
+
+@pytest.mark.parametrize(("weights", "part"), [("microbatch", 1.0), ("step", 1 / 8), ("stored", 1 / 8)])
+def test_how_often_a_framework_quantizes_weights(weights: Any, part: float) -> None:
+    """Of eight microbatches in all, or in the first one (Transformer Engine's is_first_microbatch)."""
+    software = catalogue.software("megatron-core")
+    state = rates("fp8", "delayed", "quantized").state
+    form = linear_format("fp8", "delayed", "quantized", weights)
+    cost = kernel_cost(
+        catalogue.device("h100-sxm-80gb"),
+        "fp8",
+        state.model_copy(update={"linear": form}),
+        "adamw",
+        software,
+        num_devices=8,
+        shards_parameters=False,
+        num_microbatches=8,
+    )
+    assert cost.weight_casts == part
+
+
+def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
+    whole = LayerWork(layer(), Phase.FORWARD, 1, 0)
+    cost = replace(rates("fp8"), split_s=1e-4)
+    assert cost.seconds(whole._replace(cuts=2)) == pytest.approx(cost.seconds(whole) + 2e-4)
+    assert "2 x 100.0 us to cut products into parts" in cost.price(whole._replace(cuts=2)).formula
 
 
 @pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(name="router")])

@@ -12,7 +12,7 @@ from simplan.program.footprint import layer_footprint
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.lower import Lowering, lower
 from simplan.program.products_footprint import products_footprint
-from simplan.program.program import LayerWork, MemoryCategory, Op, Program, Stream
+from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
@@ -181,6 +181,18 @@ def test_exchanges_beside_products_take_no_time(way: str, recompute: str, expose
     shorter = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 0.0)
     longer = step_time_s(program, lambda op: 10.0 if op.stream is Stream.COMPUTE else 1.0 * ("block" in op.name))
     assert longer - shorter == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(
+    ("way", "cuts"), [("none", (0, 0)), ("backward", (0, 0)), ("gathers", (2, 4)), ("all", (4, 6))]
+)
+def test_products_are_cut_for_every_exchange_that_needs_or_makes_their_parts(way: str, cuts: tuple[int, int]) -> None:
+    """Those of two blocks, in forward and in backward; a sum in the background (``backward``) cuts nothing."""
+    program = lowered(catalogue.software("megatron-core").model_copy(update={"tp_overlap": way}), 1, tp=2)
+    works = [work for i in program.by_rank[0] for work in program.ops[i].work if isinstance(work, LayerWork)]
+    for phase, number in zip((Phase.FORWARD, Phase.BACKWARD), cuts, strict=True):
+        assert sum(work.cuts for work in works if work.phase is phase) == 2 * number
+        assert all(work.kernels is not None for work in works if work.cuts)
 
 
 def test_parameters_that_are_gathered_ahead_are_gathered_beside_forward() -> None:
