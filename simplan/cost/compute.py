@@ -7,11 +7,11 @@ from typing import Literal
 
 from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Price, Provenance
-from simplan.cost.joined import joined_gemms
 from simplan.cost.low_precision import LinearCost, LinearRates
 from simplan.cost.product import Product, ProductRates
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
+from simplan.spec.joined import joined_gemms
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
 from simplan.spec.low_precision import linears
 from simplan.spec.optimizer import UPDATES, UpdateName

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simplan.program.moment import Moment
+from simplan.spec.joined import joins
 from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise, Saved
 from simplan.spec.low_precision import LinearFormat, linears
 from simplan.spec.software import StateBytes
@@ -40,7 +41,7 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
             continue
         place = layer.kernels.index(gemm)
         before = layer.kernels[place - 1] if place else None
-        if joined and isinstance(before, Gemm) and (before.m, before.k) == (gemm.m, gemm.k):
+        if joined and isinstance(before, Gemm) and joins(before, gemm):
             continue
         wide = _made_for(layer, gemm)
         if wide in saved and not (routed and wide is not None and wide.made_by == "norm2"):

@@ -52,6 +52,7 @@ def covers_job(question: Question) -> bool:
         and software.preallocated_receives
         and not software.splits_sends
         and not software.reduces_each_microbatch
+        and not software.scales_loss
         and all(low.weights == "microbatch" for low in software.low_precision.values())
         and software.rebuilds_buckets
         and software.waits_for_gradients == "backward"

@@ -94,7 +94,6 @@ class Layers:
         kinds: By layer, the number of the first layer that is like it.
         pattern: The same, to tell ways apart.
         state: Element widths.
-        divides: Gradients are divided by the number of microbatches, not losses.
         stage_changes: For whoever works out what stages of these layers do to memory, to keep it.
     """
 
@@ -108,7 +107,6 @@ class Layers:
         self._scripts = Scripts(self._stages)
         self.specs: Sequence[LayerSpec] = self._stages.layers[0]
         self.state = self._stages.state
-        self.divides = not software.scales_loss
         self.batch_bytes = self._stages.batch_bytes  # of one microbatch
         first: dict[tuple[str, int], int] = {}
         self.kinds = [first.setdefault((layer.key, self._variant(i)), i) for i, layer in enumerate(self.specs)]

@@ -108,7 +108,6 @@ class Numbers:
                 self.software,
                 num_devices=self.cluster.num_devices,
                 shards_parameters=shards_parameters,
-                num_microbatches=training.global_batch_size,  # the most there can be
             )
             return Prices(AnalyticCost(self.cluster, kernels))
 

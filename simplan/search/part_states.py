@@ -21,7 +21,7 @@ class PartStates(NamedTuple):
         table_bytes: Tables that layers of the stage share, and those that each has.
         update_s: The optimizer step on all of them.
         summing_s: Sums of gradients over tensor-parallel ranks.
-        dividing_s: Division of gradients by the number of microbatches, if it is not losses that are divided.
+        dividing_s: Division of gradients by the number of microbatches.
     """
 
     elements: int
@@ -53,7 +53,7 @@ def part_states(layers: Layers, part: Part, mesh: Mesh, *, sharded: bool) -> Par
         elements += count * number
         partial += count * layers.partial_elements[i]
         update_s += count * layers.seconds(i, Phase.OPTIMIZER, number)
-        dividing_s += count * layers.seconds(i, Phase.SCALE, number) if layers.divides else 0.0
+        dividing_s += count * layers.seconds(i, Phase.SCALE, number)
     if partial // num_shards and layers.way.tp > 1:
         summing_s = mesh.tensor_s(CollectiveKind.ALL_REDUCE, partial // num_shards * layers.state.gradient)
     return PartStates(elements, _table_bytes(layers, part), update_s, summing_s, dividing_s)

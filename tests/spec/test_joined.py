@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.cost.joined import joined_gemms
 from simplan.spec import catalogue
+from simplan.spec.joined import joined_gemms
 from simplan.spec.layer import Gemm
 from simplan.spec.model import ModelSpec
 from simplan.spec.shard import Shard

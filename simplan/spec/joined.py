@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from simplan.spec.layer import Gemm
 
-__all__ = ["joined_gemms"]
+__all__ = ["joined_gemms", "joins"]
 
 _TOGETHER = (("q", "k", "v"), ("gate", "up"), ("experts_gate", "experts_up"), ("shared_gate", "shared_up"))
 
@@ -20,9 +20,19 @@ def joined_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
     """
     made: dict[tuple[object, ...], Gemm] = {}
     for gemm in gemms:
-        matrix, _, adapter = gemm.name.partition(".")
-        names = next((names for names in _TOGETHER if matrix in names), (matrix,))
-        key = (names, adapter, replace(gemm, name="", n=0))
+        key = _joint(gemm)
         first = made.get(key)
         made[key] = gemm if first is None else replace(first, name=f"{first.name}+{gemm.name}", n=first.n + gemm.n)
     return list(made.values())
+
+
+def joins(one: Gemm, other: Gemm) -> bool:
+    """Whether two products of a layer are parts of one."""
+    return _joint(one) == _joint(other)
+
+
+def _joint(gemm: Gemm) -> tuple[object, ...]:
+    """Equal for parts of one product."""
+    matrix, _, adapter = gemm.name.partition(".")
+    names = next((names for names in _TOGETHER if matrix in names), (matrix,))
+    return names, adapter, replace(gemm, name="", n=0)
