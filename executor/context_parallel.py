@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.parallel import Parallel, Peers
+from executor.tensor_parallel import gather_parts
 
 __all__ = ["AttentionCore", "ContextAttention", "causal_attention", "exchange"]
 
@@ -57,7 +58,7 @@ class ContextAttention:
             return self._core(q, k, v)
         if self._by_heads:
             return self._exchanged(q, k, v)
-        keys: Tensor = _GatherTokens.apply(torch.cat((k, v), _HEADS), self._cp)  # type: ignore[no-untyped-call]
+        keys = gather_parts(torch.cat((k, v), _HEADS), self._cp, _TOKENS)
         return self._core(q, *keys.chunk(2, _HEADS), self._mask_like(q))
 
     def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,19 +89,6 @@ def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor
     """
     exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim)  # type: ignore[no-untyped-call]
     return exchanged
-
-
-class _GatherTokens(torch.autograd.Function):
-    """All-gather in forward, reduce-scatter in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: Peers) -> Tensor:
-        ctx.cp = cp
-        return cp.all_gather(x, _TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        return ctx.cp.reduce_scatter(grad_outputs[0], _TOKENS), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -95,9 +95,9 @@ def _reduced(x: Tensor, parallel: Parallel) -> Tensor:
     return y
 
 
-def gather_parts(x: Tensor, tp: Peers) -> Tensor:
-    """What all ranks have, along dimension 1; each gets the sum of the gradients of its own."""
-    y: Tensor = _Gather.apply(x, tp)  # type: ignore[no-untyped-call]
+def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:
+    """What all ranks have, along a dimension; each gets the sum of the gradients of its own."""
+    y: Tensor = _Gather.apply(x, peers, dim)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -111,13 +111,13 @@ class _Gather(torch.autograd.Function):
     """All-gather in forward, reduce-scatter of the gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
-        ctx.tp = tp
-        return tp.all_gather(x, _TOKENS)
+    def forward(ctx: Any, x: Tensor, peers: Peers, dim: int) -> Tensor:
+        ctx.peers, ctx.dim = peers, dim
+        return peers.all_gather(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        return ctx.tp.reduce_scatter(grad_outputs[0], _TOKENS), None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        return ctx.peers.reduce_scatter(grad_outputs[0], ctx.dim), None, None
 
 
 class _SumGradients(torch.autograd.Function):
