@@ -48,6 +48,12 @@ def start_on(made: Sequence[Host], job: Job, folder: Path) -> list[subprocess.Po
     return started
 
 
+def one_core_each() -> list[list[int]]:
+    """For two hosts; where two ranks have two threads each on the same cores, a step takes many times as long."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[:1], cores[-1:]]
+
+
 def wait_for_steps(folder: Path, rank: int, number: int) -> None:
     file = RankFiles(folder / str(rank), rank).steps
     deadline_s = time.monotonic() + PATIENCE_S
@@ -113,9 +119,8 @@ def test_all_hosts_go_on_from_the_last_checkpoint(
     plain = make_job(**STRATEGIES[strategy], timeout_s=25.0, num_steps=NUM_STEPS - 1)
     job = with_checkpoints(plain, tmp_path / "kept", NUM_STEPS, every=10, max_restarts=2)
     found = []
-    cores = sorted(os.sched_getaffinity(0))
     # the undisturbed run is on the same hosts: sums depend on the threads of a rank
-    with hosts(2, cores=[cores[:1], cores[-1:]], own_clocks=True) as made:
+    with hosts(2, cores=one_core_each(), own_clocks=True) as made:
         for asked, folder in ((plain, tmp_path / "whole"), (job, tmp_path / "hit")):
             folder.mkdir()
             started = start_on(made, asked, folder)
@@ -135,7 +140,7 @@ def test_all_hosts_go_on_from_the_last_checkpoint(
 
 def test_when_no_restart_is_left_all_hosts_end(make_job: MakeJob, tmp_path: Path) -> None:
     job = with_checkpoints(make_job(dp=2), tmp_path / "kept", 10**6, every=10, max_restarts=1)
-    with hosts(2) as made:
+    with hosts(2, cores=one_core_each()) as made:
         started = start_on(made, job, tmp_path)
         for attempt in range(2):
             hit_in_attempt(tmp_path, 1, attempt, signal.SIGKILL)
