@@ -12,6 +12,7 @@ div[data-testid="stMetric"] { padding: 0; }
 div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 [data-testid="stSkeleton"], [data-testid="stSkeleton"] * { animation: none !important; }
 #MainMenu, footer, div[data-testid="stDecoration"], [data-testid="stAppDeployButton"] { display: none; }
+.stStatusWidget:has([data-testid="stStatusWidgetRunningIcon"]) { display: none; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
 </style>
 """

@@ -14,7 +14,7 @@ from app.jobs.messages import Question
 from app.jobs.server import answering
 from simplan.errors import SpecError
 
-__all__ = ["awaited", "done"]
+__all__ = ["awaited", "done", "give_way"]
 
 _SILENT_S = 0.4  # shorter waits are not worth a word
 _LOOK_S = 0.05
@@ -42,7 +42,7 @@ def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwar
     with _asked(task, args, kwargs) as job:
         begun_s, said_s = time.monotonic(), 0
         while not job.ended.wait(_LOOK_S):
-            st.session_state.get(_ANY)  # where Streamlit ends a run that was overtaken by another
+            give_way()
             passed_s = time.monotonic() - begun_s
             if passed_s > _SILENT_S and passed_s >= said_s:
                 place.caption(f":material/hourglass_top: {what} ({passed_s:.0f} s)")
@@ -57,6 +57,11 @@ def done(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     with _asked(task, args, kwargs) as job:
         job.ended.wait()
         return cast(_R, _result(job))
+
+
+def give_way() -> None:
+    """Where Streamlit ends a run of the page that was overtaken by another, or that nobody sees any more."""
+    st.session_state.get(_ANY)
 
 
 def _result(job: Job) -> Any:

@@ -66,10 +66,9 @@ def _plans(result: object) -> dict[str, ParallelPlan]:
 
 def _show_basket() -> None:
     pinned = basket.pinned()
-    if not pinned:
-        return
-    with st.container(horizontal=True):
-        st.caption("Pinned:")
+    with st.container(horizontal=True):  # also where it is empty, so that what follows keeps its place
+        if pinned:
+            st.caption("Pinned:")
         for number, name in enumerate(pinned):
             if st.button(name, icon=":material/keep_off:", key=f"unpin {number}", help="Unpin", type="tertiary"):
                 basket.unpin(name)

@@ -46,7 +46,7 @@ def download(
     """
     st.download_button(
         label,
-        content,
+        content if callable(content) else lambda: content,  # no file that a later run of the page takes away
         file_name=f"{file_name(name)}.{kind}",
         mime=_TYPES[kind],
         on_click="ignore",

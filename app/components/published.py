@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import streamlit as st
 from app import uploads
 from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
+from app.components.progress import Following, Progress, follow, show_progress
 from app.fields import remembered_choice
 from app.figures.validation import errors_figure, runs_figure
-from app.jobs.job import State
+from app.jobs.job import Job, State
 from app.jobs.messages import Question
 from app.jobs.server import searches
 from app.jobs.tasks import predict_published
@@ -27,7 +29,6 @@ __all__ = ["show_published"]
 _FOLDER = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 _ALL = "all sources"
 _OWN = "a file of your own"
-_LOOK_S = 0.5
 _COLUMNS: dict[str, Any] = {
     "id": "run",
     "predicted_step_time_s": st.column_config.NumberColumn("predicted step, s", format="%.4g"),
@@ -43,7 +44,7 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
-def show_published() -> None:
+def show_published() -> Following | None:
     """Chooses a source, predicts its runs, and says how far off that is."""
     names = _sources()
     if not names:
@@ -56,7 +57,7 @@ def show_published() -> None:
     question: tuple[Any, list[ReadFile]] | None
     question = _own() if chosen == _OWN else _known(names if chosen == _ALL else [chosen])
     if question is None:
-        return
+        return None
     key, files = question
     num_runs = sum(len(file.runs or ()) for file in files)
     job = searches().find(key)
@@ -70,7 +71,8 @@ def show_published() -> None:
     elif job.state is State.ENDED:
         _show(Accuracy(tuple(job.value)))
     else:
-        _watch(key)
+        return _watch(job)
+    return None
 
 
 @st.cache_resource(show_spinner=False)
@@ -99,22 +101,19 @@ def _own() -> tuple[Any, list[ReadFile]] | None:
     return ("accuracy", file.name, content), [uploads.published_of(file.name, content)]
 
 
-def _watch(key: Any) -> None:
-    @st.fragment(run_every=_LOOK_S)
-    def progress() -> None:
-        job = searches().find(key)
-        if job is None or job.state is State.ENDED:
-            st.rerun()
+def _watch(job: Job) -> Following:
+    def look() -> Progress | None:
         job.watch()
-        update = job.update
-        share, words = (0.0, "starting") if update is None else (update.done / max(1, update.total), "")
-        words = words or (f"{update.done:,} of {update.total:,} predicted" if update else "")
-        bar, stop = st.columns([5, 1], vertical_alignment="center")
-        bar.progress(min(1.0, share), text=words)
-        if stop.button("Stop", icon=":material/stop:", key="stop published", width="stretch"):
-            job.stop()
+        return None if job.state is State.ENDED else _progress(job)
 
-    progress()
+    return partial(follow, show_progress(_progress(job), job.stop), look)
+
+
+def _progress(job: Job) -> Progress:
+    update = job.update
+    if update is None:
+        return Progress(0.0, "starting")
+    return Progress(update.done / max(1, update.total), f"{update.done:,} of {update.total:,} predicted")
 
 
 def _show(accuracy: Accuracy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import streamlit as st
@@ -11,6 +12,7 @@ from app import basket, state
 from app.components.comparison import show_comparison
 from app.components.plans import show_plans
 from app.components.problems import escaped
+from app.components.progress import Following, Progress, follow, show_progress
 from app.components.question import show_question
 from app.fields import remembered_choice, remembered_number
 from app.jobs.job import Job, State
@@ -31,12 +33,12 @@ _WORDS = {
     "cost": "cost of a token budget",
 }
 _TOP = 10
-_LOOK_S, _DRAW_S = 0.5, 2.5
+_DRAW_S, _EXPLAINED_S = 2.5, 1.0
 _SAID_AFTER_S = 4.0
 _LONG_MIN = 3
 
 
-def show() -> None:
+def show() -> Following | None:
     """What to search for in the sidebar; progress and plans beside it."""
     show_question(plan=False)
     with st.sidebar:
@@ -46,16 +48,19 @@ def show() -> None:
     key = ("search", text)
     _warm()
     job = searches().find(key)
-    if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
-        _show_start(asked, key, text)
-    elif job.state is State.ENDED:
-        _show_ended(asked, job, key, text)
-    elif _is_searched(job):
-        _show_explaining(asked, job, key)
-    else:
-        _show_running(asked, key)
+    then: Following | None = None
+    with st.empty().container():  # nothing of another stage stays in it, and what follows keeps its place
+        if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
+            _show_start(asked, key, text)
+        elif job.state is State.ENDED:
+            _show_ended(asked, job, key, text)
+        elif _is_searched(job):
+            then = _show_explaining(asked, job)
+        else:
+            then = _show_running(asked, job)
     st.divider()
     show_comparison(asked, job.value if job is not None else None)
+    return then
 
 
 def _ask() -> dict[str, Any]:
@@ -113,34 +118,24 @@ def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
         st.rerun()
 
 
-def _show_running(asked: SearchScenario, key: Any) -> None:
+def _show_running(asked: SearchScenario, job: Job) -> Following:
     """How far it is, often; its plans, which take a browser longer to draw, less often."""
-    known = searches().find(key)
-    had_plans = known is not None and isinstance(known.value, SearchResult)
+    known = job.value
+    had_plans = isinstance(known, SearchResult)
+    place = show_progress(_progress(job), job.stop)
+    if isinstance(known, SearchResult):
+        show_plans(asked, known, live=True)
+    drawn_s = time.monotonic()
 
-    @st.fragment(run_every=_LOOK_S)
-    def progress() -> None:
-        job = searches().find(key)
-        if job is None or job.state is State.ENDED or _is_searched(job):
-            st.rerun()
-        if not had_plans and isinstance(job.value, SearchResult):
-            st.rerun()
+    def look() -> Progress | None:
         job.watch()
-        bar, stop = st.columns([5, 1], vertical_alignment="center")
-        with bar:
-            _show_progress(job)
-        if stop.button("Stop", icon=":material/stop:", key="search stop", width="stretch"):
-            job.stop()
+        if job.state is State.ENDED or _is_searched(job):
+            return None
+        if job.value is not known and (not had_plans or time.monotonic() - drawn_s > _DRAW_S):
+            return None
+        return _progress(job)
 
-    @st.fragment(run_every=_DRAW_S)
-    def plans() -> None:
-        job = searches().find(key)
-        if job is not None and isinstance(job.value, SearchResult):
-            show_plans(asked, job.value, live=True)
-
-    progress()
-    if had_plans:
-        plans()
+    return partial(follow, place, look)
 
 
 def _is_searched(job: Job) -> bool:
@@ -149,24 +144,30 @@ def _is_searched(job: Job) -> bool:
     return isinstance(known, SearchResult) and not known.interrupted
 
 
-def _show_explaining(asked: SearchScenario, job: Job, key: Any) -> None:
-    """The final ranking, drawn anew whenever another plan of it is explained."""
+def _show_explaining(asked: SearchScenario, job: Job) -> Following:
+    """The final ranking, drawn anew when more plans of it are explained."""
     result = job.value
     assert isinstance(result, SearchResult), "a search that is done has a result"
     _show_verdict(result)
     known = _num_explained(result)
 
-    @st.fragment(run_every=_LOOK_S)
-    def progress() -> None:
-        now = searches().find(key)
-        if now is None or now.state is State.ENDED or _num_explained(now.value) != known:
-            st.rerun()
-        now.watch()
-        words = now.update.doing if now.update is not None else ""
-        st.progress(known / max(1, len(result.ranked)), text=f"{escaped(words)}; all else is final")
+    def progress() -> Progress:
+        words = job.update.doing if job.update is not None else ""
+        return Progress(known / max(1, len(result.ranked)), f"{words}; all else is final")
 
-    progress()
+    place = show_progress(progress())
     show_plans(asked, result, live=False)
+    drawn_s = time.monotonic()
+
+    def look() -> Progress | None:
+        job.watch()
+        if job.state is State.ENDED:
+            return None
+        if _num_explained(job.value) != known and time.monotonic() - drawn_s > _EXPLAINED_S:
+            return None
+        return progress()
+
+    return partial(follow, place, look)
 
 
 def _num_explained(result: SearchResult) -> int:
@@ -177,20 +178,18 @@ def _show_verdict(result: SearchResult, after: str = "") -> None:
     (st.success if result.best is not None else st.error)(f"**{escaped(search_verdict(result))}**{after}")
 
 
-def _show_progress(job: Job) -> None:
+def _progress(job: Job) -> Progress:
     update = job.update
     if job.state is State.WAITING:
-        ahead = searches().waiting()
-        st.progress(0.0, text=f"waiting for other searches on this server to end ({ahead} wait)")
-    elif job.state is State.STOPPING:
-        st.progress(1.0, text="stopping with the best so far")
-    elif update is None:
-        st.progress(0.0, text="starting")
-    elif update.doing == SEARCHING:
-        share = update.done / max(1, update.total)
-        st.progress(min(1.0, share), text=f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
-    else:
-        st.progress(1.0, text=f"{update.total:,} plans looked at; {escaped(update.doing)}")
+        return Progress(0.0, f"waiting for other searches on this server to end ({searches().waiting()} wait)")
+    if job.state is State.STOPPING:
+        return Progress(1.0, "stopping with the best so far")
+    if update is None:
+        return Progress(0.0, "starting")
+    if update.doing != SEARCHING:
+        return Progress(1.0, f"{update.total:,} plans looked at; {update.doing}")
+    share = update.done / max(1, update.total)
+    return Progress(share, f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
 
 
 def _left(job: Job, share: float) -> str:

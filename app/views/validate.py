@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
 from app import answers, state, uploads
 from app.components.measured import show_comparison_of, show_uploaded
 from app.components.problems import escaped
+from app.components.progress import Following, Progress, follow, show_progress
 from app.components.published import show_published
 from app.components.question import show_question
 from app.fields import remembered_choice
@@ -21,27 +24,26 @@ _PARTS = {
     "measured": "a measurement of your own",
     "run": "a run on this machine",
 }
-_LOOK_S = 0.7
 _STEPS = (5, 10, 15, 30, 50)
 
 
-def show() -> None:
+def show() -> Following | None:
     """One of three things to hold a prediction against."""
     part = remembered_choice("Hold predictions against", "held", list(_PARTS), "published", format_func=_PARTS.get)
-    if part == "published":
-        show_published()
-    elif part == "measured":
-        show_uploaded()
-    else:
+    with st.empty().container():  # nothing of another stage stays in it
+        if part == "published":
+            return show_published()
+        if part == "measured":
+            show_uploaded()
+            return None
         show_question()
-        _show_run()
+        return _show_run()
 
 
-def _show_run() -> None:
+def _show_run() -> Following | None:
     last = runs().last
     if last is not None and last.is_going:
-        _watch(last)
-        return
+        return _watch(last)
     asked = answers.scenario(state.document())
     if asked.cluster.id != THIS_MACHINE:
         st.info(
@@ -65,21 +67,17 @@ def _show_run() -> None:
             st.rerun()
     if last is not None:
         _show_last(last)
+    return None
 
 
-def _watch(run: Run) -> None:
-    @st.fragment(run_every=_LOOK_S)
-    def progress() -> None:
-        if not run.is_going:
-            st.rerun()
+def _watch(run: Run) -> Following:
+    def progress() -> Progress:
         done = run.steps_done
-        bar, stop = st.columns([5, 1], vertical_alignment="center")
         words = f"step {done}" if done else (run.said.splitlines() or ["starting"])[-1]
-        bar.progress(min(1.0, done / (run.num_steps + 2)), text="stopping the ranks" if run.stopped else escaped(words))
-        if stop.button("Stop", icon=":material/stop:", key="stop run", width="stretch"):
-            run.stop()
+        return Progress(done / (run.num_steps + 2), "stopping the ranks" if run.stopped else words)
 
-    progress()
+    place = show_progress(progress(), run.stop)
+    return partial(follow, place, lambda: progress() if run.is_going else None)
 
 
 def _show_last(run: Run) -> None:

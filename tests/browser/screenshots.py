@@ -7,17 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.browser.serving import PAGES, browser, opened, serving, settled
+from tests.browser.serving import LARGE, PAGES, browser, opened, serving, settled
 
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1440, "height": 1250}, "color_scheme": "light"},
     "dark": {"viewport": {"width": 1440, "height": 1250}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 1250}, "color_scheme": "light", "has_touch": True},
 }
-LLAMA = (
-    "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64"
-    "&training.global_batch_size=128&software=torch&plan.tp=8&plan.dp_shard=8&plan.recompute=full"
-)
 PIPELINE = "model.preset=gpt2-1.5b&cluster.preset=dgx-h100&cluster.num_devices=8&training.global_batch_size=64"
 PIPELINE += "&software=torch&plan.pp=4&plan.dp_replicate=2"
 _DRAWN_MS = 1500
@@ -39,7 +35,7 @@ def main(folder: Path) -> None:
 
 
 def _show(tab: Any, url: str, name: str) -> None:
-    scenario = PIPELINE if name == "timeline" else LLAMA
+    scenario = PIPELINE if name == "timeline" else LARGE
     view = "&v.compare=true" if name == "search" else ""
     opened(tab, f"{url}/{'' if name == 'plan' else name}?{scenario}{view}")
     if name == "search":

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DRAWN", "PAGES", "SMALL", "browser", "opened", "serving", "settled"]
+__all__ = ["DRAWN", "LARGE", "PAGES", "SMALL", "browser", "opened", "serving", "settled"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +25,11 @@ SMALL = (
     "&software=torch&plan.pp=2&plan.dp_replicate=2"
 )
 """A scenario that is answered in a moment."""
+LARGE = (
+    "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64"
+    "&training.global_batch_size=128&software=torch&plan.tp=8&plan.dp_shard=8&plan.recompute=full"
+)
+"""What a session starts with: its best plans take seconds to explain."""
 DRAWN = """
 () => document.querySelector('[data-testid=stApp][data-test-script-state=notRunning]')
   && !document.querySelector('[data-testid=stSkeleton]')
