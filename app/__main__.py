@@ -6,6 +6,7 @@ Streamlit loads pages when the first browser asks for one. What they need is loa
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 from app.jobs.server import WORKERS, answering
@@ -44,6 +45,19 @@ def _warm_up() -> None:
     for document in (START, pipeline):
         quick(parse_scenario(document_text(document)))
     done(plan_result, document_text(START), 0)
+    _load_tables()
+    gc.collect()
+    gc.freeze()  # Streamlit collects garbage after every run of a page: what stays for good is not looked at again
+
+
+def _load_tables() -> None:
+    """Loads what turns tables into what is sent to browsers."""
+    import pandas as pd
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    frame = pd.DataFrame({"step": [1.0]})
+    pa.Table.from_pandas(frame)
+    frame.style.format("{:.2f}").to_html()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ a pause and two errors in its console. A first visit asks for over a hundred sma
 
 from __future__ import annotations
 
+import json
 import logging
 import mimetypes
 import socket
@@ -29,6 +30,7 @@ __all__ = ["FirstPage", "serve", "settings"]
 _FOLDER = Path(__file__).resolve().parent
 _MAX_UPLOAD_MIB = 64
 _LAST_WORDS_S = 2
+_LATER = ("Progress", "PlotlyChart", "Metric", "DataFrame")
 
 
 def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> None:
@@ -103,7 +105,10 @@ class FirstPage:
 
         self._app = app
         static = Path(streamlit.__file__).parent / "static"
-        head = (_FOLDER / "head.html").read_bytes()
+        later = [
+            file.relative_to(static).as_posix() for name in _LATER for file in static.glob(f"static/js/{name}.*.js")
+        ]
+        head = (_FOLDER / "head.html").read_bytes().replace(b"LATER", json.dumps(later).encode(), 1)
         self._document = (static / "index.html").read_bytes().replace(b"</head>", head, 1)
         self._pages = {"/", *(f"/{page.stem}" for page in (_FOLDER / "views").glob("*.py"))}
         self._files = {f"/{file.relative_to(static).as_posix()}": file for file in static.glob("static/*/*")}

@@ -65,9 +65,7 @@ def show_published() -> Following | None:
         if job is not None and job.error is not None:
             raise job.error
         st.caption(f"{num_runs:,} runs that others measured, predicted from their configurations alone.")
-        if st.button("Predict them", type="primary", key="predict published"):
-            searches().start(key, Question(predict_published, (files,), tells=True))
-            st.rerun()
+        st.button("Predict them", type="primary", key="predict published", on_click=_start, args=(key, files))
     elif job.state is State.ENDED:
         _show(Accuracy(tuple(job.value)))
     else:
@@ -99,6 +97,10 @@ def _own() -> tuple[Any, list[ReadFile]] | None:
         return None
     content = file.getvalue()
     return ("accuracy", file.name, content), [uploads.published_of(file.name, content)]
+
+
+def _start(key: Any, files: list[ReadFile]) -> None:
+    searches().start(key, Question(predict_published, (files,), tells=True))
 
 
 def _watch(job: Job) -> Following:

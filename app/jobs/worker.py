@@ -21,7 +21,7 @@ from simplan.errors import RunError
 __all__ = ["main"]
 
 _GIVES_WAY = 5
-_PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # first plans are wanted at once, then pages come first
+_PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # first plans are wanted at once; then pages come first
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         asked_s = 0.0
 
         def send(message: Update | Done | Failed) -> None:
-            if isinstance(message, Update) and time.monotonic() - asked_s > _PROMPT_S:
+            if isinstance(message, Update) and (message.value is not None or time.monotonic() - asked_s > _PROMPT_S):
                 os.setpriority(os.PRIO_PROCESS, 0, _GIVES_WAY_FURTHER)
             channel.write(pickle.dumps(message))  # in one piece, also when a signal comes
             channel.flush()

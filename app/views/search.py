@@ -10,7 +10,7 @@ import streamlit as st
 
 from app import basket, state
 from app.components.comparison import show_comparison
-from app.components.plans import show_plans
+from app.components.plans import show_plans, show_plans_so_far
 from app.components.problems import escaped
 from app.components.progress import Following, Progress, follow, show_progress
 from app.components.question import show_question
@@ -113,9 +113,18 @@ def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
         "forbids or memory cannot hold is counted under its reason; the best is exactly the best of what "
         "`simplan predict` says."
     )
-    if st.button("Search", type="primary", icon=":material/search:", key="search start"):
-        searches().start(key, Question(search_plans, (text,), tells=True))
-        st.rerun()
+    st.button(
+        "Search",
+        type="primary",
+        icon=":material/search:",
+        key="search start",
+        on_click=_start,
+        args=(key, text),
+    )
+
+
+def _start(key: Any, text: str) -> None:
+    searches().start(key, Question(search_plans, (text,), tells=True))
 
 
 def _show_running(asked: SearchScenario, job: Job) -> Following:
@@ -124,7 +133,7 @@ def _show_running(asked: SearchScenario, job: Job) -> Following:
     had_plans = isinstance(known, SearchResult)
     place = show_progress(_progress(job), job.stop)
     if isinstance(known, SearchResult):
-        show_plans(asked, known, live=True)
+        show_plans_so_far(known)
     drawn_s = time.monotonic()
 
     def look() -> Progress | None:
@@ -156,7 +165,7 @@ def _show_explaining(asked: SearchScenario, job: Job) -> Following:
         return Progress(known / max(1, len(result.ranked)), f"{words}; all else is final")
 
     place = show_progress(progress())
-    show_plans(asked, result, live=False)
+    show_plans(asked, result)
     drawn_s = time.monotonic()
 
     def look() -> Progress | None:
@@ -207,19 +216,23 @@ def _left(job: Job, share: float) -> str:
 def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
     job.watch()
     if job.error is not None:
-        if st.button("Search again", icon=":material/refresh:", key="search again"):
-            searches().start(key, Question(search_plans, (text,), tells=True))
-            st.rerun()
+        st.button("Search again", icon=":material/refresh:", key="search again", on_click=_start, args=(key, text))
         raise job.error
     result = job.value
     assert isinstance(result, SearchResult), "a search that ends well has a result"
     line, again = st.columns([5, 1], vertical_alignment="center")
     with line:
         _show_verdict(result, f" (in {job.seconds:,.1f} s)")
-    if result.interrupted and again.button("Search on", icon=":material/refresh:", key="search again", width="stretch"):
-        searches().start(key, Question(search_plans, (text,), tells=True))
-        st.rerun()
-    show_plans(asked, result, live=False)
+    if result.interrupted:
+        again.button(
+            "Search on",
+            icon=":material/refresh:",
+            key="search again",
+            on_click=_start,
+            args=(key, text),
+            width="stretch",
+        )
+    show_plans(asked, result)
     for name in basket.pinned():
         st.caption(f":material/keep: pinned: {escaped(name)}")
 

@@ -45,6 +45,7 @@ def body_of(sent: list[Any]) -> bytes:
 def test_pages_say_where_the_server_is(path: str, is_page: bool) -> None:
     body = body_of(answered(path))
     assert (b"BACKEND_BASE_URL" in body) is is_page
+    assert all((f"static/js/{name}.".encode() in body) is is_page for name in ("PlotlyChart", "DataFrame", "Metric"))
     assert (body == b"nobody") is not is_page
 
 
