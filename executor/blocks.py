@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from executor.attention_cores import Attentions
 from executor.documents import token_positions
 from executor.norms import RMSNorm, make_norm
 from executor.parallel import Parallel
+from executor.recompute import BlockRecompute, run_block
 from executor.tensor_parallel import column_linear, row_linear
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.attention import Biases
@@ -47,14 +47,14 @@ class LayerRequest:
         index: Of the layer in ``spec.layers``.
         parallel: Which part of it this rank has.
         attentions: Those of its stage.
-        recompute: Blocks keep only their input and run forward again in backward.
+        recompute: What of it runs again in backward.
     """
 
     spec: ModelSpec
     index: int
     parallel: Parallel
     attentions: Attentions
-    recompute: bool
+    recompute: BlockRecompute
 
 
 class Block(nn.Module, ABC):
@@ -85,11 +85,7 @@ class Block(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states (batch, own tokens, hidden_size) to hidden states."""
-        if not self._recompute:
-            return self._block(x)
-        # inside of the module, so that FSDP's hooks run once around forward and once around backward
-        out: Tensor = checkpoint(self._block, x, use_reentrant=False, preserve_rng_state=False)
-        return out
+        return run_block(self._block, x, recompute=self._recompute)
 
     def _block(self, x: Tensor) -> Tensor:
         x = x + self._self_attention(x)

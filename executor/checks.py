@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from executor.recompute_rules import unmodelled_recompute
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
 from simplan.program.job import Job
@@ -104,13 +105,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
             rule="the executor moves activations of all blocks",
             fix="remove it",
         )
-    if plan.recompute not in ("none", "selective", "full", "selective_layer"):
-        yield Problem(
-            field="plan.recompute",
-            value=plan.recompute,
-            rule="the executor does not recompute like this",
-            fix="use none, selective, selective_layer or full",
-        )
+    yield from unmodelled_recompute(job)
     if plan.pp == 1 and plan.virtual_stages > 1:
         yield Problem(
             field="plan.virtual_stages",

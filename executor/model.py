@@ -23,6 +23,7 @@ from executor.low_precision import with_fp8_linears
 from executor.mla import deepseek_block
 from executor.moe import moe_block
 from executor.parallel import Parallel
+from executor.recompute import of_block
 from executor.resnet import ResNetHead, ResNetStem, resnet_block
 from executor.t5 import T5Embedding, T5Head, t5_block
 from simplan.spec.layer import LayerKind
@@ -98,19 +99,18 @@ def build_stage(
         device: Where they are.
         seed: Of the weights; None where any will do, which are then made on the device at once.
         parallel: Which part of each layer this rank has.
-        recompute: ``none``, ``selective`` (the attention core), ``full`` (every block) or ``selective_layer`` (every
-            second one, the first not).
+        recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block but for some products),
+            ``full`` (every block) or ``selective_layer`` (every second one, the first not).
         fp8: Linear layers of blocks are in fp8.
         frozen_dtype: Of weights that are not trained; None for the same.
     """
-    assert recompute in ("none", "selective", "full", "selective_layer")
-    again = {"full": spec.block_indices(), "selective_layer": spec.block_indices()[1::2]}.get(recompute, ())
+    modes = {layer: of_block(recompute, number) for number, layer in enumerate(spec.block_indices())}
     attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
     layers: dict[int, nn.Module] = {}
     for index in layer_range:
         make = MODULES[spec.family][spec.layers[index].kind]
         with nullcontext() if seed is not None else device:
-            layer = make(LayerRequest(spec, index, parallel, attentions, index in again))
+            layer = make(LayerRequest(spec, index, parallel, attentions, modes.get(index, "none")))
             add_adapters(layer, spec.layers[index], spec.lora_rank)
         if seed is not None:
             _draw_weights(layer, spec, index, seed, parallel)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from executor.blocks import LayerRequest
 from executor.norms import RMSNorm
+from executor.recompute import run_block
 from executor.tensor_parallel import column_linear, compute_dtype, row_linear
 
 __all__ = ["T5Embedding", "T5Head", "eager_attention", "relative_buckets", "t5_block"]
@@ -108,10 +109,7 @@ class T5Block(nn.Module):
 
     def _maybe_again(self, block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Runs a block, which backward runs again if that is wanted."""
-        if not self._recompute:
-            return block(*inputs)
-        out: Tensor = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return out
+        return run_block(block, *inputs, recompute=self._recompute)
 
 
 class T5Encoder(T5Block):

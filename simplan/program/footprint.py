@@ -71,13 +71,12 @@ def layer_footprint(
     """
     b = microbatch_size
     copies = sum(copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm))
-    first = next(index for index, kernel in enumerate(layer.kernels) if not isinstance(kernel, Exchange))
-    whole_again = first in recomputation.kernels  # the layer runs again from its start, and copies weights again
+    whole_again = recomputation.from_start  # which copies weights again
     kept = b * _bytes((t for t in recomputation.saved if not (t.logits or t.of_microbatch)), state)
     kept += _bytes((t for t in recomputation.saved if t.of_microbatch), state) + (0 if whole_again else copies)
     logits = b * _bytes((t for t in recomputation.saved if t.logits), state)
     dropped = [t for t in layer.saved if t not in recomputation.saved and not _is_input(t, state)]
-    rebuilt = b * _bytes(dropped, state) + copies
+    rebuilt = b * (_bytes(dropped, state) - _bytes(_used_up(layer, recomputation), state)) + copies
     match layer.kind:
         case _ if has_convolutions(layer):
             forward, backward = convolution_moments(layer, b, state)
@@ -107,6 +106,12 @@ def layer_footprint(
         input_bytes=b * _bytes((t for t in recomputation.saved if _is_input(t, state)), state),
         output_bytes=b * (made_bytes + passed_bytes),
     )
+
+
+def _used_up(layer: LayerSpec, recomputation: Recomputation) -> Iterator[Saved]:
+    """Kept results that only what runs again has a use for: they are gone when it has run."""
+    before = [kernel.name for kernel in layer.kernels[: max(recomputation.kernels, default=0)]]
+    return (t for t in recomputation.saved if t.made_by in before and t not in layer.saved)
 
 
 def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:

@@ -27,11 +27,13 @@ class Recomputation(NamedTuple):
         kernels: Indices into ``LayerSpec.kernels`` of what runs again in backward, in order.
         needed_by: Index of the kernel before whose backward they run: the first that asks for a tensor that was not
             kept. Backward of the kernels after it comes first.
+        from_start: The layer runs again from its input on, but for what was kept; else parts of it alone.
     """
 
     saved: tuple[Saved, ...]
     kernels: tuple[int, ...]
     needed_by: int = -1
+    from_start: bool = False
 
 
 def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Recomputation:
@@ -125,7 +127,7 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
     )
     # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
-    return Recomputation(tuple(dict.fromkeys(saved)), again, max(last, _gemms(layer)[-1]))
+    return Recomputation(tuple(dict.fromkeys(saved)), again, max(last, _gemms(layer)[-1]), from_start=True)
 
 
 def _is_summed(kernel: object) -> bool:

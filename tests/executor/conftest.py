@@ -215,6 +215,16 @@ CASES: dict[str, Callable[[], Job]] = {
         plan={"recompute": "selective_layer"},
         dtype="fp64",
     ),
+    "tp2-1f1b-pp2-gpt-tied-recompute-by-products": lambda: _job(
+        "1f1b",
+        pp=2,
+        model=_model(vocab_size=96),
+        plan={"tp": 2, "sequence_parallel": False, "recompute": "selective_op"},
+        dtype="fp64",
+    ),
+    "zero3-2-llama-recompute-by-products": lambda: _job(
+        model=_model("llama"), plan={"dp_shard": 2, "recompute": "selective_op"}, dtype="fp64"
+    ),
     "one-device-offload-gpt-tied": lambda: _job(
         model=_model(num_hidden_layers=4), plan={"offload_optimizer": True, "offload_activations": True}, dtype="fp64"
     ),
@@ -268,7 +278,7 @@ QUICK = (
     "interleaved-pp2-v2-llama",
     "1f1b-pp2-zero3-2-llama",
     "zb-h1-pp2-gpt-tied",
-    "1f1b-pp2-llama-recompute-every-second-block",
+    "zero3-2-llama-recompute-by-products",
     "zb-v-pp2-gpt-tied",
     "zero3-2-offload-llama",
     "1f1b-pp2-offload-gpt-tied",

@@ -19,6 +19,7 @@ from simplan.spec.training import TrainingSpec
         {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 2},
         {"dp_shard": 2, "grad_sync": "microbatch"},
         {"tp": 2, "recompute": "selective"},
+        {"tp": 2, "sequence_parallel": False, "recompute": "selective_op"},
         {"cp": 2, "cp_comm": "a2a"},
     ],
 )
@@ -40,6 +41,15 @@ def test_stages_may_be_anywhere(make_job: Any) -> None:
             "plan.virtual_stages = 2: the executor runs several stages on a rank in pipelines only",
         ),
         ({"recompute": "minimal"}, "plan.recompute = minimal: the executor does not recompute like this"),
+        (
+            {"tp": 2, "recompute": "selective_op"},
+            "plan.recompute = selective_op: the executor does not keep single products under sequence parallelism; use "
+            "selective or full, or sequence_parallel = false",
+        ),
+        (
+            {"recompute": "selective_op", "offload_activations": True},
+            "the executor does not keep single products beside activations that are moved to the host",
+        ),
         ({"pp": 2, "schedule": "1f1b", "grad_sync": "microbatch"}, "plan.grad_sync = microbatch: torch's pipelines"),
         (
             {"pp": 2, "schedule": "1f1b", "dp_shard": 2},

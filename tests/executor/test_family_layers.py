@@ -71,17 +71,19 @@ def shards_of(name: str) -> list[str]:
 QUICK = ("qk-norm", "mpt", "bert", "vit")
 
 
-def quick(name: str, shard: str, precision: str) -> list[Any]:
+def quick(name: str, shard: str, precision: str, recompute: str = "none") -> list[Any]:
     """Marks: whole layers in every precision, and their parts in fp32, are looked at in every run of the tests."""
-    return [] if name in QUICK and (shard == "whole" or precision == "fp32") else [pytest.mark.slow]
+    quickly = name in QUICK and (shard == "whole" or precision == "fp32") and recompute != "selective_op"
+    return [] if quickly else [pytest.mark.slow]
 
 
 KEPT = [
-    pytest.param(name, shard, index, recompute, precision, marks=quick(name, shard, precision))
+    pytest.param(name, shard, index, recompute, precision, marks=quick(name, shard, precision, recompute))
     for name in VARIANTS
     for shard in shards_of(name)
-    for index, modes in ((0, ("none",)), (1, ("none", "selective", "full")), (-1, ("none",)))
+    for index, modes in ((0, ("none",)), (1, ("none", "selective", "selective_op", "full")), (-1, ("none",)))
     for recompute in modes
+    if recompute != "selective_op" or "sequence" not in shard  # which is refused
     for precision in STATES
 ]
 PEAKS = [

@@ -57,6 +57,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "accumulation": ({}, 4, 0),
     "full": ({"recompute": "full", "microbatch_size": 8}, 1, 0),
     "selective": ({"recompute": "selective", "microbatch_size": 4}, 1, 0),
+    "selective_op": ({"recompute": "selective_op", "microbatch_size": 4}, 1, 0),
+    "zero3-selective_op": ({**FSDP, "recompute": "selective_op", "microbatch_size": 4}, 2, 0),
     "ddp": ({"dp_replicate": 4}, 2, 0),
     "zero1": ({**FSDP, "zero_stage": 1}, 2, 0),
     "zero2": ({**FSDP, "zero_stage": 2}, 1, 0),

@@ -4,6 +4,7 @@ precision and kind of recomputation that the executor runs."""
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -122,8 +123,9 @@ CASES = [
     (family, shard, index, recompute, precision)
     for family in ("gpt", "llama")
     for shard in SHARDS
-    for index, modes in ((0, ("none",)), (1, ("none", "selective", "full")), (-1, ("none",)))
+    for index, modes in ((0, ("none",)), (1, ("none", "selective", "selective_op", "full")), (-1, ("none",)))
     for recompute in modes
+    if recompute != "selective_op" or "sequence" not in shard  # which is refused
     for precision in STATES
 ]
 
@@ -144,8 +146,14 @@ def test_kept_bytes_are_those_of_the_layer(
 
 
 @pytest.mark.parametrize("precision", STATES)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("shard", ["whole", "sequence", "a2a"])
+@pytest.mark.parametrize(
+    ("shard", "recompute"),
+    [
+        *itertools.product(["whole", "sequence", "a2a"], ["none", "full"]),
+        ("whole", "selective_op"),
+        ("a2a", "selective_op"),
+    ],
+)
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_peak_of_backward_is_that_of_the_layer(family: str, shard: str, recompute: Recompute, precision: str) -> None:
     """Of a block; the test also holds its output, but not its input, which was there before."""

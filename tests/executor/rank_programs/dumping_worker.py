@@ -72,7 +72,12 @@ def issued_elements(trace: profile) -> list[tuple[str, int]]:
     results: Any = trace.profiler.kineto_results
     calls = [event for event in results.events() if event.name() in KINDS]
     calls.sort(key=lambda event: event.start_ns())
-    return [(KINDS[call.name()], largest_elements(call)) for call in calls]
+    found, end_ns = [], 0
+    for call in calls:
+        if call.start_ns() >= end_ns:  # a dispatch mode calls again what it was called for, inside of the same call
+            found.append((KINDS[call.name()], largest_elements(call)))
+            end_ns = call.start_ns() + call.duration_ns()
+    return found
 
 
 def largest_elements(call: Any) -> int:
