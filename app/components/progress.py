@@ -8,7 +8,7 @@ left, is queued behind the new one, and the browser then clears what it has just
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import streamlit as st
@@ -17,7 +17,7 @@ from streamlit.delta_generator import DeltaGenerator
 from app.components.problems import escaped
 from app.work import give_way
 
-__all__ = ["Following", "Progress", "follow", "show_progress"]
+__all__ = ["Following", "Progress", "follow", "show_progress", "stage"]
 
 _LOOK_S = 0.1
 
@@ -54,6 +54,20 @@ def show_progress(now: Progress, stop: Callable[[], None] | None = None) -> Delt
         place = left.empty()
     _draw(place, now)
     return place
+
+
+def stage(name: str, names: Sequence[str]) -> DeltaGenerator:
+    """The place for one of the stages that a page goes through.
+
+    Each has a place of its own: Streamlit keeps what another run drew at a place until the next run ends, and one that
+    follows something does not end for long.
+
+    Args:
+        name: The stage.
+        names: All of them, in the same order in every run.
+    """
+    places = {other: st.empty() for other in names}
+    return places[name].container()
 
 
 def follow(place: DeltaGenerator, look: Callable[[], Progress | None]) -> None:

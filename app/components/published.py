@@ -12,7 +12,7 @@ import streamlit as st
 from app import uploads
 from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
-from app.components.progress import Following, Progress, follow, show_progress
+from app.components.progress import Following, Progress, follow, show_progress, stage
 from app.fields import remembered_choice
 from app.figures.validation import errors_figure, runs_figure
 from app.jobs.job import Job, State
@@ -27,6 +27,7 @@ from simplan.units import format_percent
 __all__ = ["show_published"]
 
 _FOLDER = Path(__file__).resolve().parents[2] / "scenarios" / "published"
+_STAGES = ("start", "going", "found")
 _ALL = "all sources"
 _OWN = "a file of your own"
 _COLUMNS: dict[str, Any] = {
@@ -62,14 +63,17 @@ def show_published() -> Following | None:
     num_runs = sum(len(file.runs or ()) for file in files)
     job = searches().find(key)
     if job is None or (job.state is State.ENDED and (job.stopped or job.error)):
-        if job is not None and job.error is not None:
-            raise job.error
-        st.caption(f"{num_runs:,} runs that others measured, predicted from their configurations alone.")
-        st.button("Predict them", type="primary", key="predict published", on_click=_start, args=(key, files))
+        with stage("start", _STAGES):
+            if job is not None and job.error is not None:
+                raise job.error
+            st.caption(f"{num_runs:,} runs that others measured, predicted from their configurations alone.")
+            st.button("Predict them", type="primary", key="predict published", on_click=_start, args=(key, files))
     elif job.state is State.ENDED:
-        _show(Accuracy(tuple(job.value)))
+        with stage("found", _STAGES):
+            _show(Accuracy(tuple(job.value)))
     else:
-        return _watch(job)
+        with stage("going", _STAGES):
+            return _watch(job)
     return None
 
 

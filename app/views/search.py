@@ -12,7 +12,7 @@ from app import basket, state
 from app.components.comparison import show_comparison
 from app.components.plans import show_plans, show_plans_so_far
 from app.components.problems import escaped
-from app.components.progress import Following, Progress, follow, show_progress
+from app.components.progress import Following, Progress, follow, show_progress, stage
 from app.components.question import show_question
 from app.fields import remembered_choice, remembered_number
 from app.jobs.job import Job, State
@@ -32,6 +32,7 @@ _WORDS = {
     "memory": "device memory",
     "cost": "cost of a token budget",
 }
+_STAGES = ("start", "going", "found")
 _TOP = 10
 _DRAW_S, _EXPLAINED_S = 2.5, 1.0
 _SAID_AFTER_S = 4.0
@@ -49,15 +50,15 @@ def show() -> Following | None:
     _warm()
     job = searches().find(key)
     then: Following | None = None
-    with st.empty().container():  # nothing of another stage stays in it, and what follows keeps its place
-        if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
+    if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
+        with stage("start", _STAGES):
             _show_start(asked, key, text)
-        elif job.state is State.ENDED:
-            _show_ended(asked, job, key, text)
-        elif _is_searched(job):
-            then = _show_explaining(asked, job)
-        else:
-            then = _show_running(asked, job)
+    elif job.state is State.ENDED or _is_searched(job):
+        with stage("found", _STAGES):
+            then = _show_found(asked, job, key, text)
+    else:
+        with stage("going", _STAGES):
+            then = _show_running(job)
     st.divider()
     show_comparison(asked, job.value if job is not None else None)
     return then
@@ -127,7 +128,7 @@ def _start(key: Any, text: str) -> None:
     searches().start(key, Question(search_plans, (text,), tells=True))
 
 
-def _show_running(asked: SearchScenario, job: Job) -> Following:
+def _show_running(job: Job) -> Following:
     """How far it is, often; its plans, which take a browser longer to draw, less often."""
     known = job.value
     had_plans = isinstance(known, SearchResult)
@@ -153,38 +154,8 @@ def _is_searched(job: Job) -> bool:
     return isinstance(known, SearchResult) and not known.interrupted
 
 
-def _show_explaining(asked: SearchScenario, job: Job) -> Following:
-    """The final ranking, drawn anew when more plans of it are explained."""
-    result = job.value
-    assert isinstance(result, SearchResult), "a search that is done has a result"
-    _show_verdict(result)
-    known = _num_explained(result)
-
-    def progress() -> Progress:
-        words = job.update.doing if job.update is not None else ""
-        return Progress(known / max(1, len(result.ranked)), f"{words}; all else is final")
-
-    place = show_progress(progress())
-    show_plans(asked, result)
-    drawn_s = time.monotonic()
-
-    def look() -> Progress | None:
-        job.watch()
-        if job.state is State.ENDED:
-            return None
-        if _num_explained(job.value) != known and time.monotonic() - drawn_s > _EXPLAINED_S:
-            return None
-        return progress()
-
-    return partial(follow, place, look)
-
-
 def _num_explained(result: SearchResult) -> int:
     return sum(plan.explanation is not None for plan in result.ranked)
-
-
-def _show_verdict(result: SearchResult, after: str = "") -> None:
-    (st.success if result.best is not None else st.error)(f"**{escaped(search_verdict(result))}**{after}")
 
 
 def _progress(job: Job) -> Progress:
@@ -213,17 +184,20 @@ def _left(job: Job, share: float) -> str:
     return f", about {minutes:,.0f} min left{slowly}"
 
 
-def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
+def _show_found(asked: SearchScenario, job: Job, key: Any, text: str) -> Following | None:
+    """The answer; drawn anew when more plans of a ranking that is final are explained."""
     job.watch()
-    if job.error is not None:
+    is_whole = job.state is State.ENDED
+    if is_whole and job.error is not None:
         st.button("Search again", icon=":material/refresh:", key="search again", on_click=_start, args=(key, text))
         raise job.error
     result = job.value
     assert isinstance(result, SearchResult), "a search that ends well has a result"
     line, again = st.columns([5, 1], vertical_alignment="center")
     with line:
-        _show_verdict(result, f" (in {job.seconds:,.1f} s)")
-    if result.interrupted:
+        after = f" (in {job.seconds:,.1f} s)" if is_whole else ""
+        (st.success if result.best is not None else st.error)(f"**{escaped(search_verdict(result))}**{after}")
+    if is_whole and result.interrupted:
         again.button(
             "Search on",
             icon=":material/refresh:",
@@ -232,9 +206,27 @@ def _show_ended(asked: SearchScenario, job: Job, key: Any, text: str) -> None:
             args=(key, text),
             width="stretch",
         )
+    known = _num_explained(result)
+
+    def progress() -> Progress:
+        words = job.update.doing if job.update is not None else ""
+        return Progress(known / max(1, len(result.ranked)), f"{words}; all else is final")
+
+    place = st.empty() if is_whole else show_progress(progress())
     show_plans(asked, result)
     for name in basket.pinned():
         st.caption(f":material/keep: pinned: {escaped(name)}")
+    drawn_s = time.monotonic()
+
+    def look() -> Progress | None:
+        job.watch()
+        if job.state is State.ENDED:
+            return None
+        if _num_explained(job.value) != known and time.monotonic() - drawn_s > _EXPLAINED_S:
+            return None
+        return progress()
+
+    return None if is_whole else partial(follow, place, look)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import streamlit as st
 from app import answers, state, uploads
 from app.components.measured import show_comparison_of, show_uploaded
 from app.components.problems import escaped
-from app.components.progress import Following, Progress, follow, show_progress
+from app.components.progress import Following, Progress, follow, show_progress, stage
 from app.components.published import show_published
 from app.components.question import show_question
 from app.fields import remembered_choice
@@ -24,13 +24,14 @@ _PARTS = {
     "measured": "a measurement of your own",
     "run": "a run on this machine",
 }
+_STAGES = ("start", "going")
 _STEPS = (5, 10, 15, 30, 50)
 
 
 def show() -> Following | None:
     """One of three things to hold a prediction against."""
     part = remembered_choice("Hold predictions against", "held", list(_PARTS), "published", format_func=_PARTS.get)
-    with st.empty().container():  # nothing of another stage stays in it
+    with stage(part, tuple(_PARTS)):
         if part == "published":
             return show_published()
         if part == "measured":
@@ -43,7 +44,16 @@ def show() -> Following | None:
 def _show_run() -> Following | None:
     last = runs().last
     if last is not None and last.is_going:
-        return _watch(last)
+        with stage("going", _STAGES):
+            return _watch(last)
+    with stage("start", _STAGES):
+        _show_start()
+        if last is not None:
+            _show_last(last)
+    return None
+
+
+def _show_start() -> None:
     asked = answers.scenario(state.document())
     if asked.cluster.id != THIS_MACHINE:
         st.info(
@@ -65,9 +75,6 @@ def _show_run() -> Following | None:
         if st.button("Run it here", type="primary", icon=":material/play_arrow:", key="start run"):
             runs().start(answers.text(state.document()), asked.name, steps)
             st.rerun()
-    if last is not None:
-        _show_last(last)
-    return None
 
 
 def _watch(run: Run) -> Following:

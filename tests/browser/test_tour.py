@@ -17,6 +17,21 @@ from tests.browser.slow_link import slow_link
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
+MOST_SEEN = """
+() => {
+  window.most = {}
+  const look = () => {
+    for (const words of ["Why one plan beats another", "Compare", "Search"]) {
+      const shown = [...document.querySelectorAll("h3, [data-testid=stMainBlockContainer] button")]
+        .filter(one => one.textContent.trim().endsWith(words))
+      window.most[words] = Math.max(window.most[words] || 0, shown.length)
+    }
+  }
+  new MutationObserver(look).observe(document, {childList: true, subtree: true})
+}
+"""
+"""How often words of the page were seen at once, at most."""
+
 
 def test_the_tour_ends_with_a_plan_that_predict_confirms(page: Any, served: str, tmp_path: Path) -> None:
     page.set_default_timeout(240_000)
@@ -24,12 +39,14 @@ def test_the_tour_ends_with_a_plan_that_predict_confirms(page: Any, served: str,
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     opened(page, served)
     page.get_by_role("link", name="Search").click()
+    page.evaluate(MOST_SEEN)
     page.get_by_role("button", name="Search", exact=True).click()
     verdict = page.get_by_text(re.compile("^best of 76,032 plans by step time"))
     verdict.wait_for()
     page.get_by_role("button", name="Compare").click()
     page.get_by_text(re.compile(r"All \d+ terms with their formulas")).wait_for()
     assert page.get_by_text(re.compile(r"The second takes .* longer a step \(\+")).is_visible()
+    assert page.evaluate("() => window.most") == {"Why one plan beats another": 1, "Compare": 1, "Search": 1}
     best = re.search(r"step time: (.* s) a step", verdict.inner_text())
     page.get_by_role("button", name="Open as the plan").click()
     page.wait_for_url(lambda url: "/search" not in url)
