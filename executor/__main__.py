@@ -1,8 +1,8 @@
 """``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
 ``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs. ``calibrate`` takes
-``--nodes`` too, with ``join-calibration NODES.json`` on the others. ``environment --out FILE`` writes what a
-measurement here would be taken on.
+``--nodes`` too, with ``join-calibration NODES.json`` on the others, and ``refuse REFUSAL.json`` tells these that there
+is nothing to join. ``environment --out FILE`` writes what a measurement here would be taken on.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
     commands.add_parser("join-calibration").add_argument("file", type=Path, metavar="NODES.json")
+    commands.add_parser("refuse").add_argument("file", type=Path, metavar="REFUSAL.json")
     commands.add_parser("environment").add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
@@ -56,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             _calibrate(args.file, args.out, args.nodes)
         elif args.command == "join-calibration":
             _join_calibration(args.file)
+        elif args.command == "refuse":
+            _refuse(args.file)
         elif args.command == "environment":
             _environment(args.out)
         else:
@@ -128,6 +131,13 @@ def _join_calibration(file: Path) -> None:
     from simplan.program.nodes import Nodes
 
     join_calibration(_parse(Nodes, file))
+
+
+def _refuse(file: Path) -> None:
+    from executor.meeting import refuse
+    from simplan.program.refusal import Refusal
+
+    refuse(_parse(Refusal, file))
 
 
 def _tell(event: dict[str, str | int]) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -19,12 +20,13 @@ from executor.store_line import StoreLine
 from executor.team import Team
 from simplan.errors import Problem, RunError, SpecError, did_you_mean
 from simplan.program.nodes import Nodes
+from simplan.program.refusal import Refusal
 
-__all__ = ["Introduction", "disagreement", "meet"]
+__all__ = ["Introduction", "disagreement", "meet", "refuse"]
 
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 60.0
-_ANSWER_S = 30.0  # node 0 may take so long to compare and tell
+_ANSWER_S = 30.0  # node 0 may take so long to compare and tell, and waits so long until the others know
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,17 @@ def meet(nodes: Nodes, job: str | None) -> Team:
     return _join(nodes, line)
 
 
+def refuse(refusal: Refusal) -> None:
+    """On node 0, before nodes have met: tells those that come within half a minute why nothing is run, and returns.
+
+    Raises:
+        RunError: The port is in use.
+    """
+    store = _listen(refusal.nodes)
+    _set_verdict(store, error=refusal.sentence, exit_code=refusal.exit_code)
+    _wait_until_heard(store, list(range(1, refusal.nodes.num_nodes)))
+
+
 def disagreement(introductions: list[Introduction]) -> str | None:
     """The sentence about nodes that were not asked the same; None when all were.
 
@@ -86,13 +99,7 @@ def disagreement(introductions: list[Introduction]) -> str | None:
 
 
 def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
-    try:
-        # to be reached from anywhere; the host's own name may be that of the loopback (127.0.1.1 in /etc/hosts)
-        store = TCPStore(
-            "127.0.0.1", nodes.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
-        )
-    except RuntimeError:
-        raise RunError(f"port {nodes.port} of {nodes.host} is in use; give another one on all nodes") from None
+    store = _listen(nodes)
     clock = ClockServer()
     found: dict[int, Introduction] = {}
     deadline_s = time.monotonic() + nodes.join_timeout_s
@@ -117,18 +124,28 @@ def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
     elif said is not None:
         error = SpecError(Problem(field="", rule=said))
     hosts = (me.host, *(found[node].host for node in sorted(found)))
-    verdict = {
-        "error": None if error is None else str(error),
-        "exit_code": 0 if error is None else error.exit_code,
-        "job": job,
-        "clock_port": clock.port,
-        "hosts": [asdict(host) for host in hosts],
-    }
-    store.set("verdict", json.dumps(verdict))
     if error is not None:
+        _set_verdict(store, error=str(error), exit_code=error.exit_code)
         _wait_until_heard(store, sorted(found))
         raise error
+    _set_verdict(store, error=None, job=job, clock_port=clock.port, hosts=[asdict(host) for host in hosts])
     return Team(nodes, 0, hosts, store, line, interface, job, clock.port)
+
+
+def _listen(nodes: Nodes) -> Store:
+    """Node 0's store."""
+    try:
+        # to be reached from anywhere; the host's own name may be that of the loopback (127.0.1.1 in /etc/hosts)
+        return TCPStore(
+            "127.0.0.1", nodes.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
+        )
+    except RuntimeError:
+        raise RunError(f"port {nodes.port} of {nodes.host} is in use; give another one on all nodes") from None
+
+
+def _set_verdict(store: Store, **verdict: Any) -> None:
+    """What all others wait for: ``error`` with ``exit_code``, or what a team is made of."""
+    store.set("verdict", json.dumps(verdict))
 
 
 def _wait_until_heard(store: Store, others: list[int]) -> None:

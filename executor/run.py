@@ -10,7 +10,7 @@ from executor.checks import check_job
 from executor.exchange import Beats
 from executor.host_clock import ClockReading
 from executor.launch import launch_ranks
-from executor.meeting import meet
+from executor.meeting import meet, refuse
 from executor.rank import RankFiles
 from executor.results import gather
 from executor.settling import on_all_nodes
@@ -20,6 +20,7 @@ from simplan.files import write_whole
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
+from simplan.program.refusal import Refusal
 
 __all__ = ["Progress", "join_job", "run_job"]
 
@@ -54,7 +55,7 @@ def run_job(
         SpecError, ProgramError: The job cannot be run here, or the nodes were not asked the same; nothing was started.
         RunError: Ranks failed or hung, or nodes did not come; all are ended.
     """
-    check_job(job, None if nodes is None else nodes.ranks_per_node)
+    _check(job, nodes)
     notes: list[str] = []
 
     def note(sentence: str) -> None:
@@ -109,6 +110,16 @@ def join_job(nodes: Nodes, out_dir: Path, *, rank_module: str = "executor.worker
     team = meet(nodes, None)
     job, out_dir = Job.model_validate_json(team.job), _folder(out_dir)
     _run_on_all(team, job, out_dir, lambda: _run_here(job, out_dir, None, rank_module, team, None), {})
+
+
+def _check(job: Job, nodes: Nodes | None) -> None:
+    """As ``check_job``; what node 0 refuses, the others are told."""
+    try:
+        check_job(job, None if nodes is None else nodes.ranks_per_node)
+    except SimplanError as error:
+        if nodes is not None:
+            refuse(Refusal(nodes=nodes, sentence=str(error), exit_code=error.exit_code))
+        raise
 
 
 def _folder(out_dir: Path) -> Path:

@@ -10,6 +10,7 @@ from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawin
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
 from simplan.cli.nodes import Meeting, join, join_calibration, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.output import emphasize, print_json, print_result, say
+from simplan.cli.refusal import refusing_for_all
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import write_predicted_trace
 from simplan.cost.calibration import Calibration
@@ -120,8 +121,9 @@ def run_command(
     if nodes is not None and nodes.node_rank != 0:
         join(nodes, folder)
         return 0
-    needed = is_needed(scenario)
-    calibration = ensure([scenario], calibration_file) if needed else _calibration_for(scenario, calibration_file)
+    with refusing_for_all(nodes):
+        needed = is_needed(scenario)
+        calibration = ensure([scenario], calibration_file) if needed else _calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
     if as_json:
         print_json(outcome.to_json())

@@ -10,6 +10,7 @@ from typing import Any
 from simplan.cli.output import say
 from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
+from simplan.cli.refusal import refusing_for_all
 from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
@@ -130,8 +131,9 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         SpecError: The scenario cannot be predicted or run here, or a file cannot be written.
         RunError: Ranks failed or hung.
     """
-    prediction = predict_scenario(scenario, calibration)
-    job = job_of_scenario(scenario, prediction, options)
+    with refusing_for_all(options.nodes):
+        prediction = predict_scenario(scenario, calibration)
+        job = job_of_scenario(scenario, prediction, options)
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     result = simplan("run", two, "--nodes", "2", "--rdzv", endpoint, "--node-rank", "1", "--join-timeout", "1")
     assert result.returncode == 4
     assert f"error: node 0 did not answer at {endpoint} within 1 s; start the same command there" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_calibration_that_node_0_refuses_ends_all_nodes(tmp_path: Path, two: Path) -> None:
+    """Node 0 alone reads it, before it starts anything; the other one is told and says the same."""
+    (tmp_path / "bad.json").write_text("{}")
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "simplan", "run", str(two), "--nodes", "2", "--rdzv", endpoint]
+    started = [
+        subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        for options in (["--node-rank", "0", "--calibration", str(tmp_path / "bad.json")], ["--node-rank", "1"])
+    ]
+    first, second = (process.communicate(timeout=120)[1].splitlines() for process in started)
+    assert [process.returncode for process in started] == [2, 2]
+    assert first[0] == "telling the other nodes that nothing is run"
+    assert second[0] == f"joining node 0 at {endpoint}"
+    assert first[1:] == second[1:]
+    assert "bad.json" in first[1]
 
 
 def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,16 @@ from executor.exchange import Host as Place
 from executor.failure import Failure, first_cause
 from executor.heartbeat import read_beat
 from executor.host_clock import ClockReading, common_time_s
-from executor.meeting import Introduction, disagreement
+from executor.meeting import Introduction, disagreement, meet, refuse
 from executor.rank import RankFiles
 from executor.run import run_job
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest
 from simplan.cost.store import load
+from simplan.errors import SpecError
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
+from simplan.program.refusal import Refusal
 from simplan.spec.layer import CollectiveKind
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.hosts import BURST_BYTES, Host, hosts, unavailable
@@ -49,10 +53,18 @@ def _hosts_can_be_made() -> None:
         pytest.skip(reason)
 
 
-def start(host: Host, *args: object, python: Sequence[str] = ("-m", "executor")) -> subprocess.Popen[str]:
-    """Starts the executor on a host."""
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(host: Host | None, *args: object, python: Sequence[str] = ("-m", "executor")) -> subprocess.Popen[str]:
+    """Starts the executor on a host; None for this machine itself."""
+    command = [sys.executable, *python, *map(str, args)]
     return subprocess.Popen(
-        host.command([sys.executable, *python, *map(str, args)]),
+        command if host is None else host.command(command),
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -186,6 +198,34 @@ def kill_rank_when_it_runs(folder: Path, rank: int) -> None:
             os.kill(beat.pid, signal.SIGKILL)
             return
         time.sleep(0.1)
+
+
+def test_what_node_0_refuses_the_others_hear_at_once() -> None:
+    """Before any node has joined; all would have waited for five minutes."""
+    nodes = Nodes(num_nodes=3, ranks_per_node=1, host="127.0.0.1", port=free_port(), node_rank=0)
+    others = [nodes.model_copy(update={"node_rank": None}), nodes.model_copy(update={"node_rank": 2})]
+    with ThreadPoolExecutor() as pool:
+        node_0 = pool.submit(refuse, Refusal(nodes=nodes, sentence="plan.tp = 3: no", exit_code=2))
+        joined = [pool.submit(meet, other, None) for other in others]
+        for node in joined:
+            with pytest.raises(SpecError, match=r"^plan\.tp = 3: no$"):
+                node.result(timeout=60)
+        node_0.result(timeout=60)  # it stays no longer than they need
+
+
+@pytest.mark.slow
+def test_a_job_that_node_0_refuses_ends_on_all_nodes(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(plan={"cp": 2})  # by a ring, which the executor does not have
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    port, started = free_port(), []
+    for k in range(2):
+        file = tmp_path / f"nodes{k}.json"
+        file.write_text(Nodes(num_nodes=2, ranks_per_node=1, host="127.0.0.1", port=port).model_dump_json())
+        first = ("run", tmp_path / "job.json", "--nodes", file) if k == 0 else ("join", file)
+        started.append(start(None, *first, "--out", tmp_path / str(k)))
+    ended = [(process.communicate(timeout=120)[1], process.returncode) for process in started]
+    assert ended[0] == ended[1]
+    assert ended[0] == ("plan.cp_comm = ring: the executor has no ring attention; use all_gather or a2a\n", 2)
 
 
 def introduction(**changes: Any) -> Introduction:
