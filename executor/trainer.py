@@ -26,6 +26,7 @@ from executor.parallel import Parallel, Peers, partial_parameters, sum_partial_g
 from executor.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.recorder import Recorder
 from executor.streamed_optimizer import StreamedOptimizer, by_layer
+from executor.tied import TiedWeights
 from executor.training_state import TrainingState
 from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
@@ -79,7 +80,7 @@ class Trainer:
             offload = ActivationOffload(self._link, recorder, rank, blocks, backward_follows(row))
             for stage in self.stages.values():
                 stage.around_layers = offload.forward
-        self._tied = self._tied_weights()
+        self._tied = TiedWeights(job, self.stages, groups.tied, recorder)
         parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
@@ -147,8 +148,7 @@ class Trainer:
         if not self._groups.alone:  # what other ranks would send is not there to be routed
             plan = self._job.plan
             check_places(self.stages.values(), model, model.seq_len // (plan.cp * plan.tp))
-        if self._tied:
-            self._sum_tied_gradients()
+        self._tied.sum_gradients()
         if self._clipper is not None:
             self._clipper.clip()
         self.update()
@@ -223,11 +223,8 @@ class Trainer:
         max_norm = self._job.training.clip_grad_norm
         if max_norm is None:
             return None
-        last = self._job.plan.num_stages - 1
-        copies = self._tied[-1:] if last in self.stages else []
-        return GradientClipper(
-            max_norm, parameters, copies, self._parts, Peers.of(self._groups.pp, self._rank, self._recorder)
-        )
+        stages = Peers.of(self._groups.pp, self._rank, self._recorder)
+        return GradientClipper(max_norm, parameters, self._tied.second_copies, self._parts, stages)
 
     def _wrap(self, stage: Stage) -> nn.Module:
         """A stage that is not sharded computes under autocast and is reduced by DDP."""
@@ -287,24 +284,3 @@ class Trainer:
             outputs=between(boundaries[index + 1]),
             complete_gradients=self._completion(index),
         )
-
-    def _sum_tied_gradients(self) -> None:
-        """Both ends of the pipeline hold the embedding; each has computed a part of its gradient."""
-        gradients = [weight.grad for weight in self._tied if weight.grad is not None]
-        assert len(gradients) == len(self._tied)
-        if self._groups.tied is None:  # both ends are on this rank
-            gradients[0].add_(gradients[1])
-            gradients[1].copy_(gradients[0])
-            return
-        handle = self._recorder.issue("all_reduce", self._groups.tied.ranks, gradients[0].nbytes)
-        dist.all_reduce(gradients[0], group=self._groups.tied.handle)
-        self._recorder.complete(handle)
-
-    def _tied_weights(self) -> list[nn.Parameter]:
-        """This rank's copies of a weight that the first and the last stage share: both where it has both, else one."""
-        last = self._job.plan.num_stages - 1
-        ends = [stage for index, stage in self.stages.items() if index in (0, last)]
-        if not self._job.model.tied_embeddings or self._job.model.lora_rank or last == 0:
-            return []
-        names = ("wte.weight", "lm_head.weight")
-        return [p for stage in ends for name, p in stage.named_parameters() if name.endswith(names)]
