@@ -14,5 +14,6 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 #MainMenu, footer, div[data-testid="stDecoration"], [data-testid="stAppDeployButton"] { display: none; }
 .stStatusWidget:has([data-testid="stStatusWidgetRunningIcon"]) { display: none; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
+@media (hover: none) { .js-plotly-plot:not(:hover) .modebar { opacity: 0; pointer-events: none; } }
 </style>
 """

@@ -26,10 +26,17 @@ from simplan.units import format_percent
 
 __all__ = ["show_published"]
 
-_FOLDER = Path(__file__).resolve().parents[2] / "scenarios" / "published"
+_SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+_FITTED, _HELD_OUT = "published", "heldout"
 _STAGES = ("start", "going", "found")
-_ALL = "all sources"
+_ALL, _ALL_HELD_OUT = "all sources", "all runs that no fit has seen"
 _OWN = "a file of your own"
+_FITTED_WORDS = (
+    "Constants of the catalogue were fitted on runs of these very sources, so these errors are in-sample: "
+    "docs/accuracy.md has the five-fold figures, which count for a framework that is calibrated, and those with the "
+    "whole source left out."
+)
+_HELD_OUT_WORDS = "No constant of the catalogue was fitted on these runs: so far off predictions of new ones may be."
 _COLUMNS: dict[str, Any] = {
     "id": "run",
     "predicted_step_time_s": st.column_config.NumberColumn("predicted step, s", format="%.4g"),
@@ -47,16 +54,18 @@ _COLUMNS: dict[str, Any] = {
 
 def show_published() -> Following | None:
     """Chooses a source, predicts its runs, and says how far off that is."""
-    names = _sources()
+    names, held_out = _sources(_FITTED), _sources(_HELD_OUT)
     if not names:
         st.info(
             "The published runs are not part of an installed package. Drop a file of runs here, e.g. one of "
             "scenarios/published of simplan's repository; its form is in the README there."
         )
-    choices = [*names, *([_ALL] if names else []), _OWN]
-    chosen = remembered_choice("Source", "source", choices, choices[0])
+    choices = [*names, *([_ALL] if names else []), *held_out, *([_ALL_HELD_OUT] if held_out else []), _OWN]
+    about = "Also runs that were kept apart from every fit" if held_out else None
+    chosen = remembered_choice("Source", "source", choices, choices[0], format_func=_source_words, help=about)
     question: tuple[Any, list[ReadFile]] | None
-    question = _own() if chosen == _OWN else _known(names if chosen == _ALL else [chosen])
+    several = {_ALL: names, _ALL_HELD_OUT: held_out}
+    question = _own() if chosen == _OWN else _known(several.get(chosen, [chosen]))
     if question is None:
         return None
     key, files = question
@@ -70,7 +79,8 @@ def show_published() -> Following | None:
             st.button("Predict them", type="primary", key="predict published", on_click=_start, args=(key, files))
     elif job.state is State.ENDED:
         with stage("found", _STAGES):
-            _show(Accuracy(tuple(job.value)))
+            held = chosen in held_out or chosen == _ALL_HELD_OUT
+            _show(Accuracy(tuple(job.value)), "" if chosen == _OWN else _HELD_OUT_WORDS if held else _FITTED_WORDS)
     else:
         with stage("going", _STAGES):
             return _watch(job)
@@ -78,10 +88,19 @@ def show_published() -> Following | None:
 
 
 @st.cache_resource(show_spinner=False)
-def _sources() -> list[str]:
-    """Files of the repository that hold step times."""
-    found = sorted(_FOLDER.glob("*.yaml")) if _FOLDER.is_dir() else []
-    return [file.stem for file in found if "\nruns:" in file.read_text(encoding="utf-8")]
+def _sources(folder: str) -> list[str]:
+    """Files of the repository that hold step times; those that no fit has seen with their folder."""
+    found = sorted((_SCENARIOS / folder).glob("*.yaml"))
+    before = "" if folder == _FITTED else f"{folder}/"
+    return [before + file.stem for file in found if "\nruns:" in file.read_text(encoding="utf-8")]
+
+
+def _source_words(name: str) -> str:
+    return f"{name.removeprefix(f'{_HELD_OUT}/')} (no fit has seen it)" if _is_held_out(name) else name
+
+
+def _is_held_out(name: str) -> bool:
+    return name.startswith(f"{_HELD_OUT}/")
 
 
 def _known(names: list[str]) -> tuple[Any, list[ReadFile]]:
@@ -90,7 +109,7 @@ def _known(names: list[str]) -> tuple[Any, list[ReadFile]]:
 
 @st.cache_resource(show_spinner=False, max_entries=32)
 def _read(name: str) -> ReadFile:
-    path = _FOLDER / f"{name}.yaml"
+    path = _SCENARIOS / f"{name if _is_held_out(name) else f'{_FITTED}/{name}'}.yaml"
     return uploads.published_of(path.name, path.read_bytes())
 
 
@@ -122,7 +141,7 @@ def _progress(job: Job) -> Progress:
     return Progress(update.done / max(1, update.total), f"{update.done:,} of {update.total:,} predicted")
 
 
-def _show(accuracy: Accuracy) -> None:
+def _show(accuracy: Accuracy, about: str) -> None:
     overall = accuracy.overall
     errors = overall.step_time.errors
     cells = [
@@ -139,11 +158,7 @@ def _show(accuracy: Accuracy) -> None:
     left, right = st.columns(2, gap="medium")
     with left:
         show_figure(runs_figure(accuracy.outcomes), "predicted and measured", alt="Predicted over measured step times")
-        st.caption(
-            "A cross is a run outside of its predicted interval. Constants of the catalogue were fitted on runs of "
-            "these very sources, so these errors are in-sample: docs/accuracy.md has the five-fold figures, which "
-            "count for a framework that is calibrated, and those with the whole source left out."
-        )
+        st.caption(f"A cross is a run outside of its predicted interval. {about}")
     with right:
         show_figure(errors_figure(accuracy.outcomes), "errors by source", alt="Errors of step times by source")
     rows = run_rows(accuracy)

@@ -19,7 +19,7 @@ from simplan.units import GIB, format_bytes, format_time
 
 __all__ = ["gantt_figure", "shade"]
 
-_ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX = 34, 190, 90, 26
+_ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 115, 26, 46
 _LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row, and where its messages are
 _LIGHTEST = 0.5
 _MOST_TEXTS = 1_200
@@ -84,6 +84,7 @@ def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = No
         bargap=0,
         uniformtext={"minsize": 8, "mode": "hide"},
         legend={"y": 1.0 + 26 / total},
+        legend2={"orientation": "h", "x": 0, "y": -_BELOW_PX / total, "yanchor": "top", "font": {"size": 11}},
         margin={"t": 60},
         dragmode="zoom",
         hovermode="closest",
@@ -232,7 +233,6 @@ def _memory_of_one(result: TimelineResult, scale: _Scale, rank: int | None) -> I
             line={"width": 0, "shape": "hv"},
             fillcolor=MEMORY.get(category, MUTED),
             hovertemplate=f"rank {curve.rank}, {name}: %{{y:.2f}} GiB<extra></extra>",
-            showlegend=False,
         )
 
 

@@ -46,7 +46,7 @@ class Axis:
 AXES: Mapping[str, Axis] = MappingProxyType(
     {
         "step_time_s": Axis("step time, s", less_is_better=True),
-        "device_gib": Axis("device memory of the worst rank, GiB", ",.2f", less_is_better=True),
+        "device_gib": Axis("device memory, GiB", ",.2f", less_is_better=True),
         "headroom_gib": Axis("memory to spare, GiB", ",.2f", less_is_better=False),
         "tokens_per_s_per_device": Axis("throughput per device, 1/s", ",.0f", less_is_better=False),
         "mfu": Axis("MFU", ".1%", less_is_better=False),

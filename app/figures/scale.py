@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.figures.style import Figure, across, bar, empty, figure, numbered, scatter
+from app.figures.style import Figure, across, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS
 from app.results.scale import Point, SlowRank
 from simplan.predict.sensitivity import MarginalValue
 from simplan.report.table import format_ranks
 from simplan.units import GIB
 
-__all__ = ["scale_figure", "scale_rows", "slow_figure", "worth_figure"]
+__all__ = ["scale_figures", "scale_rows", "slow_figure", "worth_figure"]
 
 _HOUR_S = 3600.0
-_BETWEEN = 0.06  # panels, as a share of the width
 _RESOURCES = {
     "compute": "FLOP/s",
     "memory_bandwidth": "memory bandwidth",
@@ -57,10 +56,10 @@ def scale_rows(
     return rows
 
 
-def scale_figure(
+def scale_figures(
     rows: Sequence[dict[str, Any]], label: str, now: float, capacity_bytes: int | None, *, unit: str = "tokens"
-) -> Figure:
-    """Panels beside each other over one axis: step time with its interval, throughput, memory, and cost if it is known.
+) -> dict[str, Figure]:
+    """Step time with its interval, throughput, memory, and cost if it is known, over one axis; by their names.
 
     Args:
         rows: From ``scale_rows``.
@@ -70,75 +69,72 @@ def scale_figure(
         unit: What throughput counts.
     """
     if not rows:
-        return empty("Nothing on this axis has an answer.")
-    panels = [("step_time_s", "step time, s"), ("per_s", f"{unit} per second, all devices")]
-    panels += [("device_gib", "device memory of the worst rank, GiB")]
-    panels += [("cost", "cost of the budget")] if "cost" in rows[0] else []
-    traces, shapes = [], []
-    x = [row["value"] for row in rows]
-    fit = [row["fits"] is not False for row in rows]
-    for number, (key, title) in enumerate(panels, 1):
-        place = {"xaxis": numbered("x", number), "yaxis": numbered("y", number)}
-        if key == "step_time_s":
-            interval = scatter(
-                x=[*x, *reversed(x)],
-                y=[*(row["high_s"] for row in rows), *(row["low_s"] for row in reversed(rows))],
-                fill="toself",
-                fillcolor="rgba(59,125,216,0.15)",
-                mode="lines",  # points of its outline are no predictions
-                line={"width": 0},
-                hoverinfo="skip",
-                name="9 of 10 cases",
-                **place,
-            )
-            traces.append(interval)
-        curve = scatter(
-            x=x,
-            y=[row[key] for row in rows],
-            mode="lines+markers",
-            name=title,
-            showlegend=False,
-            line={"color": PLANS[0], "width": 2},
-            marker={
-                "size": [11 if row["value"] == now else 8 for row in rows],
-                "symbol": ["circle" if one else "x" for one in fit],
-                "color": [PLANS[0] if one else PLANS[1] for one in fit],
-            },
-            customdata=[[label, "" if one else "<br>does not fit"] for one in fit],
-            hovertemplate=f"%{{customdata[0]}} %{{x:,.4~g}}: {title} %{{y:,.4~g}}%{{customdata[1]}}<extra></extra>",
-            **place,
-        )
-        traces.append(curve)
-        if key == "device_gib" and capacity_bytes is not None:
-            shapes.append(across(capacity_bytes / GIB, {"color": MUTED, "dash": "dash"}, **place))
+        return {"nothing": empty("Nothing on this axis has an answer.")}
+    step_time = [_interval(rows), _curve(rows, "step_time_s", "step time, s", label, now)]
+    found = {"step time": _panel(step_time, rows, label, "step time, s")}
+    rate = f"{unit} per second, all devices"
+    throughput = [_curve(rows, "per_s", rate, label, now)]
     ideal = _ideal(rows, now) if label == "devices" else []
     if ideal:
         line = {"color": MUTED, "dash": "dot", "width": 1.5}
-        proportion = {"xaxis": "x2", "yaxis": "y2", "line": line, "hoverinfo": "skip"}
-        traces.append(scatter(x=x, y=ideal, mode="lines", name="in proportion", **proportion))
+        x = [row["value"] for row in rows]
+        throughput.append(scatter(x=x, y=ideal, mode="lines", name="in proportion", line=line, hoverinfo="skip"))
+    found["throughput"] = _panel(throughput, rows, label, rate)
+    words = "device memory of the worst rank, GiB"
+    capacity = [] if capacity_bytes is None else [across(capacity_bytes / GIB, {"color": MUTED, "dash": "dash"})]
+    found["memory"] = _panel([_curve(rows, "device_gib", words, label, now)], rows, label, words, shapes=capacity)
+    if "cost" in rows[0]:
+        found["cost"] = _panel(
+            [_curve(rows, "cost", "cost of the budget", label, now)], rows, label, "cost of the budget"
+        )
+    return found
+
+
+def _panel(
+    traces: list[dict[str, Any]], rows: Sequence[dict[str, Any]], label: str, title: str, **layout: Any
+) -> Figure:
+    x = [row["value"] for row in rows]
     ticks = {"tickvals": x, "ticktext": [f"{value:,.4g}" for value in x], "tickangle": 0}
-    axes: dict[str, Any] = {}
-    titles = []
-    for number, (_, title) in enumerate(panels, 1):
-        domain = _domain(number, len(panels))
-        own = {"type": "log", "title": label.partition(",")[0], "domain": domain, "anchor": numbered("y", number)}
-        axes[numbered("xaxis", number)] = own | ticks
-        axes[numbered("yaxis", number)] = {"rangemode": "tozero", "anchor": numbered("x", number)}
-        titles.append(_panel_title(title, sum(domain) / 2))
-    return figure(traces, height=330, margin={"t": 60}, legend={"y": 1.14}, shapes=shapes, annotations=titles, **axes)
+    xaxis = {"type": "log", "title": label.partition(",")[0], **ticks}
+    above = {"x": 0.5, "xref": "paper", "xanchor": "center", "y": 1.0, "yref": "paper", "yanchor": "bottom"}
+    note = {"text": title, "showarrow": False, "font": {"size": 13}, **above}
+    axes = {"xaxis": xaxis, "yaxis": {"rangemode": "tozero"}}
+    return figure(traces, height=310, margin={"t": 60}, legend={"y": 1.12}, annotations=[note], **axes, **layout)
 
 
-def _domain(number: int, count: int) -> list[float]:
-    """Which part of the width a panel has."""
-    width = (1 - _BETWEEN * (count - 1)) / count
-    left = (number - 1) * (width + _BETWEEN)
-    return [left, min(1.0, left + width)]
+def _interval(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Where the step time is in 9 of 10 cases."""
+    x = [row["value"] for row in rows]
+    return scatter(
+        x=[*x, *reversed(x)],
+        y=[*(row["high_s"] for row in rows), *(row["low_s"] for row in reversed(rows))],
+        fill="toself",
+        fillcolor="rgba(59,125,216,0.15)",
+        mode="lines",  # points of its outline are no predictions
+        line={"width": 0},
+        hoverinfo="skip",
+        name="9 of 10 cases",
+    )
 
 
-def _panel_title(text: str, x: float) -> dict[str, Any]:
-    """Above the middle of a panel."""
-    place = {"x": x, "xref": "paper", "xanchor": "center", "y": 1.0, "yref": "paper", "yanchor": "bottom"}
-    return {"text": text, "showarrow": False, "font": {"size": 13}, **place}
+def _curve(rows: Sequence[dict[str, Any]], key: str, title: str, label: str, now: float) -> dict[str, Any]:
+    """A number over the axis: a larger point where the scenario stands, a cross where a plan does not fit."""
+    fit = [row["fits"] is not False for row in rows]
+    return scatter(
+        x=[row["value"] for row in rows],
+        y=[row[key] for row in rows],
+        mode="lines+markers",
+        name=title,
+        showlegend=False,
+        line={"color": PLANS[0], "width": 2},
+        marker={
+            "size": [11 if row["value"] == now else 8 for row in rows],
+            "symbol": ["circle" if one else "x" for one in fit],
+            "color": [PLANS[0] if one else PLANS[1] for one in fit],
+        },
+        customdata=[[label, "" if one else "<br>does not fit"] for one in fit],
+        hovertemplate=f"%{{customdata[0]}} %{{x:,.4~g}}: {title} %{{y:,.4~g}}%{{customdata[1]}}<extra></extra>",
+    )
 
 
 def _ideal(rows: Sequence[dict[str, Any]], now: float) -> list[float]:

@@ -43,7 +43,7 @@ def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
             "<br>within its interval: %{customdata[2]}<extra></extra>",
         )
         traces.append(trace)
-    x, y = ({"type": "log", "title": f"{word} step, s"} for word in ("measured", "predicted"))
+    x, y = ({"type": "log", "dtick": "D2", "title": f"{word} step, s"} for word in ("measured", "predicted"))
     return figure(traces, height=430, xaxis=x, yaxis=y)
 
 

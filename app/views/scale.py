@@ -10,7 +10,7 @@ from app.components.problems import escaped
 from app.components.question import show_question
 from app.components.verdict import kept_budget, show_budget
 from app.fields import remembered_choice
-from app.figures.scale import scale_figure, scale_rows, slow_figure, worth_figure
+from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
 from app.page import run_page
 from app.results.scale import AXES, Point, place_on, slow_ranks, sweep, worth
 from app.work import awaited
@@ -60,8 +60,11 @@ def _show_curves(asked: Scenario, axis: str, points: tuple[Point, ...], budget: 
     unit = "images" if asked.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
     now = place_on(asked, axis)
-    figure = scale_figure(rows, AXES[axis].label, now, asked.cluster.device.memory_bytes, unit=unit)
-    show_figure(figure, f"{asked.name} over {_NAMES[axis]}", alt=f"Time, throughput and memory over {_NAMES[axis]}")
+    figures = scale_figures(rows, AXES[axis].label, now, asked.cluster.device.memory_bytes, unit=unit)
+    for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
+        with column:
+            alt = f"{name.capitalize()} over {_NAMES[axis]}"
+            show_figure(figure, f"{asked.name} {name} over {_NAMES[axis]}", alt=alt)
     words = ["The plan stays as it is; every point is predicted anew. A cross does not fit."]
     if axis == "devices":
         words.append("More devices are more data parallelism.")

@@ -193,11 +193,12 @@ def _show_found(asked: SearchScenario, job: Job, key: Any, text: str) -> Followi
         raise job.error
     result = job.value
     assert isinstance(result, SearchResult), "a search that ends well has a result"
-    line, again = st.columns([5, 1], vertical_alignment="center")
+    can_go_on = is_whole and result.interrupted
+    line, again = st.columns([5, 1], vertical_alignment="center") if can_go_on else (st.container(), st)
     with line:
         after = f" (in {job.seconds:,.1f} s)" if is_whole else ""
         (st.success if result.best is not None else st.error)(f"**{escaped(search_verdict(result))}**{after}")
-    if is_whole and result.interrupted:
+    if can_go_on:
         again.button(
             "Search on",
             icon=":material/refresh:",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.figures.scale import scale_figure, scale_rows, slow_figure, worth_figure
+from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
 from app.results.scale import AXES, place_on, slow_ranks, sweep, worth
 from simplan.errors import NotModelledError
 from simplan.predict import predict
@@ -34,8 +34,9 @@ def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
     if not here.refused:
         assert here.step_time_s == pytest.approx(found.step_time_s, rel=1e-2)
         assert here.device_bytes == found.worst_memory.device_bytes
-    figure = checked(scale_figure(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, found.capacity_bytes))
-    assert sum(trace.mode == "lines+markers" for trace in figure.data) in (0, 4)
+    figures = scale_figures(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, found.capacity_bytes)
+    curves = {name: [trace.mode for trace in checked(one).data].count("lines+markers") for name, one in figures.items()}
+    assert curves in ({"nothing": 0}, dict.fromkeys(("step time", "throughput", "memory", "cost"), 1))
 
 
 def test_weak_scaling_keeps_what_each_device_does() -> None:

@@ -41,7 +41,9 @@ VIEWS = st.fixed_dictionaries(
     {},
     optional={
         "held": st.sampled_from(["published", "measured", "run", "nonsense", 7, None]),
-        "source": st.sampled_from(["zero_bubble", "all sources", "a file of your own", "../secret", 3, None]),
+        "source": st.sampled_from(
+            ["zero_bubble", "all sources", "heldout/papers", "a file of your own", "../secret", 3, None]
+        ),
         "steps": st.sampled_from([5, 10, 7, "x", -1]),
         "start run": st.booleans(),
     },
@@ -68,6 +70,7 @@ def test_published_runs_of_the_repository_are_offered() -> None:
     page = opened("validate")
     [source] = [box for box in page.selectbox if box.label == "Source"]
     assert "zero_bubble" in source.options
+    assert "papers (no fit has seen it)" in source.options
     assert "Predict them" in [button.label for button in page.button]
 
 

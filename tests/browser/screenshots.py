@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -39,11 +40,11 @@ def _show(tab: Any, url: str, name: str) -> None:
     view = "&v.compare=true" if name == "search" else ""
     opened(tab, f"{url}/{'' if name == 'plan' else name}?{scenario}{view}")
     if name == "search":
-        start = tab.get_by_role("button", name="Search", exact=True)
+        start = tab.locator(".st-key-search-start button")  # a table has a button of this name, too
         start.or_(tab.get_by_role("button", name="Open as the plan")).first.wait_for()
         if start.count():
             start.click()
-        tab.get_by_role("button", name="Open as the plan").wait_for()
+        tab.get_by_text(re.compile(r"a step on .* \(in .* s\)")).wait_for()  # all is explained
     if name == "validate":
         start = tab.get_by_role("button", name="Predict them")
         start.or_(tab.get_by_text("the worst first")).first.wait_for()
