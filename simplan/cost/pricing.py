@@ -103,7 +103,8 @@ def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
     if isinstance(part, HostCopy):
         return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", op.kind, cost.host_copy(part))
     if isinstance(part, HostCalls):
-        return PricedTerm("parts of matrices, listed by the host", op.kind, host_calls_price(part))
+        how = "copied" if part.copies else "listed"
+        return PricedTerm(f"parts of matrices, {how} by the host", op.kind, host_calls_price(part))
     if isinstance(part, HostStep):
         return PricedTerm("host, once a step", op.kind, cost.host_step())
     if isinstance(part, Excess):

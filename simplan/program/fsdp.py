@@ -61,7 +61,7 @@ class FsdpHooks(Hooks):
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
         self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
         self._last_scatter: int | None = None
-        self._last_reduction: int | None = None
+        self.last_reduction: int | None = None
 
     def expands(self, action: Action) -> bool:
         """Without a pipeline, units are gathered and reduced between layers.
@@ -333,7 +333,7 @@ class FsdpHooks(Hooks):
                 Message(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
                 (reduction,),
             )
-        self._last_reduction = reduction
+        self.last_reduction = reduction
         if self._host_waits:
             self.writer.block_on(reduction)
 
@@ -353,8 +353,8 @@ class FsdpHooks(Hooks):
         """Waits for the last reduction and frees its buffers."""
         freed = self._reduce_buffer_bytes + self._reduced_bytes
         self._reduce_buffer_bytes = self._reduced_bytes = 0
-        self.writer.block_on(self._last_reduction)  # torch waits for all-reduces of replicas here only
-        self._last_scatter = self._last_reduction = None
+        self.writer.block_on(self.last_reduction)  # torch waits for all-reduces of replicas here only
+        self._last_scatter = self.last_reduction = None
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:

@@ -130,9 +130,11 @@ class HostCalls(NamedTuple):
 
     Attributes:
         num_calls: How many.
+        copies: Each is copied from or to one buffer for all; else a view is made of it.
     """
 
     num_calls: int
+    copies: bool
 
 
 class HostStep(NamedTuple):

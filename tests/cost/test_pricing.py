@@ -87,10 +87,10 @@ def test_every_operation_adds_up_its_parts_and_equal_work_is_asked_once() -> Non
 def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
     """Between a function call of Python and a small collective; no cost model is asked."""
     tariff = Tariff()
-    pricing = price_program(program(op(SpanKind.HOST, HostCalls(1)), op(SpanKind.HOST, HostCalls(1536))), tariff)
-    one_s, many_s = pricing.durations_s
-    assert 1e-7 < one_s < 1e-4
-    assert many_s == pytest.approx(1536 * one_s)
+    calls = [HostCalls(number, copies) for number in (1, 1536) for copies in (False, True)]
+    view_s, copy_s, *many_s = price_program(program(*[op(SpanKind.HOST, each) for each in calls]), tariff).durations_s
+    assert 1e-7 < copy_s < view_s < 1e-4
+    assert many_s == pytest.approx([1536 * view_s, 1536 * copy_s])
     assert not tariff.asked
 
 

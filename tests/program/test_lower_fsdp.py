@@ -191,9 +191,12 @@ def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:
     found = _with_lists(None)
     calls = [(op.name, w.num_calls) for op in found.ops if op.rank == 0 for w in op.work if isinstance(w, HostCalls)]
     of_unit = {"embedding": 2 * 4, "block 0": 4 * 4, "block 1": 4 * 4, "head": 1 * 4}
-    assert all(number == of_unit[name.removeprefix("list ")] for name, number in calls)
+    assert all(number == of_unit[name.split(" parts ")[1]] for name, number in calls)
     assert sorted(name for name, _ in calls) == sorted(
-        f"list {unit}" for unit in of_unit for _ in range(2 if unit == "head" else 3)
+        f"{what} parts {unit}"
+        for what in ("list", "copy")
+        for unit in of_unit
+        for _ in range(2 if unit == "head" else 3)
     )
     assert issued(found) == issued(program(ParallelPlan(dp_shard=4)))
 
@@ -215,6 +218,21 @@ def test_beside_a_matrix_that_leaves_no_room_nothing_is_gathered() -> None:
         forward = found.ops[gathers[0]]
         block_0 = next(i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "block 0")
         assert any(wait >= block_0 for wait in forward.waits) == alone
+
+
+def test_copies_are_launched_while_a_gather_moves_bytes_and_before_a_reduction() -> None:
+    """A gather waits for the views of its parts, a reduction for the copies too, and the host for the reduction."""
+    found = _with_lists(64 * 64 * 4)
+    ops = [found.ops[index] for index in found.by_rank[0]]
+    names = {index: found.ops[index].name for index in found.by_rank[0]}
+    gather = next(op for op in ops if op.name == "all_gather block 1")
+    assert "list parts block 1" in {names[wait] for wait in gather.waits}
+    order = [op.name for op in ops if "block 1" in op.name and "forward" not in op.name]
+    assert order.index("list parts block 1") < order.index("all_gather block 1") < order.index("copy parts block 1")
+    last = len(order) - 1 - order[::-1].index("reduce_scatter block 1")
+    assert order[last - 3 : last - 1] == ["list parts block 1", "copy parts block 1"]
+    after = next(op for op in ops if any(names[wait] == "reduce_scatter block 1" for wait in op.waits))
+    assert "block 0" in after.name
 
 
 def test_a_ring_sends_keys_once_they_are_made() -> None:
