@@ -43,6 +43,8 @@ SOFTWARE: Mapping[str, Bounds] = MappingProxyType(
         "traffic": Bounds(0.5, 0.3, 4.0),
         "compiled_traffic": Bounds(0.5, 0.2, 4.0),
         "stack_share": Bounds(0.07, 0.7, 1.3),
+        "intra_slowdown": Bounds(0.3, 0.3, 3.0),
+        "inter_slowdown": Bounds(0.5, 0.3, 4.0),
     }
 )
 """Of every software profile."""
@@ -57,6 +59,7 @@ ALL: Mapping[str, Bounds] = MappingProxyType(
         "score_traffic": Bounds(0.3, 0.7, 3.0),
         "row_scale_share": Bounds(0.15, 0.4, 1.0),
         "jitter": Bounds(0.7, 0.001, 0.05),
+        "kernel_s": Bounds(0.7, 1e-6, 60e-6),
         "split_s": Bounds(0.7, 1e-6, 300e-6),
         "step_s": Bounds(0.7, 1e-3, 0.1),
     }

@@ -20,12 +20,12 @@ from simplan.errors import SimplanError
 from simplan.predict.brief import Term, brief_terms
 from simplan.predict.build import cost_model
 from simplan.program.program import Excess, HostStep, LayerWork, Message
-from simplan.spec.hardware import DeviceSpec
+from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.rates import AttentionKernel
 from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["Prices", "Row", "Values", "changed_device", "changed_software", "fold_of", "load_rows"]
+__all__ = ["Prices", "Row", "Values", "between_nodes", "changed_device", "changed_software", "fold_of", "load_rows"]
 
 Values = Mapping[str, float]
 """Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``half_depth``."""
@@ -89,13 +89,25 @@ class Prices:
         match term.work:
             case LayerWork():
                 return self._of_layer(job, term.work)
-            case Excess(beside=beside):
+            case Message() as message:
+                return term.seconds * self._slowdown(job, message)
+            case Excess(messages=messages, beside=beside):
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
-                return max(0.0, whole_s - self._of_layer(job, beside))
+                return max(0.0, whole_s * self._slowdown(job, messages[0]) - self._of_layer(job, beside))
             case HostStep():
                 return self._values.get("step_s", term.seconds)
             case _:
                 return term.seconds
+
+    def _slowdown(self, job: RunJob, message: Message) -> float:
+        """What messages of its group take, over what they take at the constants of the question."""
+        rates = job.software.rates
+        field, before = (
+            ("inter_slowdown", rates.inter_slowdown)
+            if between_nodes(job.cluster, message)
+            else ("intra_slowdown", rates.intra_slowdown)
+        )
+        return self._values.get(f"{job.software.id}.{field}", before) / before
 
     def _of_layer(self, job: RunJob, work: LayerWork) -> float:
         plan, training, software = job.plan, job.training, job.software
@@ -155,6 +167,12 @@ def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
     return {field: values[prefix + field] for field in fields if prefix + field in values}
 
 
+def between_nodes(cluster: ClusterSpec, message: Message) -> bool:
+    """Whether its ranks are in more than one node."""
+    first = cluster.node_of(message.ranks[0])
+    return any(cluster.node_of(rank) != first for rank in message.ranks)
+
+
 def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Row]:
     """All runs with a step time that can be predicted.
 
@@ -188,7 +206,7 @@ def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
         if not isinstance(term.work, Message | Excess):
             continue
         messages = (term.work,) if isinstance(term.work, Message) else term.work.messages
-        if any(len({cluster.node_of(rank) for rank in message.ranks}) > 1 for message in messages):
+        if any(between_nodes(cluster, message) for message in messages):
             between_s += term.times * term.seconds
         else:
             deviation_s += term.times * term.seconds * max(cost.message(m).relative_std for m in messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from simplan.cost.base import Price, Provenance
 from simplan.cost.collectives import message_price, message_s
 from simplan.cost.compute import KernelCost
@@ -9,6 +11,7 @@ from simplan.cost.host_link import host_copy_price
 from simplan.cost.route import Route, route_of
 from simplan.program.program import HostCopy, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec
+from simplan.spec.rates import StackRates
 from simplan.units import format_time
 
 __all__ = ["AnalyticCost"]
@@ -23,11 +26,13 @@ class AnalyticCost:
     Args:
         cluster: Where messages go.
         kernels: What they take on a device.
+        stack: How messages fare in training with a framework; by default as where they were timed alone.
     """
 
-    def __init__(self, cluster: ClusterSpec, kernels: KernelCost) -> None:
+    def __init__(self, cluster: ClusterSpec, kernels: KernelCost, stack: StackRates | None = None) -> None:
         self._cluster = cluster
         self._kernels = kernels
+        self._stack = stack or StackRates()
         self._routes: dict[tuple[int, ...], Route] = {}
 
     def compute(self, work: LayerWork) -> Price:
@@ -40,11 +45,21 @@ class AnalyticCost:
 
     def message(self, message: Message) -> Price:
         """See ``CostModel``."""
-        return message_price(message, self._cluster, self._route(message.ranks))
+        route = self._route(message.ranks)
+        alone, slowdown = message_price(message, self._cluster, route), self._slowdown(route)
+        if slowdown == 1.0:
+            return alone
+        formula = f"{slowdown:.2f} x ({alone.formula})"
+        return replace(alone, seconds=slowdown * alone.seconds, formula=formula)
 
     def message_s(self, message: Message) -> float:
         """Seconds of ``message``, without what it says."""
-        return message_s(message, self._cluster, self._route(message.ranks))
+        route = self._route(message.ranks)
+        return self._slowdown(route) * message_s(message, self._cluster, route)
+
+    def _slowdown(self, route: Route | None) -> float:
+        inside = route is None or route.between is None
+        return self._stack.intra_slowdown if inside else self._stack.inter_slowdown
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
         found = self._routes.get(ranks)

@@ -55,7 +55,7 @@ class AttentionRates:
             share *= self.narrow_heads ** (_WIDE_HEAD / kernel.head_dim - 1)
         rate = self.flop_per_s * share
         times = b / rate * (_BACKWARD_PRODUCTS if backward else 1)
-        return sum(max(flops * times, self.products.launch_s) for flops in kernel.calls)
+        return sum(flops * times + self.products.kernel_s for flops in kernel.calls)
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
         """Two batched products, four in backward, and kernels that pass over the scores between them."""
@@ -71,7 +71,7 @@ class AttentionRates:
             passed = scores * (_EAGER_PASSES * self.width + _EAGER_BYTES) * (2 if backward else 1)
         if kernel.dropout:
             passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
-        passing_s = max(passed * self.score_traffic / self.products.bytes_per_s, self.products.launch_s)
+        passing_s = passed * self.score_traffic / self.products.bytes_per_s + self.products.kernel_s
         return sum(self.products.seconds(product) for product in runs) + passing_s
 
     def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:

@@ -45,7 +45,7 @@ class KernelCost:
         low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
         joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
         weight_casts: Part of the microbatches in which weights of such products are cast.
-        split_s: As of ``KernelRates``.
+        any_order, split_s: As of ``KernelRates``.
     """
 
     products: ProductRates
@@ -60,6 +60,7 @@ class KernelCost:
     low: ProductRates | None = None
     joined: bool = False
     weight_casts: float = 1.0
+    any_order: bool = False
     split_s: float = 0.0
 
     def price(self, work: LayerWork) -> Price:
@@ -105,7 +106,8 @@ class KernelCost:
         if self.low is None or not kernels:
             return total
         assert self.state.linear is not None
-        rates = LinearRates(self.state.linear, self.state, self.low, self.products, self.traffic, self.weight_casts)
+        form, casts = self.state.linear, (self.traffic, self.weight_casts, self.any_order)
+        rates = LinearRates(form, self.state, self.low, self.products, *casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
             total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
@@ -174,7 +176,7 @@ class KernelCost:
         return kernel.weight_elements * width / self.products.bytes_per_s
 
     def _streaming_s(self, num_bytes: float) -> float:
-        return max(num_bytes / self.products.bytes_per_s, self.products.launch_s)
+        return num_bytes / self.products.bytes_per_s + self.products.kernel_s
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Product]:
         """That of forward, or those of backward: for the input's gradient and for the weight's."""

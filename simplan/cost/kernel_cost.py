@@ -74,6 +74,7 @@ def kernel_cost(
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.joined_products,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
+        any_order=rates.any_order,
         split_s=rates.split_s,
     )
 
@@ -98,7 +99,7 @@ def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> 
     return ProductRates(
         flop_per_s,
         device.memory_bandwidth_bytes_per_s * rates.bandwidth_share,
-        stack.launch_s,
+        rates.kernel_s,
         device.num_sms,
         rates.half_depth,
         rates.last_wave,

@@ -64,6 +64,7 @@ class LinearRates:
         wide: The same in 16 bits.
         traffic: Of casts, as of ``StackRates``.
         weight_casts: Part of the microbatches in which weights are cast; their time is spread over all.
+        any_order: As of ``KernelRates.any_order``: an operand with one scale needs no copy along its columns.
     """
 
     form: LinearFormat
@@ -72,6 +73,7 @@ class LinearRates:
     wide: ProductRates
     traffic: float
     weight_casts: float = 1.0
+    any_order: bool = False
 
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
         """Of one linear layer.
@@ -86,9 +88,9 @@ class LinearRates:
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
-                kernel_s = max(num_bytes * self.traffic / self.low.bytes_per_s, self.low.launch_s)
+                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + self.low.kernel_s
                 often = self.weight_casts if cast.operand == "weight" else 1.0
-                found = found.plus(LinearCost(casts_s=often * kernel_s, num_casts=1, cast_bytes=num_bytes))
+                found = found.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
         m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
         if not backward:
             return found.plus(self._product(m, n, k, groups))
@@ -106,7 +108,8 @@ class LinearRates:
         weight = cast.operand == "weight"
         read = self.state.gathered if weight else self.state.activation
         wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation)
-        return wide + cast.writes * self.form.quantized_bytes(height, width, weight=weight)
+        writes = min(cast.writes, 1) if self.any_order and self.form.has_one_scale else cast.writes
+        return wide + writes * self.form.quantized_bytes(height, width, weight=weight)
 
     def _product(self, rows: float, columns: int, depth: float, groups: int, *, wide: bool = False) -> LinearCost:
         """Products of two operands; results are in 16 bits."""
@@ -114,5 +117,7 @@ class LinearRates:
         operands, result = groups * (rows + columns) * depth, groups * rows * columns
         product = Product(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
         seconds = (self.wide if wide else self.low).seconds(product)
+        if self.form.orders_scales and not wide:
+            seconds += 2 * self.low.kernel_s
         flops = round(product.flops)
         return LinearCost(products_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)

@@ -45,14 +45,14 @@ class ProductRates:
     Attributes:
         flop_per_s: Large ones.
         bytes_per_s: Streaming kernels.
-        launch_s: The least time of a kernel.
+        kernel_s: As of ``KernelRates``.
         num_sms: Multiprocessors; None where products are not dealt out to any.
         half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: As of ``KernelRates``.
     """
 
     flop_per_s: float
     bytes_per_s: float
-    launch_s: float
+    kernel_s: float
     num_sms: int | None
     half_depth: float
     last_wave: float
@@ -62,7 +62,7 @@ class ProductRates:
     tile_share: tuple[float, float]
 
     def seconds(self, product: Product) -> float:
-        """The longest of computing, moving bytes and being launched."""
+        """The longer of computing and moving bytes, and what any kernel takes beyond."""
         rate = self.flop_per_s
         if product.operands != "padded" and any(size % self.aligned for size in (product.columns, product.depth)):
             rate *= self.misaligned_share if product.operands == "slices" else self.odd_share
@@ -70,7 +70,7 @@ class ProductRates:
             compute_s = product.flops / rate * (1 + self.half_depth / product.depth)
         else:
             compute_s = self._tiled_s(product, rate / self.num_sms, self.num_sms)
-        return max(compute_s, product.num_bytes / self.bytes_per_s, self.launch_s)
+        return max(compute_s, product.num_bytes / self.bytes_per_s) + self.kernel_s
 
     def _tiled_s(self, product: Product, flop_per_s: float, num_sms: int) -> float:
         """Of the tiles that take least; where few fill no wave, the inner dimension is split into parts.

@@ -147,6 +147,7 @@ def _datasheet_cost(
             shards_parameters=plan.shards_parameters,
             num_microbatches=num_microbatches(training, plan),
         ),
+        software.rates,
     )
 
 

@@ -109,7 +109,7 @@ class Numbers:
                 num_devices=self.cluster.num_devices,
                 shards_parameters=shards_parameters,
             )
-            return Prices(AnalyticCost(self.cluster, kernels))
+            return Prices(AnalyticCost(self.cluster, kernels, self.software.rates))
 
         return self._few.get(shards_parameters, make)
 

@@ -74,6 +74,8 @@ class LinearFormat:
         both_at_once: One pass quantizes along rows and along columns.
         transposes_wide: Columns are quantized as the rows of a transposed copy in 16 bits.
         wide_weight_gradient: The gradient of the weight is a product in 16 bits.
+        orders_scales: Products want the scales of blocks in another order than casts write them: for each operand a
+            small kernel comes before (TE, common/swizzle and pytorch/csrc/extensions/gemm.cpp; torchao, to_blocked).
         multiple: Rows, columns and tokens are multiples of it.
         kept: What is kept for backward.
         weights: How often weights are quantized.
@@ -92,10 +94,16 @@ class LinearFormat:
     both_at_once: bool = False
     transposes_wide: bool = False
     wide_weight_gradient: bool = False
+    orders_scales: bool = False
     multiple: int = 16
     kept: Kept = "wide"
     weights: QuantizedWeights = "microbatch"
     experts: bool = False
+
+    @property
+    def has_one_scale(self) -> bool:
+        """All elements of an operand have one, so that it is the same along rows and along columns."""
+        return not (self.block or self.block_rows or self.weight_block_rows)
 
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
         """Bytes of a quantized matrix with its scales.
@@ -125,7 +133,15 @@ _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
         # 1 x 128 for activations and gradients, 128 x 128 for weights (DeepSeek-V3; torchao; TE's Float8BlockScaling)
         replace(_FP8, recipe="blockwise", block=128, weight_block_rows=128, multiple=128),
         # 1 x 32 with scales of 8 bits, e8m0 (OCP, torchao; TE's MXFP8BlockScaling)
-        LinearFormat(precision="mxfp8", recipe="mxfp8", element_bits=8, scale_bytes=1, block=32, multiple=32),
+        LinearFormat(
+            precision="mxfp8",
+            recipe="mxfp8",
+            element_bits=8,
+            scale_bytes=1,
+            block=32,
+            orders_scales=True,
+            multiple=32,
+        ),
         # 1 x 16 with e4m3 scales and one fp32 scale a tensor; those of weights, equal in 16 x 16, are written out. The
         # pass for the largest element also does the random Hadamard transform's (NVFP4, torchao, TE). Rounding
         # stochastically takes no pass.
@@ -138,6 +154,7 @@ _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
             scale_of_tensor=True,
             finds_largest=True,
             both_at_once=True,
+            orders_scales=True,
             multiple=128,
         ),
     )

@@ -51,6 +51,7 @@ class KernelRates(Spec):
         narrow_heads: Part of the rate of attention that heads of 64 reach.
         score_traffic: Bytes of kernels that pass over the scores of unfused attention, as a part of what they read and
             write: drawing dropout and masking keep them from streaming.
+        any_order: Products in 8 bits take operands along rows or columns, as those in 16 bits do.
         row_scale_share: Part of the rate of products in 8 bits that those with a scale for each row reach.
         aligned: Elements that a dimension should be a multiple of, to be read in whole sectors.
         odd_share: Part of the rate of products with a dimension that is not.
@@ -59,6 +60,8 @@ class KernelRates(Spec):
         tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
         jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
             other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
+        kernel_s: What every kernel takes beyond its work: it is launched, fills the device, and runs out; also those
+            that stand for several small ones.
         split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
             each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
@@ -82,12 +85,14 @@ class KernelRates(Spec):
     half_keys: NonNegative = 250.0
     narrow_heads: _Part = 0.88
     score_traffic: Positive = 1.3
+    any_order: bool = False
     row_scale_share: _Part = 0.75
     aligned: Annotated[int, Field(ge=1)] = 8
     odd_share: _Part = 0.55
     misaligned_share: _Part = 0.08
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
+    kernel_s: NonNegative = 10e-6
     split_s: NonNegative = 50e-6
     step_s: NonNegative = 0.01
     unseen_std: NonNegative = 0.3
@@ -113,7 +118,9 @@ class StackRates(Spec):
         compiled_traffic: The same where blocks are compiled.
         stack_share: What products reach of what the architecture sustains: of the version of its libraries, on the
             machines that it usually runs on.
-        launch_s: Least time of a kernel: the host launches them one after the other.
+        intra_slowdown: What messages inside nodes take in training, over what they take where collectives were timed
+            alone: kernels run beside them, and devices come late.
+        inter_slowdown: The same of messages between nodes, on the networks of the machines that it usually runs on.
         relative_std: How sure step times are; None where nothing was fitted to it, and it is as for an unseen one.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
@@ -122,6 +129,7 @@ class StackRates(Spec):
     traffic: Positive = 1.0
     compiled_traffic: Positive = 0.7
     stack_share: Positive = 1.0
-    launch_s: NonNegative = 5e-6
+    intra_slowdown: Positive = 1.0
+    inter_slowdown: Positive = 1.0
     relative_std: NonNegative | None = None
     fitted_on: str | None = None
