@@ -12,6 +12,7 @@ from simplan.program.program import LayerWork, Message, Phase
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.rates import StackRates
 from simplan.spec.training import TrainingSpec
 
 CLUSTER = catalogue.cluster("dgx-h100", num_devices=16)
@@ -35,3 +36,14 @@ def test_seconds_of_messages(kind: CollectiveKind, num_bytes: int, num_ranks: in
         num_ranks = 2
     message = Message(kind, num_bytes, tuple(range(num_ranks)))
     assert COST.message_s(message) == COST.message(message).seconds
+
+
+@pytest.mark.parametrize(("num_ranks", "times"), [(8, 1.5), (16, 3.0)])
+def test_messages_in_training_take_so_many_times_as_long_as_alone(num_ranks: int, times: float) -> None:
+    """Inside a node of eight and between two."""
+    trained = AnalyticCost(CLUSTER, KERNELS, StackRates(intra_slowdown=1.5, inter_slowdown=3.0))
+    message = Message(CollectiveKind.ALL_REDUCE, 10**8, tuple(range(num_ranks)))
+    alone, price = COST.message(message), trained.message(message)
+    assert price.seconds == trained.message_s(message) == pytest.approx(times * alone.seconds)
+    assert price.formula == f"{times:.2f} x ({alone.formula})"
+    assert price.relative_std == alone.relative_std

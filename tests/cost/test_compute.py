@@ -193,6 +193,16 @@ def test_gradients_are_added_to_those_that_are_held_in_a_kernel_of_its_own() -> 
     assert added_s == pytest.approx(18 * 4096 * 8192 / 1e12)
 
 
+def test_every_kernel_takes_something_beyond_its_work() -> None:
+    """A product and what is computed point by point; in backward the product's two and one more."""
+    slow = replace(RATES, products=replace(RATES.products, kernel_s=1e-5))
+    layer = replace(LAYER, kernels=(*LAYER.kernels, Pointwise("gelu", 8192, 8192)))
+    assert [type(kernel) for kernel in layer.kernels] == [Gemm, Pointwise]
+    for phase, number in ((Phase.FORWARD, 2), (Phase.BACKWARD, 3), (Phase.OPTIMIZER, 0)):
+        work = LayerWork(layer, phase, 1, layer.num_parameters)
+        assert slow.seconds(work) - RATES.seconds(work) == pytest.approx(number * 1e-5)
+
+
 def test_weights_are_copied_for_products_in_another_precision() -> None:
     copying = costs(STATE.model_copy(update={"weight_copy": 2}))
     forward = LayerWork(LAYER, Phase.FORWARD, 1, 0)

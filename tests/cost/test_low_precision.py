@@ -17,8 +17,10 @@ from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
 from simplan.spec.low_precision import linear_format
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.rates import AttentionShare
 from simplan.spec.software import StateBytes
+from simplan.spec.training import TrainingSpec
 
 M, N, K = 4096, 8192, 2048
 FLOPS = 2 * M * N * K
@@ -96,6 +98,43 @@ def test_how_often_a_framework_quantizes_weights(weights: Any, part: float) -> N
         num_microbatches=8,
     )
     assert cost.weight_casts == part
+
+
+@pytest.mark.parametrize(("precision", "small"), [("fp8", 0), ("mxfp8", 2), ("nvfp4", 2)])
+def test_small_kernels_bring_scales_of_blocks_into_order(precision: str, small: int) -> None:
+    """One for each operand of a product; besides there are a GELU, two casts and the product in forward."""
+    cost = rates(precision, None, "quantized")
+    assert cost.low is not None
+    slow = replace(cost, low=replace(cost.low, kernel_s=1e-5), products=replace(cost.products, kernel_s=1e-5))
+    forward, backward = (LayerWork(layer(), phase, 1, 0) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    assert slow.seconds(forward) - cost.seconds(forward) == pytest.approx((4 + small) * 1e-5)
+    assert slow.seconds(backward) - cost.seconds(backward) == pytest.approx((4 + 2 * small) * 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe", "saved"), [("fp8", "delayed", 1), ("fp8", "blockwise", 0), ("mxfp8", None, 0)]
+)
+def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_order(
+    precision: str, recipe: str | None, saved: int
+) -> None:
+    cost, forward = rates(precision, recipe, "quantized"), LayerWork(layer(), Phase.FORWARD, 1, 0)
+    assert cost.seconds(forward) - replace(cost, any_order=True).seconds(forward) == pytest.approx(
+        saved * (X + W) / 1e12
+    )
+    state = catalogue.software("megatron-core").state(
+        TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan()
+    )
+    for device, known in (("h100-sxm-80gb", False), ("b200-sxm", True)):
+        own = kernel_cost(
+            catalogue.device(device),
+            "fp8",
+            state,
+            "adamw",
+            catalogue.software("megatron-core"),
+            num_devices=8,
+            shards_parameters=False,
+        )
+        assert own.any_order == known
 
 
 def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:

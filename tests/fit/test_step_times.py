@@ -53,6 +53,27 @@ def test_rows_are_priced_as_predictions_are(rows: list[Row]) -> None:
         assert row.predicted_s(prices) == pytest.approx(sum(t.seconds * t.times for t in row.terms))
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("zb-09", {"kernel_s": 3e-5, "megatron-lm-2023.inter_slowdown": 1.5}),
+        ("vtrain-multi-023", {"megatron-deepspeed-2023.inter_slowdown": 1.3}),
+        ("simumax-27", {"megatron-core.intra_slowdown": 1.4, "kernel_s": 2e-5}),
+    ],
+)
+def test_terms_at_other_constants_add_up_to_what_is_predicted_with_them(name: str, changed: dict[str, float]) -> None:
+    """To one percent: the longest path may be another one."""
+    files = {"zb": "zero_bubble", "vtrain": "vtrain_a100_multi_node", "simumax": "simumax_b200"}
+    file = files[name.partition("-")[0]]
+    [(_, run)] = sampled_runs(FOLDER, {file: [name]})
+    before, after = _row(file, run, {}), _row(file, run, changed)
+    assert before is not None
+    assert after is not None
+    moved_s, predicted_s = before.predicted_s(Prices(changed)), after.predicted_s(Prices({}))
+    assert moved_s == pytest.approx(predicted_s, rel=0.01)
+    assert abs(predicted_s / before.predicted_s(Prices({})) - 1) > 0.02
+
+
 def test_constants_that_made_step_times_are_found_again(rows: list[Row]) -> None:
     """Measured times made up by other constants; the fit is drawn a little to the textbook."""
     wanted = {"ampere.matmul_share": 0.75, "megatron-lm-2021.traffic": 1.6}
