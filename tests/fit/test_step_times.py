@@ -56,9 +56,9 @@ def test_rows_are_priced_as_predictions_are(rows: list[Row]) -> None:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("zb-09", {"kernel_s": 3e-5, "megatron-lm-2023.inter_slowdown": 1.5}),
-        ("vtrain-multi-023", {"megatron-deepspeed-2023.inter_slowdown": 1.3}),
-        ("simumax-27", {"megatron-core.intra_slowdown": 1.4, "kernel_s": 2e-5}),
+        ("zb-09", {"kernel_s": 4e-5, "megatron-lm-2023.inter_slowdown": 2.0}),
+        ("vtrain-multi-023", {"megatron-deepspeed-2023.inter_slowdown": 3.0}),
+        ("simumax-27", {"megatron-core.intra_slowdown": 2.5, "kernel_s": 5e-5}),
     ],
 )
 def test_terms_at_other_constants_add_up_to_what_is_predicted_with_them(name: str, changed: dict[str, float]) -> None:
