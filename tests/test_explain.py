@@ -89,6 +89,7 @@ def test_exposure_is_shared_by_what_moves_at_once() -> None:
 
 def test_microbatches_in_flight_are_named_at_the_peak() -> None:
     """Stage 0 of two holds two microbatches at the worst instant of 1F1B, which is inside a backward."""
-    found = explain(predicted(ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1)))
+    plan = ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1, stage_layers=(8, 4))
+    found = explain(predicted(plan))
     (activations,) = [part for part in found.memory if part.name == "activations"]
     assert "2 microbatches of stage 0 x" in activations.formula
