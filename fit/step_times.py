@@ -6,8 +6,8 @@ Fitted are a few rates of each architecture, a few habits of each framework, and
 (``fit.rates``); they start from and are drawn to the textbook values of kernels.yaml. A step time is the longest path
 through what is done, so near the present constants it is a sum of prices, each so many times
 (``simplan.predict.brief.brief_terms``): the fit prices the terms of that sum again, with the very code that predicts,
-and each round looks for the longest paths anew. A source counts as its runs to the power of three quarters. ``--write`` replaces
-kernels_fitted.yaml.
+and each round looks for the longest paths anew. A source counts as its runs to the power of three quarters.
+``--write`` replaces kernels_fitted.yaml.
 
 Three errors are printed: of the fit; five-fold, with folds by model and device, so that near-duplicates stay together;
 and with a whole source left out. The spread of the second is what predictions of a fitted framework carry, that of the
