@@ -43,8 +43,8 @@ SOFTWARE: Mapping[str, Bounds] = MappingProxyType(
         "traffic": Bounds(0.5, 0.3, 4.0),
         "compiled_traffic": Bounds(0.5, 0.2, 4.0),
         "stack_share": Bounds(0.07, 0.7, 1.3),
-        "intra_slowdown": Bounds(0.5, 0.3, 3.0),
-        "inter_slowdown": Bounds(0.8, 0.3, 4.0),
+        "intra_slowdown": Bounds(0.3, 0.3, 3.0),
+        "inter_slowdown": Bounds(0.5, 0.3, 4.0),
     }
 )
 """Of every software profile."""
