@@ -15,21 +15,21 @@ MEMORY: Mapping[MemoryCategory, str] = {
     MemoryCategory.OPTIMIZER: "#cec0fa",
     MemoryCategory.ACTIVATIONS: "#e38a42",
     MemoryCategory.GATHERED: "#2f6f86",
-    MemoryCategory.BUFFERS: "#a3486c",
+    MemoryCategory.BUFFERS: "#7a1f4b",
     MemoryCategory.LOGITS: "#f2c14e",
-    MemoryCategory.WORKSPACE: "#7d8b99",
-    MemoryCategory.CONTEXT: "#b7bec7",
+    MemoryCategory.WORKSPACE: "#565f6a",
+    MemoryCategory.CONTEXT: "#d9dde2",
 }
 """What is on a device, in the order of the stack."""
 
 ACTIONS: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "#3b7dd8",
     ActionKind.BACKWARD: "#e5892b",
-    ActionKind.BACKWARD_INPUT: "#2aa198",
-    ActionKind.BACKWARD_WEIGHT: "#5aa02c",
+    ActionKind.BACKWARD_INPUT: "#1abc9c",
+    ActionKind.BACKWARD_WEIGHT: "#3a7d2c",
     ActionKind.UNSHARD: "#a79bc9",
     ActionKind.REDUCE_GRAD: "#a79bc9",
-    ActionKind.OPTIM: "#8a8f98",
+    ActionKind.OPTIM: "#6b7078",
 }
 COMMUNICATION = "#8c7aa9"
 
@@ -39,11 +39,11 @@ SPLIT: Mapping[str, str] = {
     "exposed communication": COMMUNICATION,
     "wait": "#d5d9df",
     "host": "#c8a24a",
-    "optimizer": "#8a8f98",
+    "optimizer": "#565d66",
 }
 """Parts of a rank's step."""
 
-PLANS = ("#3b7dd8", "#e5892b", "#2aa198", "#c2548a", "#7a68b3", "#8a8f98")
+PLANS = ("#3b7dd8", "#e5892b", "#3fc9b8", "#c2548a", "#a79bc9", "#4a525c")
 """One after the other, for things of one kind: plans, sources, schedules."""
 
 MUTED, GRID = "#8a8f98", "rgba(128,136,148,0.25)"
