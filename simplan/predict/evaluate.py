@@ -289,7 +289,7 @@ def _assumptions(
             if share
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
         )
-        found.append("the device never waits for the host: launch overhead counts as the least time of a kernel")
+        found.append("the device never waits for the host: launching counts as a time that every kernel takes")
     if short_bytes:
         found.append(
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "

@@ -26,7 +26,7 @@ from simplan.validate.structure import predicted_messages
 
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    plan = ParallelPlan(pp=2)
+    plan = ParallelPlan(pp=2, stage_layers=(2, 2))  # no message arrives while its receiver computes
     model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 4, "tied_embeddings": False})
     cluster = catalogue.cluster("dgx-h100", num_devices=2)
     return predict("test", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
