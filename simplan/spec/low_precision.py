@@ -119,6 +119,9 @@ class LinearFormat:
 
 
 _FP8 = LinearFormat(precision="fp8", recipe="", element_bits=8, scale_bytes=4, block=0)
+_MXFP8 = LinearFormat(
+    precision="mxfp8", recipe="mxfp8", element_bits=8, scale_bytes=1, block=32, orders_scales=True, multiple=32
+)
 _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
     (form.precision, form.recipe): form
     for form in (
@@ -133,28 +136,19 @@ _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
         # 1 x 128 for activations and gradients, 128 x 128 for weights (DeepSeek-V3; torchao; TE's Float8BlockScaling)
         replace(_FP8, recipe="blockwise", block=128, weight_block_rows=128, multiple=128),
         # 1 x 32 with scales of 8 bits, e8m0 (OCP, torchao; TE's MXFP8BlockScaling)
-        LinearFormat(
-            precision="mxfp8",
-            recipe="mxfp8",
-            element_bits=8,
-            scale_bytes=1,
-            block=32,
-            orders_scales=True,
-            multiple=32,
-        ),
+        _MXFP8,
         # 1 x 16 with e4m3 scales and one fp32 scale a tensor; those of weights, equal in 16 x 16, are written out. The
         # pass for the largest element also does the random Hadamard transform's (NVFP4, torchao, TE). Rounding
         # stochastically takes no pass.
-        LinearFormat(
+        replace(
+            _MXFP8,
             precision="nvfp4",
             recipe="nvfp4",
             element_bits=4,
-            scale_bytes=1,
             block=16,
             scale_of_tensor=True,
             finds_largest=True,
             both_at_once=True,
-            orders_scales=True,
             multiple=128,
         ),
     )
