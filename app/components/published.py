@@ -153,8 +153,8 @@ def _show(accuracy: Accuracy, about: str) -> None:
         ("In the interval", _percent(overall.step_time.interval_coverage), "Share of measured steps; 90 % is the aim"),
         ("Memory", _percent(overall.peak_memory["all"].mape), "Mean absolute error of peak memory"),
     ]
-    for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
-        column.metric(label, value, help=about)
+    for column, (label, value, meaning) in zip(st.columns(len(cells)), cells, strict=True):
+        column.metric(label, value, help=meaning)
     left, right = st.columns(2, gap="medium")
     with left:
         show_figure(runs_figure(accuracy.outcomes), "predicted and measured", alt="Predicted over measured step times")

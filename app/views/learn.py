@@ -56,7 +56,7 @@ def _show_schedules() -> None:
     st.caption(
         f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} A forward takes one "
         "unit on every stage, a backward two (I and W one each), messages take none; predictions take all of these as "
-        "they are. White is the bubble; beside each rank stands how many microbatches it holds activations of."
+        "they are. What is empty is the bubble; beside each rank stands how many microbatches it holds activations of."
     )
     rows = [{"rank": box.rank, "action": str(box.action), "start": box.start, "end": box.end} for box in one.boxes]
     download("Table", f"{name} lesson", "csv", csv_text(rows), about="Every action with its start and end")

@@ -57,8 +57,8 @@ def show() -> None:
         f"the first of {ranks_per_lane} ranks at each place of the pipeline is drawn; " if ranks_per_lane > 1 else ""
     )
     st.caption(
-        f"White is the bubble; {first}the thin lane under a rank is its messages; lighter shades are later stages of"
-        " the same rank. Drag to zoom, double-click to see all."
+        f"What is empty is the bubble; {first}the thin lane under a rank is its messages; lighter shades are later "
+        "stages of the same rank. Drag to zoom, double-click to see all."
     )
     _select_window()
     with st.container(horizontal=True):
