@@ -15,6 +15,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_flop_per_s",
+    "format_number",
     "format_percent",
     "format_rate",
     "format_time",
@@ -105,6 +106,15 @@ def format_count(number: float) -> str:
         if abs(number) >= factor:
             return f"{number / factor:.3g} {suffix}"
     return f"{number:,.0f}"
+
+
+def format_number(value: float) -> str:
+    """A number with at least four significant digits, and never as a power of ten.
+
+    >>> format_number(0.123456), format_number(17.5), format_number(131_072)
+    ('0.1235', '17.5', '131,072')
+    """
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def format_percent(fraction: float, digits: int = 1) -> str:

@@ -94,7 +94,7 @@ def _show(found: Difference, key: str) -> None:
     left, right = st.columns(2, gap="medium")
     names = ("this plan", "the other")
     with left:
-        st.caption(f"Time: {one.step_time_s:,.4g} s and {two.step_time_s:,.4g} s")
+        st.caption(f"Time: {format_time(one.step_time_s)} and {format_time(two.step_time_s)}")
         show_figure(
             difference_figure(found.time, names), "time of two plans", alt="Parts of both steps", key=f"{key} t"
         )

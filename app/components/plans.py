@@ -26,7 +26,7 @@ from app.words import meaning
 from simplan.report.search import search_plan_words
 from simplan.scenario import SearchScenario
 from simplan.search import NearestMiss, RankedPlan, SearchResult
-from simplan.units import format_bytes, format_percent, format_time
+from simplan.units import format_bytes, format_number, format_percent, format_time
 
 __all__ = ["show_plans", "show_plans_so_far"]
 
@@ -34,7 +34,7 @@ _HEAD_START_S = 0.1
 
 _FORMS = {
     "num_devices": "{:,.0f}",
-    "step_time_s": "{:,.4g}",
+    "step_time_s": format_number,
     "to_the_best": "{:+.1%}",
     "device_gib": "{:,.2f}",
     "headroom_gib": "{:,.2f}",

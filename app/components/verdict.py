@@ -9,7 +9,7 @@ from app.results.headline import Headline, training_of
 from app.words import meaning
 from simplan.report.text import short_of_reserve
 from simplan.scenario import Scenario
-from simplan.units import format_bytes, format_count, format_percent, format_time
+from simplan.units import format_bytes, format_count, format_number, format_percent, format_time
 
 __all__ = ["kept_budget", "show_budget", "show_numbers", "show_verdict"]
 
@@ -90,7 +90,7 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
         (
             f"{each.capitalize()} per second",
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            f"{rate / devices:,.4g} per device",
+            f"{format_number(rate / devices)} per device",
             f"global batch{'' if images else ' x sequence length'} / step time, of all devices",
         ),
         (

@@ -13,7 +13,7 @@ from app.palette import MUTED, PLANS, SPLIT
 from simplan.report.search import search_plan_words
 from simplan.search import RankedPlan, SearchResult, SpaceCount
 from simplan.search.rules import RULES
-from simplan.units import GIB
+from simplan.units import GIB, format_number
 
 __all__ = [
     "AXES",
@@ -220,7 +220,7 @@ def _number(value: float, name: str) -> str:
     if name == "mfu":
         return f"{value:.1%}"
     unit = AXES[name].label.partition(", ")[2]
-    text = f"{value:,.2f}" if name.endswith("gib") else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    text = f"{value:,.2f}" if name.endswith("gib") else format_number(value)
     return f"{text} {unit}".strip()
 
 

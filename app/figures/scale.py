@@ -10,7 +10,7 @@ from app.palette import MUTED, PLANS
 from app.results.scale import Point, SlowRank
 from simplan.predict.sensitivity import MarginalValue
 from simplan.report.table import format_ranks
-from simplan.units import GIB
+from simplan.units import GIB, format_number
 
 __all__ = ["scale_figures", "scale_rows", "slow_figure", "worth_figure"]
 
@@ -94,7 +94,7 @@ def _panel(
     traces: list[dict[str, Any]], rows: Sequence[dict[str, Any]], label: str, title: str, **layout: Any
 ) -> Figure:
     x = [row["value"] for row in rows]
-    ticks = {"tickvals": x, "ticktext": [f"{value:,.4g}" for value in x], "tickangle": 0}
+    ticks = {"tickvals": x, "ticktext": [format_number(value) for value in x], "tickangle": 0}
     xaxis = {"type": "log", "title": label.partition(",")[0], **ticks}
     above = {"x": 0.5, "xref": "paper", "xanchor": "center", "y": 1.0, "yref": "paper", "yanchor": "bottom"}
     note = {"text": title, "showarrow": False, "font": {"size": 13}, **above}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from app.palette import GRID
+from app.palette import GRID, MUTED, PLANS
 
 __all__ = ["Figure", "across", "bar", "empty", "figure", "numbered", "scatter"]
 
@@ -47,6 +47,7 @@ def figure(traces: Iterable[dict[str, Any]], *, height: int, **layout: Any) -> F
             "margin": _MARGIN | layout.pop("margin", {}),
             "legend": _LEGEND | layout.pop("legend", {}),
             "hoverlabel": {"align": "left"},
+            "modebar": {"bgcolor": _CLEAR, "color": MUTED, "activecolor": PLANS[0]},
             "paper_bgcolor": _CLEAR,
             "plot_bgcolor": _CLEAR,
             **layout,

@@ -9,6 +9,7 @@ from app.palette import ACTIONS, COMMUNICATION, MUTED, PLANS
 from simplan.accuracy.outcome import RunOutcome
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import Span, Timeline
+from simplan.units import format_number
 from simplan.validate.compare import ComparisonRow
 
 __all__ = ["errors_figure", "runs_figure", "steps_figure", "terms_figure"]
@@ -106,7 +107,9 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
         y=names,
         width=0.4,
         marker={"color": [MUTED if row.within_spread else PLANS[0] for row in shown]},
-        customdata=[[f"{row.predicted:,.4g} {row.unit}", f"{row.measured:,.4g} {row.unit}"] for row in shown],
+        customdata=[
+            [f"{format_number(row.predicted)} {row.unit}", f"{format_number(row.measured)} {row.unit}"] for row in shown
+        ],
         hovertemplate="%{y}: predicted %{customdata[0]}, measured %{customdata[1]}: %{x:+.1f} %<extra></extra>",
     )
     return figure(

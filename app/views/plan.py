@@ -106,9 +106,10 @@ def _show_figures(result: PlanResult) -> None:
         st.subheader("Memory by rank", help=f"device: {meaning('device')}. Every rank at its own worst instant")
         bars = memory_bars(prediction.memory)
         figure = memory_figure(bars, prediction.capacity_bytes)
-        show_figure(
-            figure, f"{prediction.name} memory by rank", alt="Memory of every rank at its worst instant, by part"
-        )
+        most = max(bars, key=lambda bar: bar.device_bytes)
+        words = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in most.parts.items())
+        alt = f"Memory of every rank at its worst instant, by part; of rank {most.label}, the largest: {words}"
+        show_figure(figure, f"{prediction.name} memory by rank", alt=alt)
         when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
         st.caption(
             f"Rank {worst.rank} is the worst: {format_bytes(worst.allocated_bytes)} allocated, "
@@ -130,7 +131,8 @@ def _show_figures(result: PlanResult) -> None:
                 )
         parts = result.steps[rank]
         figure = waterfall_figure(parts, prediction.step_time_s)
-        show_figure(figure, f"{prediction.name} step of rank {rank}", alt=f"Shares of the step of rank {rank}")
+        alt = f"The step of rank {rank}: {', '.join(f'{part.name} {format_time(part.seconds)}' for part in parts)}"
+        show_figure(figure, f"{prediction.name} step of rank {rank}", alt=alt)
         st.caption(_step_words(result, rank))
 
 

@@ -15,6 +15,7 @@ from app.page import run_page
 from app.results.scale import AXES, Point, place_on, slow_ranks, sweep, worth
 from app.work import awaited
 from simplan.scenario import Scenario
+from simplan.units import counted, format_number
 
 _NAMES = {
     "devices": "devices",
@@ -73,8 +74,10 @@ def _show_curves(asked: Scenario, axis: str, points: tuple[Point, ...], budget: 
     st.caption(" ".join(words))
     refused = [point for point in points if point.refused]
     if refused:
-        with st.expander(f"{len(refused)} values have no answer"):
-            st.markdown("\n".join(f"- {escaped(f'{point.value:,.4g}: {point.refused}')}" for point in refused))
+        with st.expander(f"{counted(len(refused), 'value')} without an answer"):
+            st.markdown(
+                "\n".join(f"- {escaped(f'{format_number(point.value)}: {point.refused}')}" for point in refused)
+            )
     if rows:
         download("Curve", f"{asked.name} over {_NAMES[axis]}", "csv", csv_text(rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
+from app.components import published
+from app.jobs.job import Job, Jobs
+from app.jobs.messages import Question
 from app.jobs.server import runs, searches
+from app.jobs.tasks import predict_published
 from simplan.cli.dashboard import RUN_FLAG
 from tests.app.pages import SMALL, assert_no_bug, opened
 from tests.app.test_uploads import made
@@ -72,6 +77,19 @@ def test_published_runs_of_the_repository_are_offered() -> None:
     assert "zero_bubble" in source.options
     assert "papers (no fit has seen it)" in source.options
     assert "Predict them" in [button.label for button in page.button]
+
+
+@pytest.mark.parametrize(("source", "words"), [("zero_bubble", "in-sample"), ("heldout/papers", "was fitted on these")])
+def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = published._read(source)
+    assert read.runs
+    job = Job(Question(predict_published, ([replace(read, runs=read.runs[:1])],), tells=True))
+    job.run_here()
+    monkeypatch.setattr(Jobs, "find", lambda *_: job)
+    page = opened("validate", view={"source": source})
+    assert_no_bug(page)
+    [caption] = [caption.value for caption in page.caption if caption.value.startswith("A cross")]
+    assert words in caption
 
 
 def test_terms_of_a_comparison_sum_to_its_error() -> None:
