@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from executor.clock import Clock
 from executor.heartbeat import Unwatched
@@ -117,18 +118,19 @@ def _known(built: Trainer) -> dict[int, MemoryCategory]:
         found.update((storage_key(tensor), category) for tensor in tensors if tensor is not None)
 
     note(_C.BUFFERS, *built.sent)
-    optimizer: Any = getattr(built.optimizer, "_inner", built.optimizer)
-    note(_C.OPTIMIZER, *(value for state in optimizer.state.values() for value in state.values()))
+    note(_C.OPTIMIZER, *(value for state in built.optimizer.state.values() for value in state.values()))
     for stage in built.stages.values():
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
-        for parameter in stage.parameters() if not sharded else ():
-            note(_C.PARAMETERS, parameter)
-            note(_C.GRADIENTS, parameter.grad)
-        for group in (group for module in sharded for group in _parameter_groups(module)):
-            for held in group.fsdp_params:
-                note(_C.PARAMETERS, held._sharded_param_data)
-                note(_C.GRADIENTS, held.sharded_param.grad, held.unsharded_accumulated_grad)
-                note(_C.GRADIENTS, getattr(getattr(held, "_unsharded_param", None), "grad", None))
+        gathered = set()
+        for held in (held for module in sharded for group in _parameter_groups(module) for held in group.fsdp_params):
+            whole = getattr(held, "_unsharded_param", None)
+            gathered.add(id(whole))
+            note(_C.PARAMETERS, held._sharded_param_data)
+            note(_C.GRADIENTS, held.sharded_param.grad, held.unsharded_accumulated_grad, getattr(whole, "grad", None))
+        for parameter in stage.parameters():
+            if not isinstance(parameter, DTensor) and id(parameter) not in gathered:
+                note(_C.PARAMETERS, parameter)
+                note(_C.GRADIENTS, parameter.grad)
     return found
 
 

@@ -84,7 +84,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_expert_parallelism(job.model, plan, job.software)
     yield from unmodelled_offload(job.model, plan)
     yield from unmodelled_adapters(job.model, training, plan, job.software)
-    yield from unmodelled_optimizers(training, plan, job.software)
+    yield from unmodelled_optimizers(job.model, training, plan, job.software)
     yield from unmodelled_compilation(training, plan, job.software)
     yield from _experts_beside_splits(job)
     for field in ("attention_sinks", "expert_bias"):
@@ -196,10 +196,6 @@ def _experts_beside_splits(job: Job) -> Iterator[Problem]:
     if plan.tp > 1 and job.model.family == "deepseek":
         rule = "the executor does not split multi-head latent attention"
         yield Problem(field="plan.tp", value=str(plan.tp), rule=rule, fix="use 1")
-    if plan.shard.experts_apart and plan.expert_shards > 1:
-        rule = f"the executor does not shard experts over {plan.expert_shards} of the ranks that FSDP shards over"
-        fix = f"use {plan.dp_shard * plan.cp}, or dp_replicate = {plan.dp} and dp_shard = 1"
-        yield Problem(field="plan.ep", value=str(plan.ep), rule=rule, fix=fix)
 
 
 def _inconsistent(job: Job) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.tensor import Shard
 
 from executor.groups import Group
 from executor.model import Stage
+from executor.moe import expert_matrices
 from executor.recorder import Recorder
 from simplan.program.action import Action
 from simplan.program.units import shard_dimension
@@ -38,10 +38,12 @@ def shard_stage(
     reshard_after_forward: bool,
     unshard: Action | None,
     ignored: Collection[nn.Parameter] = (),
+    experts: Group | None = None,
 ) -> None:
     """Shards a stage in place: every layer is a unit, layers that share a weight are one together with the root.
 
-    The last layer is never resharded after forward: backward begins with it.
+    The last layer is never resharded after forward: backward begins with it. Experts of which other ranks have others
+    are a unit inside of their layer's, asked for with it (torchtitan, torchtitan/models/llama4/infra/parallelize.py).
 
     Args:
         stage: The stage, with whole parameters.
@@ -53,28 +55,85 @@ def shard_stage(
         reshard_after_forward: Free the gathered parameters of a unit between its forward and its backward.
         unshard: The action that gathers the stage in a pipeline; None where its layers' hooks do.
         ignored: Parameters that stay whole and as they are.
+        experts: Ranks over which experts are sharded instead; None for ``shard``.
     """
-    mesh = _mesh(shard, replicate, next(stage.parameters()).device.type)
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = list(stage.layers.values())
     head = layers[-1]
+    units = _Units(shard, replicate, recorder, policy, next(stage.parameters()).device.type, unshard, ignored)
+    of_experts = None if experts is None else units.of_experts(experts)
+    for layer in layers[1:-1] if _share_weight(layers[0], head) else layers:
+        reshards = reshard_after_forward and layer is not head
+        matrices = expert_matrices(layer)
+        inner = of_experts.make(matrices, reshards=reshards) if of_experts is not None and matrices else None
+        outer = units.make([layer], reshards=reshards)
+        if inner is not None:
+            outer.set_modules_to_forward_prefetch([inner])
+    units.make([stage], reshards=False)
 
-    def placed(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dimension(parameter.shape, len(shard.ranks)))
 
-    shared = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(ignored), shard_placement_fn=placed)
-    for unit in layers[1:-1] if _share_weight(layers[0], head) else layers:
-        shared(unit, reshard_after_forward=reshard_after_forward and unit is not head)
-    shared(stage, reshard_after_forward=False)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            reduction = _Reduction(recorder, shard, replicate)
-            module.set_custom_all_gather(_AllGather(recorder, shard, unshard))
-            module.set_custom_reduce_scatter(reduction)
-            if replicate is not None:
-                module.set_all_reduce_hook(reduction.all_reduced)
+class _Units:
+    """Makes units over one group of ranks.
+
+    Args:
+        group, replicate, recorder, unshard, ignored: As for ``shard_stage``.
+        policy: Which precisions they have.
+        device_type: Of their parameters.
+        divides_by: What sums of gradients are divided by; None for the ranks that have added to them.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        replicate: Group | None,
+        recorder: Recorder,
+        policy: MixedPrecisionPolicy,
+        device_type: str,
+        unshard: Action | None,
+        ignored: Collection[nn.Parameter],
+        divides_by: int | None = None,
+    ) -> None:
+        self._group, self._replicate, self._recorder, self._policy = group, replicate, recorder, policy
+        self._device_type, self._unshard, self._ignored, self._divides_by = device_type, unshard, ignored, divides_by
+        self._mesh = _mesh(group, replicate, device_type)
+
+    def of_experts(self, group: Group) -> _Units:
+        """The same over the ranks that have the same experts: tokens of others are in their gradients already."""
+        averaged = len(self._group.ranks) * (1 if self._replicate is None else len(self._replicate.ranks))
+        return _Units(
+            group,
+            self._replicate,
+            self._recorder,
+            self._policy,
+            self._device_type,
+            self._unshard,
+            self._ignored,
+            averaged,
+        )
+
+    def make(self, modules: list[nn.Module], *, reshards: bool) -> FSDPModule:
+        """Makes one unit of modules, without what is in units already."""
+        fully_shard(
+            modules,
+            mesh=self._mesh,
+            reshard_after_forward=reshards,
+            mp_policy=self._policy,
+            ignored_params=set(self._ignored),
+            shard_placement_fn=lambda parameter: Shard(shard_dimension(parameter.shape, len(self._group.ranks))),
+        )
+        unit = modules[0]  # all have the same state
+        assert isinstance(unit, FSDPModule)
+        reduction = _Reduction(self._recorder, self._group, self._replicate)
+        unit.set_custom_all_gather(_AllGather(self._recorder, self._group, self._unshard))
+        unit.set_custom_reduce_scatter(reduction)
+        if self._replicate is not None:
+            unit.set_all_reduce_hook(reduction.all_reduced)
+        if self._divides_by is not None:
+            unit.set_gradient_divide_factor(self._divides_by)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale what it sums
+        return unit
 
 
 def _mesh(shard: Group, replicate: Group | None, device_type: str) -> DeviceMesh:

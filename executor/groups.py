@@ -34,7 +34,8 @@ class Groups:
         cp: Ranks that split the same sequences.
         tp: Ranks that split the same layers.
         ep: Ranks that have different experts and exchange tokens.
-        experts: Ranks that average the gradients of the same experts, where other ranks have others.
+        experts: Ranks that average the gradients of the same experts, where other ranks have others; where FSDP shards
+            these, the ranks over which it does.
         tied: The two ranks of the pipeline that hold a tied embedding.
         alone: No other rank exists: see ``executor.alone``.
     """
@@ -93,7 +94,10 @@ def make_groups(
         cp=mine(mapping.cp_group),
         tp=mine(mapping.tp_group),
         ep=mine(mapping.ep_group),
-        experts=mine(mapping.expert_group, experts and plan.shard.experts_apart),
+        experts=mine(
+            mapping.expert_shard_group if plan.expert_shards > 1 else mapping.expert_group,
+            experts and plan.shard.experts_apart,
+        ),
         tied=mine(ends, tied and first != last),
         alone=alone,
     )

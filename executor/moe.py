@@ -8,7 +8,7 @@ make of them goes nowhere. Ranks that split attention route their own tokens, wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ __all__ = [
     "SeparateOptimizers",
     "average_expert_gradients",
     "check_places",
+    "expert_matrices",
     "expert_parameters",
     "moe_block",
     "route",
@@ -233,24 +234,34 @@ def expert_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[n
     return [parameter for name, parameter in stage.named_parameters() if name in names]
 
 
+def expert_matrices(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that hold its experts."""
+    return [module for module in layer.modules() if isinstance(module, GroupedLinear)]
+
+
 _Optimizer = torch.optim.Optimizer | StreamedOptimizer | ShardedOptimizer
 
 
 class SeparateOptimizers:
-    """An optimizer of parameters that are sharded, or whose states are, and one of experts, which are neither.
+    """An optimizer of experts of which other ranks have others, and one of all else, whose states may be dealt out.
 
     Args:
-        sharded: Of all but the experts.
-        whole: Of the experts.
+        others: Of all but the experts.
+        experts: Of the experts.
     """
 
-    def __init__(self, sharded: _Optimizer, whole: _Optimizer) -> None:
-        self._optimizers = (sharded, whole)
+    def __init__(self, others: _Optimizer, experts: _Optimizer) -> None:
+        self._optimizers = (others, experts)
 
     @property
     def optimizers(self) -> tuple[_Optimizer, ...]:
         """Both."""
         return self._optimizers
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """States by parameter, as torch's optimizers have them."""
+        return {parameter: of for optimizer in self._optimizers for parameter, of in optimizer.state.items()}
 
     def step(self) -> None:
         """Updates all parameters."""

@@ -15,7 +15,7 @@ from executor.model import Stage
 from executor.parallel import Peers
 from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import UpdateName
-from simplan.spec.shard import Shard
+from simplan.spec.plan import ParallelPlan
 
 __all__ = ["Lamb", "Lars", "Parts", "divide_gradients", "held_alike", "local", "make_optimizer", "squares"]
 
@@ -30,7 +30,7 @@ class Parts:
     Attributes:
         shard: Ranks with the other shards of all of them (FSDP).
         tp: Tensor-parallel ranks.
-        alike: Ids of the parameters that all tensor-parallel ranks hold whole; their first rank counts them.
+        alike: Ids of the parameters of which tensor-parallel ranks hold the same; their first rank counts them.
     """
 
     shard: Peers = field(default_factory=Peers)
@@ -49,13 +49,16 @@ class Parts:
         return x
 
 
-def held_alike(stage: Stage, model: ModelSpec, shard: Shard) -> frozenset[int]:
-    """Ids of those parameters of a stage that tensor-parallel ranks do not split."""
+def held_alike(stage: Stage, model: ModelSpec, plan: ParallelPlan) -> frozenset[int]:
+    """Ids of those parameters of a stage of which all tensor-parallel ranks hold the same.
+
+    They do not split these, nor are they among the ranks over which FSDP shards experts.
+    """
     names = {
         f"layers.{index}.{part.name}"
-        for index, (layer, split) in enumerate(zip(model.layers, model.layers_of(shard), strict=True))
+        for index, (layer, split) in enumerate(zip(model.layers, model.layers_of(plan.shard), strict=True))
         for whole, part in zip(layer.parameters, split.parameters, strict=True)
-        if whole.shape == part.shape
+        if whole.shape == part.shape and not (part.expert and plan.expert_shards > 1)
     }
     return frozenset(id(parameter) for name, parameter in stage.named_parameters() if name in names)
 

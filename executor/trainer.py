@@ -87,7 +87,7 @@ class Trainer:
         self._parts = Parts(
             Peers.of(groups.shard if plan.shards_parameters else None, rank, recorder),
             self._parallel.tp,
-            frozenset().union(*(held_alike(stage, job.model, plan.shard) for stage in self.stages.values())),
+            frozenset().union(*(held_alike(stage, job.model, plan) for stage in self.stages.values())),
         )
         self.optimizer = self._make_optimizer(parameters)
         self._clipper = self._make_clipper(parameters)
@@ -190,7 +190,8 @@ class Trainer:
                 compute_dtype=compute_dtype(job),
                 reshard_after_forward=plan.zero_stage == 3 and plan.reshard_after_forward and not in_pipeline,
                 unshard=Action(index, ActionKind.UNSHARD) if in_pipeline else None,
-                ignored=expert_parameters(stage, job.model, plan.shard),
+                ignored=() if plan.expert_shards > 1 else expert_parameters(stage, job.model, plan.shard),
+                experts=self._groups.experts if plan.expert_shards > 1 else None,
             )
         return stage
 
@@ -246,7 +247,7 @@ class Trainer:
         """What completes the gradients of a stage before they are divided by the number of microbatches."""
         stage, model, plan = self.stages[index], self._job.model, self._job.plan
         parts = partial_parameters(stage, model, plan.shard)
-        experts = expert_parameters(stage, model, plan.shard)
+        experts = [] if plan.expert_shards > 1 else expert_parameters(stage, model, plan.shard)
         peers = Peers.of(self._groups.experts, dist.get_rank(), self._recorder)
 
         def complete() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,11 @@ class ShardedOptimizer:
     def optimizers(self) -> tuple[torch.optim.Optimizer | StreamedOptimizer, ...]:
         """Of the parameters this rank owns."""
         return () if self._inner is None else (self._inner,)
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """States by parameter, as torch's optimizers have them."""
+        return {} if self._inner is None else dict(self._inner.state)
 
     def step(self) -> None:
         """Updates the parameters this rank owns."""

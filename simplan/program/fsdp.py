@@ -182,7 +182,7 @@ class FsdpHooks(Hooks):
 
     def unshard(self, action: Action) -> None:
         """Asks for every unit of the stage at once; the stage's next computation waits for all of them."""
-        for index in range(len(self.units[action.stage])):
+        for index in self._in_order_of_modules(action):
             self.gather(action, index, [self.writer.last_compute], in_background=True)
 
     def reshard(self, action: Action) -> None:
@@ -190,10 +190,10 @@ class FsdpHooks(Hooks):
         self._reshard(action, range(len(self.units[action.stage])), str(action))
 
     def reduce(self, action: Action) -> None:
-        """In a pipeline: all units of the stage, in the order of its layers."""
+        """In a pipeline: all units of the stage."""
         if not self._in_pipeline:
             return
-        for index in range(len(self.units[action.stage])):
+        for index in self._in_order_of_modules(action):
             self._widen(action, [index] if (action.stage, index) in self._narrow else [])
             if self.units[action.stage][index].trained:
                 self.reduce_unit(action, index, made_now=False)
@@ -206,7 +206,7 @@ class FsdpHooks(Hooks):
 
     def _settle(self, action: Action) -> None:
         """The first computation of a stage after UNSHARD copies its units out."""
-        for index in range(len(self.units[action.stage])):
+        for index in self._in_order_of_modules(action):
             if (action.stage, index) in self.gathering:
                 self.copy_out(action, index, in_forward=False)
 
@@ -253,6 +253,10 @@ class FsdpHooks(Hooks):
             )
         )
         self._gathered.add((action.stage, index))
+
+    def _in_order_of_modules(self, action: Action) -> list[int]:
+        """All units of a stage, layer by layer; what is inside of a layer comes after it."""
+        return self._beginning(action, range(len(self.stages.layers[action.stage])))
 
     def _beginning(self, action: Action, part: range) -> list[int]:
         """Units whose first layer is among these."""

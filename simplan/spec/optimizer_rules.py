@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import Problem
+from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import LAYERWISE
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
@@ -16,7 +17,9 @@ _TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025"})
 """Software whose optimizers are torch.optim's."""
 
 
-def unmodelled_optimizers(training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+def unmodelled_optimizers(
+    model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> Iterator[Problem]:
     """Norms over parameters and gradients of which ranks have parts in ways that are not written out; other kernels."""
     yield from _other_kernels(training, plan, software)
     asked = []
@@ -26,6 +29,9 @@ def unmodelled_optimizers(training: TrainingSpec, plan: ParallelPlan, software: 
         asked.append(("training.optimizer", training.optimizer, "it", "use adamw"))
         if plan.offload_optimizer:
             rule = "with states of one layer after the other on the device (plan.offload_optimizer) is not modelled yet"
+            yield Problem(field="training.optimizer", value=training.optimizer, rule=rule, fix="use adamw")
+        if model.num_experts and plan.ep == 1 and plan.shard.experts_apart:
+            rule = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
             yield Problem(field="training.optimizer", value=training.optimizer, rule=rule, fix="use adamw")
     for field, value, what, fix in asked:
         if plan.ep > 1:

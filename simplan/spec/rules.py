@@ -58,7 +58,7 @@ def check_plan(
         *unmodelled_adapters(model, training, plan, software),
         *_unmodelled_training(training, plan, software),
         *_unmodelled_here(cluster, software),
-        *unmodelled_optimizers(training, plan, software),
+        *unmodelled_optimizers(model, training, plan, software),
         *unmodelled_low_precision(model, training, plan, software),
         *unmodelled_compilation(training, plan, software),
     ]

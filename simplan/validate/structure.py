@@ -7,9 +7,16 @@ from simplan.program.job import Job
 from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import Measurement
 from simplan.program.program import HostCopy, Stream
-from simplan.spec.plan import RankMapping
+from simplan.spec.plan import ParallelPlan, RankMapping
 
-__all__ = ["TIMED_KINDS", "Issued", "issued_as_predicted", "predicted_messages", "ran_as_predicted"]
+__all__ = [
+    "TIMED_KINDS",
+    "Issued",
+    "issued_as_predicted",
+    "predicted_messages",
+    "ran_as_predicted",
+    "reduces_between_exchanges",
+]
 
 TIMED_KINDS = (
     ActionKind.FORWARD,
@@ -44,10 +51,10 @@ def issued_as_predicted(measurement: Measurement) -> bool:
     Copies are compared in an order of their own: gradients are reduced by hooks in the middle of a backward.
 
     Where layers exchange activations and DDP reduces gradients, a bucket may be full between two exchanges of one
-    layer; Level 2 has it after the layer. There the order is compared within each group and kind.
+    layer, and FSDP reduces experts of their own there; Level 2 has both after the layer. There the order is compared
+    within each group and kind.
     """
-    plan = measurement.job.plan
-    mixed = plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters
+    mixed = reduces_between_exchanges(measurement.job.plan)
     predicted = predicted_messages(measurement.job)
 
     def comparable(found: list[Issued]) -> list[Issued]:
@@ -59,6 +66,11 @@ def issued_as_predicted(measurement: Measurement) -> bool:
         == comparable(predicted[rank.rank])
         for rank in measurement.ranks
     )
+
+
+def reduces_between_exchanges(plan: ParallelPlan) -> bool:
+    """Whether gradients are reduced in the middle of layers that exchange something."""
+    return plan.expert_shards > 1 or (plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters)
 
 
 def predicted_messages(job: Job) -> dict[int, list[Issued]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from simplan.program.action import ActionKind
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
 from simplan.program.table import plan_table
@@ -181,6 +182,17 @@ def test_experts_are_gathered_after_the_rest_of_their_layer_and_reduced_before_i
     ]
     backward += ["reduce_scatter block 2", "all_gather block 1 experts", "reduce_scatter block 1 experts"]
     assert blocks == [*forward, *backward, "reduce_scatter block 1"]
+
+
+def test_in_a_pipeline_both_ways_experts_come_after_the_rest_of_their_layer() -> None:
+    """torch gathers and reduces a stage's units in the order of its modules, which has parents first."""
+    found = program(ParallelPlan(dp_shard=4, ep=2, pp=2))
+    ops = [found.ops[i] for i in found.by_rank[found.ranks[-1]] if found.ops[i].stream is Stream.SHARD]
+    units = ["block 2", "block 2 experts", "head"]
+    assert [op.name for op in ops if op.action.kind is ActionKind.UNSHARD][-3:] == [f"all_gather {u}" for u in units]
+    assert [op.name for op in ops if op.action.kind is ActionKind.REDUCE_GRAD][-3:] == [
+        f"reduce_scatter {u}" for u in units
+    ]
 
 
 @pytest.mark.parametrize(
