@@ -7,27 +7,25 @@ from typing import Any
 
 import streamlit as st
 
+from app.results import plan as plan_results
+from app.results import timeline as timeline_results
 from app.results.plan import PlanResult, plan_result
 from app.results.quick import Quick, quick
-from app.results.timeline import TimelineResult, timeline_result, trace_result
+from app.results.timeline import TimelineResult, timeline_result
 from app.state import document_text
-from app.work import awaited, done
-from simplan.cost.calibration import Calibration
-from simplan.cost.store import default_path, load
-from simplan.predict import predict
-from simplan.prediction import Prediction
+from app.work import awaited, handed_over
+from simplan.cost.store import default_path
 from simplan.scenario import Scenario, parse_scenario
 
 __all__ = [
     "calibrated_at",
-    "calibration_for",
     "plan",
-    "prediction",
+    "prediction_text",
     "quick_numbers",
     "scenario",
     "text",
     "timeline",
-    "trace",
+    "trace_text",
 ]
 
 Document = dict[str, Any]
@@ -49,15 +47,6 @@ def quick_numbers(document: Document) -> Quick | None:
         SpecError: As ``scenario``, or a price cannot be had.
     """
     return _quick(_key(document))
-
-
-def prediction(document: Document) -> Prediction:
-    """All that ``simplan predict`` says.
-
-    Raises:
-        SpecError: As ``scenario``, or a price cannot be had.
-    """
-    return _prediction(_key(document), calibrated_at(scenario(document)))
 
 
 def plan(document: Document) -> PlanResult:
@@ -89,27 +78,27 @@ def timeline(
     )
 
 
-def trace(document: Document) -> dict[str, Any]:
-    """The step as a trace for Perfetto.
+def prediction_text(document: Document) -> str:
+    """All that ``simplan predict`` says, as its file; worked out in another process, so that pages answer meanwhile.
 
     Raises:
-        SpecError: As ``scenario``.
+        SpecError: As ``plan``.
     """
-    return done(trace_result, text(document), calibrated_at(scenario(document)))
+    return handed_over(plan_results.prediction_text, text(document), calibrated_at(scenario(document)))
+
+
+def trace_text(document: Document) -> str:
+    """The step as a trace for Perfetto, in the same way.
+
+    Raises:
+        SpecError: As ``plan``.
+    """
+    return handed_over(timeline_results.trace_text, text(document), calibrated_at(scenario(document)))
 
 
 def text(document: Document) -> str:
     """The scenario's text, by which processes know it."""
     return document_text(document)
-
-
-def calibration_for(asked: Scenario) -> Calibration | None:
-    """This machine's calibration, where the scenario is priced from one and there is one.
-
-    Raises:
-        SpecError: The file is not a calibration of this version.
-    """
-    return load(default_path()) if _is_machine(asked) else None
 
 
 def _is_machine(asked: Scenario) -> bool:
@@ -135,10 +124,3 @@ def _scenario(key: str) -> Scenario:
 @st.cache_resource(max_entries=256, show_spinner=False)
 def _quick(key: str) -> Quick | None:
     return quick(_scenario(key))
-
-
-@st.cache_resource(max_entries=12, show_spinner=False)
-def _prediction(key: str, calibrated_at: int) -> Prediction:
-    asked = _scenario(key)
-    parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    return predict(asked.name, *parts, calibration_for(asked))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -14,7 +14,7 @@ from app.jobs.messages import Question
 from app.jobs.server import answering
 from simplan.errors import SpecError
 
-__all__ = ["awaited", "done", "give_way"]
+__all__ = ["awaited", "done", "give_way", "handed_over"]
 
 _SILENT_S = 0.4  # shorter waits are not worth a word
 _LOOK_S = 0.05
@@ -53,10 +53,18 @@ def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwar
 
 
 def done(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """The same where there is no page to say so, e.g. when a file is asked for."""
+    """The same where there is no page to say so."""
     with _asked(task, args, kwargs) as job:
         job.ended.wait()
         return cast(_R, _result(job))
+
+
+def handed_over(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """The same for a file that is asked for: it may be large, so that it is not kept."""
+    try:
+        return done(task, *args, **kwargs)
+    finally:
+        answering().forget(_key(task, args, kwargs))
 
 
 def give_way() -> None:
@@ -70,10 +78,15 @@ def _result(job: Job) -> Any:
     return job.value
 
 
+def _key(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Equal for equal questions."""
+    return (task.__module__, task.__qualname__, args, tuple(sorted(kwargs.items())))
+
+
 @contextmanager
 def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Job]:
     """A job while somebody waits for it."""
-    key = (task.__module__, task.__qualname__, args, tuple(sorted(kwargs.items())))
+    key = _key(task, args, kwargs)
     question = Question(task, args, kwargs)
     while True:
         job = answering().find(key)

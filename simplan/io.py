@@ -22,6 +22,7 @@ __all__ = [
     "MAX_JSON_BYTES",
     "MAX_YAML_BYTES",
     "Document",
+    "json_text",
     "parse_json",
     "parse_model",
     "read_json",
@@ -104,6 +105,11 @@ def read_model(path: str | Path, model: type[Model]) -> Model:
     return parse_model(model, data, file=str(path))
 
 
+def json_text(data: Any) -> str:
+    """Plain data as the text of a JSON document."""
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
 def write_json(path: str | Path, data: dict[str, Any]) -> None:
     """Writes a JSON document in one piece: a reader sees the old file or the new one, never half of it.
 
@@ -111,7 +117,7 @@ def write_json(path: str | Path, data: dict[str, Any]) -> None:
         SpecError: The file cannot be written.
     """
     # NaN in a result is a bug of ours and must not reach a file; json raises ValueError for it.
-    write_text(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_text(Path(path), json_text(data))
 
 
 def write_model(path: str | Path, model: BaseModel) -> None:

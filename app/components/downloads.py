@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from plotly.basedatatypes import BaseFigure
 
 from app.figures.style import Figure
 
-__all__ = ["csv_text", "download", "file_name", "json_text", "show_figure"]
+__all__ = ["csv_text", "download", "file_name", "show_figure"]
 
 _TYPES = {
     "csv": "text/csv",
@@ -95,11 +94,6 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return stream.getvalue()
-
-
-def json_text(data: Any) -> str:
-    """Plain data as simplan writes it."""
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def file_name(name: str) -> str:

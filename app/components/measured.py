@@ -8,9 +8,10 @@ import pandas as pd
 import streamlit as st
 
 from app import uploads
-from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
 from app.figures.validation import steps_figure, terms_figure
+from simplan.io import json_text
 from simplan.program.measurement import Measurement
 from simplan.units import format_percent, format_time
 from simplan.validate.compare import Comparison

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from app import basket, state
-from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
 from app.fields import remembered_choice
 from app.figures.plans import (
@@ -23,6 +23,7 @@ from app.figures.plans import (
     space_rows,
 )
 from app.words import meaning
+from simplan.io import json_text
 from simplan.report.search import search_plan_words
 from simplan.scenario import SearchScenario
 from simplan.search import NearestMiss, RankedPlan, SearchResult

@@ -199,6 +199,13 @@ class Jobs:
         with self._lock:
             return self._jobs.get(key)
 
+    def forget(self, key: Hashable) -> None:
+        """Keeps the answer of a question no longer; who waits for it has it."""
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is not None and job.state is State.ENDED:
+                del self._jobs[key]
+
     def busy(self) -> bool:
         """Whether something runs or waits."""
         with self._lock:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from simplan.cost.store import default_path, load
 from simplan.explain.exposure import exposed_s
+from simplan.io import json_text
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
@@ -16,7 +17,7 @@ from simplan.scenario import parse_scenario
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.plan import RankMapping
 
-__all__ = ["PlanResult", "StepPart", "plan_result", "predicted", "step_parts", "tier_of"]
+__all__ = ["PlanResult", "StepPart", "plan_result", "predicted", "prediction_text", "step_parts", "tier_of"]
 
 WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
 
@@ -67,6 +68,11 @@ def plan_result(text: str, calibrated_at: int) -> PlanResult:
     busiest = max(steps, key=lambda rank: (_busy_s(by_rank[rank]), -rank))
     bare = Timeline((), prediction.timeline.num_ranks, prediction.timeline.step_time_s)
     return PlanResult(replace(prediction, timeline=bare), steps, busiest)
+
+
+def prediction_text(text: str, calibrated_at: int) -> str:
+    """What ``simplan predict`` writes."""
+    return json_text(predicted(text, calibrated_at).to_json())
 
 
 @lru_cache(maxsize=4)

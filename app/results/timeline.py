@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from app.results.plan import predicted
 from simplan.cost.store import default_path, load
+from simplan.io import json_text
 from simplan.predict import Simulated, simulate_again
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
@@ -23,7 +23,7 @@ from simplan.sim.memory import memory_trace
 from simplan.spec.plan import RankMapping
 from simplan.units import format_time
 
-__all__ = ["MOST_BOXES", "Box", "Lane", "MemoryCurve", "TimelineResult", "timeline_result", "trace_result"]
+__all__ = ["MOST_BOXES", "Box", "Lane", "MemoryCurve", "TimelineResult", "timeline_result", "trace_text"]
 
 MOST_BOXES = 5_000
 """More are not drawn at once: the window ends before them."""
@@ -182,12 +182,12 @@ def timeline_result(
     )
 
 
-def trace_result(text: str, calibrated_at: int) -> dict[str, Any]:
+def trace_text(text: str, calibrated_at: int) -> str:
     """The whole step as a trace for Perfetto, as ``simplan trace`` writes it."""
     prediction, simulated = _simulated(text, calibrated_at)
     program, times = simulated.program, simulated.times
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
-    return trace_document(prediction.timeline, prediction.name, memory, program.stands_for)
+    return json_text(trace_document(prediction.timeline, prediction.name, memory, program.stands_for))
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from app import answers, state
-from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
 from app.components.question import show_question
 from app.components.verdict import kept_budget, show_budget, show_numbers, show_verdict
@@ -60,9 +60,7 @@ def show() -> None:
     with st.container(horizontal=True):
         text = state.document_text(document)
         download("Scenario", asked.name, "yaml", text, about="`simplan predict` gives the same numbers for it")
-        download(
-            "Prediction", f"{asked.name} prediction", "json", lambda: json_text(answers.prediction(document).to_json())
-        )
+        download("Prediction", f"{asked.name} prediction", "json", lambda: answers.prediction_text(document))
         rows = memory_rows(memory_bars(prediction.memory))
         download("Memory", f"{asked.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{asked.name} terms", "csv", csv_text([_term_row(term) for term in prediction.terms]))

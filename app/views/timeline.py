@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from app import answers, state
-from app.components.downloads import csv_text, download, json_text, show_figure
+from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import show_problems
 from app.components.question import show_question
 from app.fields import remembered_choice
@@ -66,7 +66,7 @@ def show() -> None:
             "Trace for Perfetto",
             f"{asked.name} trace",
             "json",
-            lambda: json_text(answers.trace(document)),
+            lambda: answers.trace_text(document),
             about="The whole step with all ranks that are written out; open it at ui.perfetto.dev or chrome://tracing",
         )
         rows = [row for result in results for row in _rows(result)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from app.figures.gantt import gantt_figure
 from app.palette import ACTIONS, COMMUNICATION
 from app.results import timeline
-from app.results.timeline import timeline_result, trace_result
+from app.results.timeline import timeline_result, trace_text
 from simplan.program.action import ActionKind
 from simplan.report.drawing import draw_pipeline
 from tests.app.figures import checked
@@ -95,5 +96,5 @@ def test_several_schedules_share_one_axis() -> None:
 def test_results_travel_and_the_trace_is_whole() -> None:
     result = timeline_result(text_of("zb-h1"), 0)
     assert pickle.loads(pickle.dumps(result)) == result
-    events = trace_result(text_of("zb-h1"), 0)["traceEvents"]
+    events = json.loads(trace_text(text_of("zb-h1"), 0))["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {lane.rank for lane in result.lanes}

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from app import work
+from app import answers, work
 from app.jobs.job import Job
-from app.jobs.messages import Question
+from app.jobs.messages import Done, Question, Tell
 from app.jobs.server import WORKERS, answering
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
+from tests.app.pages import SMALL
 
 CALLS: list[int] = []
 
@@ -43,6 +44,26 @@ def test_what_was_asked_is_not_asked_again() -> None:
     assert [work.awaited("doubling", double, 3) for _ in range(3)] == [6, 6, 6]
     assert work.awaited("doubling", double, value=4) == 8
     assert CALLS == [3, 4]
+
+
+def test_what_is_handed_over_is_not_kept() -> None:
+    assert [work.handed_over(double, 3) for _ in range(2)] == [6, 6]
+    assert CALLS == [3, 3]
+    with pytest.raises(SpecError):
+        work.handed_over(refuse, SpecError)
+
+
+def test_large_files_are_made_where_pages_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(self: Question, tell: Tell) -> Done:
+        asked.append(self.task.__qualname__)
+        return Done("made elsewhere")
+
+    monkeypatch.setattr(Question, "answer", answer)
+    document = dict(SMALL)
+    assert [answers.prediction_text(document), answers.trace_text(document)] == 2 * ["made elsewhere"]
+    assert asked == ["prediction_text", "trace_text"]
 
 
 @pytest.mark.parametrize("kind", [SpecError, NotModelledError])
