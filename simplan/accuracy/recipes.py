@@ -6,91 +6,13 @@ what they leave open is the framework's own, which is in its software profile.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
-from simplan.accuracy.schema import Framework, PublishedRun
-from simplan.spec.low_precision import QuantizedWeights
+from simplan.accuracy.recipe import Recipe
+from simplan.accuracy.schema import PublishedRun
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["RECIPES", "Recipe", "recipes_of", "with_recipes"]
-
-_Container = tuple[int, int]
-"""Year and month of a release."""
-
-_RELEASE = re.compile(r"(?<![0-9.])(2[0-9])\.([01][0-9])\b")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Settings of some runs; an empty condition holds for all.
-
-    Attributes:
-        framework: Whose.
-        since: The first release.
-        tasks, models, devices, precisions, num_devices, zero_stages: Of which runs.
-        grad_dtype: In which precision gradients are reduced; None where it is not set.
-        weights: How often weights in 8 bits are quantized; None where it is not set.
-        states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
-        offload_layers: How many blocks have their activations on the host; None where it is not set.
-        lora_rank: Of adapters; None where it is not set.
-        lora_targets: The matrices that have some; empty where that is not set.
-        virtual_stages: Stages of a pipeline rank, of a table that has no column for them; None where it is not set.
-        expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
-        source: Where this is said.
-    """
-
-    framework: Framework
-    since: _Container = (0, 0)
-    tasks: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    num_devices: tuple[int, ...] = ()
-    zero_stages: tuple[int, ...] = ()
-    grad_dtype: Literal["bf16"] | None = None
-    weights: QuantizedWeights | None = None
-    states: Mapping[str, int] = field(default_factory=dict)
-    offload_layers: int | None = None
-    lora_rank: int | None = None
-    lora_targets: tuple[str, ...] = ()
-    virtual_stages: int | None = None
-    expandable_segments: bool = False
-    source: str
-
-    @property
-    def settings(self) -> str:
-        """What it sets, for people."""
-        words = {
-            "gradients reduced in bf16": self.grad_dtype is not None,
-            "weights held in 8 bits": self.weights == "stored",
-            **{f"{name} of {width} bytes a parameter": True for name, width in self.states.items()},
-            f"activations of {self.offload_layers} blocks on the host": self.offload_layers is not None,
-            f"adapters of rank {self.lora_rank}": self.lora_rank is not None,
-            f"adapters of {', '.join(self.lora_targets)} alone": bool(self.lora_targets),
-            f"{self.virtual_stages} stages a pipeline rank": self.virtual_stages is not None,
-            "an allocator with expandable segments": self.expandable_segments,
-        }
-        return ", ".join(word for word, holds in words.items() if holds)
-
-    def is_for(self, run: PublishedRun) -> bool:
-        """Whether a run is one of its."""
-        named: tuple[tuple[tuple[object, ...], object], ...] = (
-            (self.tasks, run.task),
-            (self.models, run.model.name),
-            (self.devices, run.cluster.device),
-            (self.precisions, run.plan.precision),
-            (self.num_devices, run.cluster.num_devices),
-            (self.zero_stages, run.plan.zero_stage),
-        )
-        return (
-            run.software.framework == self.framework
-            and _release(run) >= self.since
-            and all(value in allowed for allowed, value in named if allowed)
-        )
-
+__all__ = ["RECIPES", "recipes_of", "with_recipes"]
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge"
 _WHOLE_MASTER = {"master": 4}
@@ -99,6 +21,15 @@ _STORES = (
     "such weights stores whole master copies (store_params)"
 )
 _LAUNCHER = "NVIDIA/NeMo-Framework-Launcher at 24.07"
+
+_QWEN3_30B, _QWEN3_235B = (128, 8, 2048), (128, 8, 4096)
+_DEEPSEEK_V3, _KIMI_K2, _GPT_OSS_120B = (256, 8, 7168), (384, 8, 7168), (128, 4, 2880)
+_WORKLOADS = (
+    "scripts/performance/configs/*/workload_base_configs.py at v0.2.0 and *_workload_base_configs.py at v0.3.0 to "
+    "v0.5.0, whose containers are 25.11, 26.02, 26.04, 26.06"
+)
+
+_AT_V050 = "scripts/performance/configs/*/*_workload_base_configs.py at v0.5.0"
 
 RECIPES: tuple[Recipe, ...] = (
     Recipe(
@@ -147,6 +78,57 @@ RECIPES: tuple[Recipe, ...] = (
             "configs/llama/llama3_workload_base_configs.py at v0.3.0 to v0.5.0",
         )
         for device, layers in (("gb200", 40), ("gb300", 20))
+    ),
+    *(
+        Recipe(
+            framework="megatron-bridge",
+            since=since,
+            tasks=("pretrain",),
+            experts=experts,
+            devices=devices,
+            expert_dispatch="hybridep",
+            source=f'{_BRIDGE}: moe_flex_dispatcher_backend = "hybridep" in {_WORKLOADS}',
+        )
+        for since, devices, experts in (
+            ((25, 11), ("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, _DEEPSEEK_V3, _KIMI_K2)),
+            ((26, 2), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (_DEEPSEEK_V3,)),
+            ((26, 4), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (_QWEN3_30B,)),
+            ((26, 4), ("b200-sxm", "b300-sxm", "gb200"), (_GPT_OSS_120B,)),
+        )
+    ),
+    *(
+        Recipe(
+            framework="megatron-bridge",
+            since=since,
+            tasks=("pretrain",),
+            experts=(model,),
+            devices=(device,),
+            expert_overlap=True,
+            source=f"{_BRIDGE}: moe_a2a_overlap = True in {_WORKLOADS}",
+        )
+        for since, device, model in (
+            ((25, 11), "h100-sxm-80gb", _QWEN3_235B),
+            ((26, 4), "gb200", _GPT_OSS_120B),
+        )
+    ),
+    *(
+        Recipe(
+            framework="megatron-bridge",
+            since=(26, 6),
+            tasks=("pretrain",),
+            experts=experts,
+            devices=devices,
+            precisions=("mxfp8",),
+            expert_dispatch="hybridep",
+            expert_overlap=True,
+            fused_experts=True,
+            source=f"{_BRIDGE}: moe_a2a_overlap and cutedsl_fused_grouped_mlp in {_AT_V050}; "
+            "src/megatron/bridge/perf_recipes at v0.6.0: use_transformer_engine_op_fuser",
+        )
+        for devices, experts in (
+            (("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, _DEEPSEEK_V3, _GPT_OSS_120B)),
+            (("b300-sxm",), (_QWEN3_30B,)),
+        )
     ),
     Recipe(
         framework="megatron-bridge",
@@ -240,6 +222,12 @@ def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
             software = software.model_copy(update={"low_precision": changed})
         if recipe.states:
             software = _with_states(software, recipe.states)
+        experts = {
+            "expert_dispatch": recipe.expert_dispatch or software.expert_dispatch,
+            "expert_overlap": recipe.expert_overlap or software.expert_overlap,
+            "fused_experts": recipe.fused_experts or software.fused_experts,
+        }
+        software = software.model_copy(update=experts)
     return software
 
 
@@ -251,9 +239,3 @@ def _with_states(software: SoftwareSpec, states: Mapping[str, int]) -> SoftwareS
         if "bf16" in (given := getattr(software, kinds))
     }
     return software.model_copy(update=update)
-
-
-def _release(run: PublishedRun) -> _Container:
-    """Of its container; runs without one are older than all recipes that begin with one."""
-    found = _RELEASE.search(run.software.version or "")
-    return (0, 0) if found is None else (int(found[1]), int(found[2]))

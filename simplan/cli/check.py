@@ -29,7 +29,7 @@ from simplan.scenario import evaluate, load_scenario
 __all__ = ["check_command"]
 
 _SUFFIXES = (".yaml", ".yml")
-_MEASURED_BY_OTHERS = {"published", "heldout"}
+_MEASURED_BY_OTHERS = {"published", "heldout", "looked-at"}
 _FAILED, _BAD_FILE = 1, 2
 
 

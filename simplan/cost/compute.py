@@ -39,6 +39,7 @@ class KernelCost:
         optimizer: Which optimizer, and how its step is computed.
         provenance: Of the rate of products.
         relative_std: How sure prices are.
+        experts_std: The same of layers with experts.
         slowest: What the slowest device takes of what they all take on average.
         traffic: As of ``StackRates``.
         accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
@@ -54,6 +55,7 @@ class KernelCost:
     optimizer: UpdateName
     provenance: Provenance
     relative_std: float
+    experts_std: float = 0.0
     slowest: float = 1.0
     traffic: float = 1.0
     accumulation_bytes: int = 0
@@ -78,7 +80,9 @@ class KernelCost:
                 self.relative_std,
                 f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(bytes_per_s)}",
             )
-        return Price(self.seconds(work), self.provenance, self.relative_std, self._formula(*self._split(work), work))
+        experts = any(kernel.name == "router" for kernel in work.layer.kernels)
+        relative_std = max(self.relative_std, self.experts_std) if experts else self.relative_std
+        return Price(self.seconds(work), self.provenance, relative_std, self._formula(*self._split(work), work))
 
     def seconds(self, work: LayerWork) -> float:
         """Of ``price``, without what it says."""
@@ -153,12 +157,13 @@ class KernelCost:
     def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
         match kernel:
             case Gemm():
-                products_s = sum(self.products.seconds(product) for product in self._products(kernel, b, phase))
-                return products_s + self._weights_s(kernel, phase)
+                products = self._products(kernel, b, phase)
+                more_s = (kernel.rounds - 1) * len(products) * self.products.kernel_s
+                return sum(map(self.products.seconds, products)) + more_s + self._weights_s(kernel, phase)
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)
-            case Pointwise(reads=reads, writes=writes):
-                times = _BACKWARD_POINTWISE if phase in _ACTIVATION_GRADIENTS else 1
+            case Pointwise(reads=reads, writes=writes, moves=moves):
+                times = _BACKWARD_POINTWISE if phase in _ACTIVATION_GRADIENTS and not moves else 1
                 return self._streaming_s(b * (reads + writes) * self.state.activation * self.traffic * times)
             case Lookup(rows=rows, width=columns):
                 return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))

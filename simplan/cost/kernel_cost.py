@@ -68,6 +68,7 @@ def kernel_cost(
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
         relative_std=_relative_std(rates, stack),
+        experts_std=rates.experts_std,
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,

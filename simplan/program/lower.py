@@ -13,6 +13,7 @@ from simplan.program.fsdp_lists import FsdpListHooks
 from simplan.program.hooks import DdpHooks, Hooks
 from simplan.program.offload import ActivationOffload
 from simplan.program.optimizer_step import step_optimizer
+from simplan.program.pairs import pairs
 from simplan.program.program import (
     Excess,
     HostStep,
@@ -144,7 +145,8 @@ class _RankLowering:
         mapping = stages.mapping
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
-        self.merged_exchanges: dict[tuple[int, range, str, Phase], tuple[Work, ...]] = {}
+        self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
+        self.pairs = pairs(row) if stages.software.expert_overlap and not how.host_waits else frozenset()
         self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
         self.received: dict[Action, list[int]] = {}
         self.sends: list[int] = []
@@ -249,7 +251,10 @@ class _RankLowering:
             str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
         )
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
-        last = next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None)
+        last, paired = (
+            next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
+            action in self.pairs,
+        )
         before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
         ended = -1
         for number, segment in enumerate(script):
@@ -259,23 +264,22 @@ class _RankLowering:
                 kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
                 label = f"{name} recompute" if segment.recompute else name
                 ended = writer.compute(action, label, work, segment.memory, kind)
-            elif not whole:
+            elif not whole and not (paired and segment.exchange[0] == "ep"):
                 self._exchange(action, name, segment, before)
-        if whole:
-            for axis, stream in _AXIS_STREAM.items():
-                exchanges = self._exchanges(action.stage, part, axis, script, phase)
-                if exchanges:
-                    writer.exposed(action, stream, f"{name} exchanges", exchanges)
+        for axis, stream in _AXIS_STREAM.items() if whole else [("ep", Stream.EXPERT)] if paired else ():
+            exchanges = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
+            if exchanges:
+                writer.exposed(action, stream, f"{name} exchanges", exchanges)
         return ended
 
     def _exchanges(
-        self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase
+        self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
     ) -> tuple[Work, ...]:
         """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once.
 
-        Of those that run beside products only what goes beyond these is left.
+        Of those that run beside products, or beside another microbatch, only what goes beyond these is left.
         """
-        key = (stage, part, axis, phase)
+        key = (stage, part, axis, phase, paired)
         found = self.merged_exchanges.get(key)
         if found is None:
             exchanges: list[Work] = []
@@ -283,7 +287,8 @@ class _RankLowering:
                 if segment.exchange is None or segment.exchange[0] != axis:
                     continue
                 message, last = self._exchanged(segment), exchanges[-1] if exchanges else None
-                if axis != "tp" or self.how.host_waits or not segment.exchange[3]:
+                hidden = paired if axis == "ep" else axis == "tp" and segment.exchange[3] and not self.how.host_waits
+                if not hidden:
                     exchanges.append(message)
                 elif segment.beside is not None:
                     exchanges.append(Excess((message,), segment.beside))

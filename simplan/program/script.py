@@ -21,6 +21,7 @@ __all__ = ["Scripts", "Segment", "in_order"]
 
 _T = TypeVar("_T")
 _FROM_THE_FIRST = (Phase.FORWARD, Phase.BACKWARD_WEIGHT)
+_OTHER_PASS = {Phase.FORWARD: Phase.BACKWARD, Phase.BACKWARD: Phase.FORWARD}
 
 
 class Segment(NamedTuple):
@@ -31,7 +32,8 @@ class Segment(NamedTuple):
         recompute: The work is forward run again.
         memory: Its effects.
         exchange: The axis, kind and bytes of an exchange, and whether it runs beside the segment before it.
-        beside: Of an exchange, the products that it and those after it run beside; nothing for those after it.
+        beside: Of an exchange, what it and those after it run beside, which is nothing of these: products next to it,
+            or, of an exchange of tokens for experts, the layer's other pass, for another microbatch.
     """
 
     work: tuple[LayerWork, ...] = ()
@@ -69,7 +71,13 @@ class Scripts:
     def computed(self, stage: int, position: int, phase: Phase) -> list[Segment]:
         """The same without what it does to memory."""
         layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
-        return self._computed(layer, kept, phase)
+        segments = self._computed(layer, kept, phase)
+        other = _OTHER_PASS.get(phase)
+        first = next((i for i, s in enumerate(segments) if s.exchange is not None and s.exchange[0] == "ep"), None)
+        if self._stages.software.expert_overlap and other is not None and first is not None:
+            work = LayerWork(layer, other, self._stages.plan.microbatch_size, layer.num_parameters)
+            segments[first] = segments[first]._replace(beside=work)
+        return segments
 
     def merged(self, stage: int, part: range, phase: Phase) -> tuple[Segment, ...]:
         """A pass through some layers with nothing between them: all that is computed, then the exchanges."""

@@ -44,6 +44,9 @@ def covers_job(question: Question) -> bool:
         and software.holds_sends
         and not software.synchronous_schedules
         and software.tp_overlap == "none"
+        and software.expert_dispatch == "copies"
+        and not software.expert_overlap
+        and not software.fused_experts
         and software.copies_units
         and not software.lists_of_shards
         and software.live_elements is None

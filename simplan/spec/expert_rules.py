@@ -99,6 +99,14 @@ def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan, software
     if facts is not None and facts.splits_backward:
         what = "a backward in two parts through experts"
         yield _not_modelled("plan.schedule", plan.schedule, what, "use 1f1b or interleaved_1f1b")
+    if software.expert_overlap and plan.schedule in ("naive", "gpipe"):
+        what = f"exchanges for experts beside another microbatch with {plan.schedule}, whose passes do not alternate,"
+        yield _not_modelled("software.expert_overlap", "true", what, "use 1f1b or interleaved_1f1b, or false")
+    if software.expert_dispatch in ("deepep", "hybridep") and plan.etp > 1:
+        what = "sending tokens once to ranks that split experts"
+        yield _not_modelled(
+            "software.expert_dispatch", software.expert_dispatch, what, "use all_to_all, or plan.etp = 1"
+        )
     if not plan.shard.experts_apart:
         return
     even = plan.shards_optimizer_only and software.optimizer_shards == "elements"

@@ -50,6 +50,8 @@ class Gemm:
             of one of them, so that every input is used several times; 0 for m k.
         trained: Backward makes the gradient of the weight.
         propagates: Backward makes the gradient of the input.
+        rounds: Where the groups are kernels of their own, of which some run at once: how many come one after the other.
+        cast_before: Operands that the kernels before it make as narrow as it computes with, so that no cast does.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Gemm:
     image_elements: int = 0
     trained: bool = True
     propagates: bool = True
+    rounds: int = 1
+    cast_before: tuple[Literal["input", "gradient"], ...] = ()
 
     @property
     def flops(self) -> int:
@@ -188,12 +192,21 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """A memory-bound kernel: elements of one sequence it reads and writes, and whether it has a backward."""
+    """A memory-bound kernel.
+
+    Attributes:
+        name: What ``Saved.made_by`` calls it.
+        reads, writes: Elements of one sequence.
+        propagates: It has a backward.
+        moves: It only moves elements: backward moves their gradients back, no more than forward does. Else backward
+            also reads what forward had.
+    """
 
     name: str
     reads: int
     writes: int
     propagates: bool = True
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simplan.spec.base import Spec
+from simplan.spec.base import Count, Spec
+from simplan.spec.expert_style import ExpertDispatch, dispatched, one_by_one, with_fused_experts
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Kernel, LayerKind, LayerSpec, Pointwise, Saved
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
@@ -60,6 +61,10 @@ class LayerStyle(Spec):
             ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
             the kernel needs none.
         documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
+        expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``).
+        expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
+            None for one kernel of all experts.
+        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
@@ -76,6 +81,9 @@ class LayerStyle(Spec):
     split_backward: SplitBackward = "all"
     gathered_keys: Literal["masked", "by_rank"] = "masked"
     documents_in_one_call: bool = False
+    expert_dispatch: ExpertDispatch = "copies"
+    expert_streams: Count | None = None
+    fused_experts: bool = False
     compiled: bool = False
 
 
@@ -104,7 +112,12 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         style: Of the framework.
         dropout: The model trains with dropout.
     """
-    kernels, saved = layer.kernels, list(layer.saved)
+    kernels, saved = dispatched(layer, style.expert_dispatch)
+    if style.fused_experts:
+        kernels, saved = with_fused_experts(kernels, saved)
+    elif style.expert_streams:
+        kernels = one_by_one(kernels, style.expert_streams)
+    other_experts = kernels != layer.kernels
     if style.attention == "unfused":
         cores = [k for k in kernels if isinstance(k, Attention) and not k.eager]
         kernels = tuple(
@@ -135,10 +148,15 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values]
-    words += ["one call" * in_one_call]
+    words += ["one call" * in_one_call, _expert_words(style) * other_experts]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants, compiled=compiled)
+
+
+def _expert_words(style: LayerStyle) -> str:
+    how = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} at once"
+    return f"experts by {style.expert_dispatch}, {how}"
 
 
 def _is_masked_for_gathering(layer: LayerSpec) -> bool:

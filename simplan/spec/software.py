@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
+from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.low_precision import (
@@ -30,7 +31,7 @@ __all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes"
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
-SoftwareOption = Literal["compiled"]
+SoftwareOption = Literal["compiled", "expert_dispatch", "expert_overlap", "fused_experts"]
 """Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
@@ -209,6 +210,10 @@ class SoftwareSpec(Spec):
         tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
             ``none``, those of ``backward`` before and after matrices split by columns, ``gathers``, in both directions
             but no sums, or ``all``, in both directions.
+        expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``).
+        expert_overlap: Tokens of a microbatch travel to and from experts while another one, whose backward is next to
+            its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
+        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         scales_loss: The loss of a microbatch is divided by their number, so that gradients add up to their mean; else
             they are divided once they are complete (torch's pipelining runtime).
@@ -259,6 +264,9 @@ class SoftwareSpec(Spec):
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
     gathers_ahead: bool = False
     tp_overlap: TensorOverlap = "none"
+    expert_dispatch: ExpertDispatch = "copies"
+    expert_overlap: bool = False
+    fused_experts: bool = False
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     scales_loss: bool = False
     adds_apart: bool = False
@@ -272,7 +280,13 @@ class SoftwareSpec(Spec):
     @property
     def title(self) -> str:
         """Its name, with the options that are set."""
-        return f"{self.id}, compiled" if self.compiled and "compiled" in self.options else self.id
+        words: dict[SoftwareOption, str] = {
+            "compiled": "compiled" if self.compiled else "",
+            "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
+            "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
+            "fused_experts": "fused experts" if self.fused_experts else "",
+        }
+        return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
 
     @property
     def traffic(self) -> float:
@@ -285,6 +299,8 @@ class SoftwareSpec(Spec):
             update={
                 "compiled": self.compiled and self.executable,
                 "documents_in_one_call": self.packed_attention == "one_call",
+                "expert_dispatch": self.expert_dispatch,
+                "fused_experts": self.fused_experts,
             }
         )
         return styled_layers(model.layers_of(plan.shard), style, model.family)

@@ -58,3 +58,29 @@ def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script
 def test_what_recipes_set_is_told() -> None:
     assert "as its recipe says: gradients reduced in bf16" in job_of_run(bridge()).notes
     assert all(recipe.settings and recipe.source for recipe in RECIPES)
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 128, "top_k": 8, "moe_intermediate_size": 768}
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "precision", "found"),
+    [
+        ("25.09", "gb200", "mxfp8", ("all_to_all", False, False)),
+        ("26.02", "gb200", "bf16", ("hybridep", False, False)),
+        ("26.02", "b200-sxm", "mxfp8", ("all_to_all", False, False)),
+        ("26.04.01", "b200-sxm", "mxfp8", ("hybridep", False, False)),
+        ("26.04.01", "gb300", "mxfp8", ("hybridep", False, False)),
+        ("26.06", "gb300", "mxfp8", ("hybridep", True, True)),
+        ("26.06", "gb300", "bf16", ("hybridep", False, False)),
+    ],
+)
+def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
+    version: str, device: str, precision: str, found: tuple[str, bool, bool]
+) -> None:
+    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
+    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    software = job.software
+    assert (software.expert_dispatch, software.expert_overlap, software.fused_experts) == found
+    told = [note for note in job.notes if note.startswith("as its recipe says: tokens brought to experts by hybridep")]
+    assert bool(told) is (found[0] == "hybridep")

@@ -369,3 +369,21 @@ def test_models_without_experts_are_not_spread() -> None:
 def test_layers_before_and_after_are_llamas() -> None:
     kinds = [layer.kind for layer in model_of().layers]
     assert kinds == [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * 4, LayerKind.HEAD]
+
+
+@pytest.mark.parametrize(
+    ("plan", "software", "said"),
+    [
+        ({"pp": 2, "schedule": "gpipe"}, {"expert_overlap": True}, r"software.expert_overlap = true: .*use 1f1b"),
+        ({"tp": 2, "etp": 2}, {"expert_dispatch": "deepep"}, "software.expert_dispatch = deepep: .*plan.etp = 1"),
+    ],
+)
+def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
+    plan: dict[str, Any], software: dict[str, Any], said: str
+) -> None:
+    made = ParallelPlan(ep=2, dp_replicate=2, **plan)
+    parts = model_of(), catalogue.cluster("dgx-h100", made.num_devices), TrainingSpec(global_batch_size=8), made
+    profile = catalogue.software("megatron-bridge")
+    check_plan(*parts, profile)
+    with pytest.raises(NotModelledError, match=said):
+        check_plan(*parts, profile.model_copy(update=software))

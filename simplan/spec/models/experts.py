@@ -204,7 +204,7 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
     return Part(
         parameters=tuple(parameters),
         kernels=(
-            Pointwise("dispatch", sent * h, sent * h),
+            Pointwise("dispatch", sent * h, sent * h, moves=True),
             *there,
             matrices["experts_gate"],
             matrices["experts_up"],
@@ -248,6 +248,6 @@ def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Kernel], lis
         there.append(Exchange("gathered expert inputs", "etp", gather, scatter, shard.etp * elements))
         back.insert(0, Exchange("parts of expert outputs", "etp", scatter, gather, shard.etp * elements))
     if there and own > 1:
-        there.append(Pointwise("sort by expert", shard.etp * elements, shard.etp * elements))
-        back.insert(0, Pointwise("sort by rank", shard.etp * elements, shard.etp * elements))
+        there.append(Pointwise("sort by expert", shard.etp * elements, shard.etp * elements, moves=True))
+        back.insert(0, Pointwise("sort by rank", shard.etp * elements, shard.etp * elements, moves=True))
     return there, back

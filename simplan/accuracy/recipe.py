@@ -1,0 +1,113 @@
+"""One recipe that tables of published runs name: for which runs, and what it sets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from simplan.accuracy.schema import Framework, PublishedRun
+from simplan.spec.expert_style import ExpertDispatch
+from simplan.spec.low_precision import QuantizedWeights
+
+__all__ = ["Recipe"]
+
+_Container = tuple[int, int]
+"""Year and month of a release."""
+
+_RELEASE = re.compile(r"(?<![0-9.])(2[0-9])\.([01][0-9])\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Settings of some runs; an empty condition holds for all.
+
+    Attributes:
+        framework: Whose.
+        since: The first release.
+        tasks, models, devices, precisions, num_devices, zero_stages: Of which runs.
+        experts: Experts, those of a token, and hidden size of which models; names of such models are spelled in many
+            ways.
+        grad_dtype: In which precision gradients are reduced; None where it is not set.
+        weights: How often weights in 8 bits are quantized; None where it is not set.
+        states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
+        offload_layers: How many blocks have their activations on the host; None where it is not set.
+        lora_rank: Of adapters; None where it is not set.
+        lora_targets: The matrices that have some; empty where that is not set.
+        virtual_stages: Stages of a pipeline rank, of a table that has no column for them; None where it is not set.
+        expert_dispatch: How tokens come to their experts; None where it is not set.
+        expert_overlap: They do beside another microbatch.
+        fused_experts: Activations of experts are part of their products.
+        expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
+        source: Where this is said.
+    """
+
+    framework: Framework
+    since: _Container = (0, 0)
+    tasks: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    num_devices: tuple[int, ...] = ()
+    zero_stages: tuple[int, ...] = ()
+    experts: tuple[tuple[int, int, int], ...] = ()
+    grad_dtype: Literal["bf16"] | None = None
+    weights: QuantizedWeights | None = None
+    states: Mapping[str, int] = field(default_factory=dict)
+    offload_layers: int | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    virtual_stages: int | None = None
+    expert_dispatch: ExpertDispatch | None = None
+    expert_overlap: bool = False
+    fused_experts: bool = False
+    expandable_segments: bool = False
+    source: str
+
+    @property
+    def settings(self) -> str:
+        """What it sets, for people."""
+        words = {
+            "gradients reduced in bf16": self.grad_dtype is not None,
+            "weights held in 8 bits": self.weights == "stored",
+            **{f"{name} of {width} bytes a parameter": True for name, width in self.states.items()},
+            f"activations of {self.offload_layers} blocks on the host": self.offload_layers is not None,
+            f"adapters of rank {self.lora_rank}": self.lora_rank is not None,
+            f"adapters of {', '.join(self.lora_targets)} alone": bool(self.lora_targets),
+            f"{self.virtual_stages} stages a pipeline rank": self.virtual_stages is not None,
+            f"tokens brought to experts by {self.expert_dispatch}": self.expert_dispatch is not None,
+            "exchanges for experts beside another microbatch": self.expert_overlap,
+            "activations of experts in their products": self.fused_experts,
+            "an allocator with expandable segments": self.expandable_segments,
+        }
+        return ", ".join(word for word, holds in words.items() if holds)
+
+    def is_for(self, run: PublishedRun) -> bool:
+        """Whether a run is one of its."""
+        named: tuple[tuple[tuple[object, ...], object], ...] = (
+            (self.tasks, run.task),
+            (self.models, run.model.name),
+            (self.devices, run.cluster.device),
+            (self.precisions, run.plan.precision),
+            (self.num_devices, run.cluster.num_devices),
+            (self.zero_stages, run.plan.zero_stage),
+            (self.experts, _experts(run)),
+        )
+        return (
+            run.software.framework == self.framework
+            and _release(run) >= self.since
+            and all(value in allowed for allowed, value in named if allowed)
+        )
+
+
+def _experts(run: PublishedRun) -> tuple[int, int, int] | None:
+    """Experts, those of a token, hidden size."""
+    moe = run.model.moe
+    return None if moe is None else (moe.num_experts, moe.top_k, run.model.hidden_size)
+
+
+def _release(run: PublishedRun) -> _Container:
+    """Of its container; runs without one are older than all recipes that begin with one."""
+    found = _RELEASE.search(run.software.version or "")
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))

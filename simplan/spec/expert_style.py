@@ -1,0 +1,130 @@
+"""How a framework brings tokens to their experts, where it differs from copies by eager torch modules.
+
+===========  =======================================================  ================================================
+dispatch     what is exchanged                                        copies beside it
+===========  =======================================================  ================================================
+copies       every place of every expert                              tokens to places, places by expert; and back,
+                                                                      where results are weighed and added up
+all_to_all   the same                                                 each is one kernel, that reads or writes a token
+                                                                      once
+deepep       a token once for each rank that has some of its experts  there to places, and back
+hybridep     the same                                                 none: the exchange itself does them
+===========  =======================================================  ================================================
+
+``all_to_all`` is Megatron Core's dispatcher with moe_permute_fusion, whose kernels are Transformer Engine's
+(transformer_engine/pytorch/permutation.py); weights of experts are multiplied where their activation is computed.
+``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the backends of its flex dispatcher
+(megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token takes k at random, it goes to
+R (1 - C(E - E/R, k) / C(E, k)) of them. That DeepEP sends it once to each node, and on from there, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil, comb
+from typing import Literal
+
+from simplan.spec.layer import Exchange, Gemm, Kernel, LayerSpec, Pointwise, Saved
+
+__all__ = ["ExpertDispatch", "dispatched", "one_by_one", "ranks_of_a_token", "with_fused_experts"]
+
+ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
+
+_SORTS = ("sort by expert", "sort by rank")
+_MOVES = ("dispatch", *_SORTS)
+_PRODUCTS = ("experts_gate", "experts_up", "experts_down")
+_INPUTS = ("expert inputs", "gathered expert inputs")
+
+
+def ranks_of_a_token(num_experts: int, top_k: int, num_ranks: int) -> float:
+    """Ranks that have some of a token's experts, where it takes these at random.
+
+    >>> ranks_of_a_token(8, 1, 8), ranks_of_a_token(8, 8, 4)
+    (1.0, 4.0)
+    """
+    own = num_experts // num_ranks
+    return num_ranks * (1 - comb(num_experts - own, top_k) / comb(num_experts, top_k))
+
+
+def dispatched(layer: LayerSpec, way: ExpertDispatch) -> tuple[tuple[Kernel, ...], list[Saved]]:
+    """Kernels of a layer that brings tokens to its experts in this way, and what it keeps.
+
+    Args:
+        layer: As ``simplan.spec.models.experts`` has it, or without experts.
+        way: How.
+    """
+    kernels = {kernel.name: kernel for kernel in layer.kernels}
+    router, gate = kernels.get("router"), kernels.get("experts_gate")
+    if way == "copies" or not isinstance(router, Gemm) or not isinstance(gate, Gemm):
+        return layer.kernels, list(layer.saved)
+    tokens, whole = router.m, router.m * router.k
+    num_ranks = router.n // gate.num_groups
+    if way == "all_to_all" or num_ranks == 1:
+        return tuple(_in_one_kernel(kernel, whole) for kernel in layer.kernels), list(layer.saved)
+    top_k = next(tensor.elements for tensor in layer.saved if tensor.name == "chosen experts") // tokens
+    sent = round(whole * ranks_of_a_token(router.n, top_k, num_ranks))
+    found: list[Kernel] = []
+    for kernel in layer.kernels:
+        match kernel:
+            case Exchange(axis="ep"):
+                found.append(replace(kernel, elements=min(sent, kernel.elements)))
+            case Pointwise(name="combine"):
+                found.append(replace(kernel, reads=sent, writes=whole, moves=True))
+            case Pointwise(name=name) if name in _SORTS and way == "deepep":
+                places = kernel.reads
+                reads, writes = (sent, places) if name == _SORTS[0] else (places, sent)
+                found.append(replace(kernel, reads=reads, writes=writes))
+            case Pointwise(name=name) if name in _MOVES:
+                pass
+            case _:
+                found.append(kernel)
+    if way == "deepep":
+        return tuple(found), list(layer.saved)
+    inputs = next(k.name for k in reversed(found) if isinstance(k, Exchange) and k.name in _INPUTS)
+    return tuple(found), [replace(t, made_by=inputs) if t.made_by in _MOVES else t for t in layer.saved]
+
+
+def one_by_one(kernels: tuple[Kernel, ...], streams: int) -> tuple[Kernel, ...]:
+    """With every expert's product a kernel of its own.
+
+    Args:
+        kernels: Of a layer.
+        streams: How many run at once.
+    """
+    experts = [k for k in kernels if isinstance(k, Gemm) and k.name in _PRODUCTS]
+    return tuple(replace(k, rounds=ceil(k.num_groups / streams)) if k in experts else k for k in kernels)
+
+
+def with_fused_experts(kernels: tuple[Kernel, ...], saved: Iterable[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+    """Experts whose activation, and its cast where products are in 8 bits, are part of the product before it.
+
+    Of backward likewise: gradients of the first two matrices' outputs come quantized from the kernel that makes them.
+
+    Args:
+        kernels, saved: Of a layer.
+    """
+    found: list[Kernel] = []
+    for kernel in kernels:
+        match kernel:
+            case Gemm(name="experts_gate" | "experts_up"):
+                found.append(replace(kernel, cast_before=("gradient",)))
+            case Gemm(name="experts_down"):
+                found.append(replace(kernel, cast_before=("input",)))
+            case Pointwise(name="experts_silu_multiply"):
+                pass
+            case _:
+                found.append(kernel)
+    made = {"experts_silu_multiply": "experts_up"}
+    return tuple(found), [replace(tensor, made_by=made.get(tensor.made_by, tensor.made_by)) for tensor in saved]
+
+
+def _in_one_kernel(kernel: Kernel, whole: int) -> Kernel:
+    """A copy that reads, or writes, a token once for all of its places."""
+    match kernel:
+        case Pointwise(name="dispatch"):
+            return replace(kernel, reads=whole)
+        case Pointwise(name="combine"):
+            return replace(kernel, reads=(kernel.writes - whole) // 2, writes=whole, moves=True)
+        case _:
+            return kernel

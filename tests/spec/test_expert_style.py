@@ -1,0 +1,112 @@
+"""How tokens come to their experts: what is sent and copied, against a draw of experts by lot and counts by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from simplan.cost.kernel_cost import kernel_cost
+from simplan.program.program import LayerWork, Phase
+from simplan.spec import catalogue
+from simplan.spec.expert_style import ExpertDispatch, ranks_of_a_token
+from simplan.spec.layer import Exchange, LayerSpec, Pointwise
+from simplan.spec.layer_style import LayerStyle, styled
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.shard import Shard
+from simplan.spec.training import TrainingSpec
+from tests.spec.test_moe import model_of
+
+TOKENS, H, EXPERTS, TOP_K, EP = 64, 64, 16, 4, 4
+MODEL: ModelSpec = model_of(seq_len=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_dense_layers=1, capacity_factor=1.0)
+WHOLE, PLACES = TOKENS * H, TOKENS * TOP_K * H
+WAYS: tuple[ExpertDispatch, ...] = ("copies", "all_to_all", "deepep", "hybridep")
+
+
+def block(way: ExpertDispatch = "copies", *, ep: int = EP, **style: Any) -> LayerSpec:
+    return styled(MODEL.layers_of(Shard(ep=ep))[2], LayerStyle(expert_dispatch=way, **style), dropout=False)
+
+
+def copies(layer: LayerSpec) -> dict[str, tuple[int, int]]:
+    names = ("dispatch", "sort by expert", "sort by rank", "combine")
+    return {k.name: (k.reads, k.writes) for k in layer.kernels if isinstance(k, Pointwise) and k.name in names}
+
+
+def sent(layer: LayerSpec) -> set[int]:
+    return {kernel.elements for kernel in layer.kernels if isinstance(kernel, Exchange) and kernel.axis == "ep"}
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ranks"), [(16, 4, 4), (256, 8, 32), (8, 2, 8), (128, 8, 8)])
+def test_ranks_of_a_token_are_those_of_a_draw(experts: int, top_k: int, ranks: int) -> None:
+    lot = random.Random(0)
+    draws = [lot.sample(range(experts), top_k) for _ in range(20_000)]
+    mean = sum(len({expert * ranks // experts for expert in drawn}) for drawn in draws) / len(draws)
+    assert ranks_of_a_token(experts, top_k, ranks) == pytest.approx(mean, rel=0.01)
+
+
+def test_a_kernel_for_each_copy_reads_or_writes_a_token_once() -> None:
+    assert copies(block())["dispatch"] == (PLACES, PLACES)
+    found = copies(block("all_to_all"))
+    assert (found["dispatch"], found["combine"]) == ((WHOLE, PLACES), (PLACES, WHOLE))
+    assert found["sort by expert"] == found["sort by rank"] == (PLACES, PLACES)
+    assert sent(block("all_to_all")) == sent(block()) == {PLACES}
+
+
+def test_a_token_is_sent_once_to_a_rank() -> None:
+    once = round(WHOLE * ranks_of_a_token(EXPERTS, TOP_K, EP))
+    assert WHOLE < once < PLACES
+    assert sent(block("deepep")) == sent(block("hybridep")) == {once}
+    assert copies(block("deepep")) == {
+        "sort by expert": (once, PLACES),
+        "sort by rank": (PLACES, once),
+        "combine": (once, WHOLE),
+    }
+    assert copies(block("hybridep")) == {"combine": (once, WHOLE)}
+
+
+def test_without_other_ranks_nothing_is_sent() -> None:
+    assert not any(sent(block(way, ep=1)) for way in WAYS)
+    assert block("deepep", ep=1).kernels == block("hybridep", ep=1).kernels == block("all_to_all", ep=1).kernels
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("ep", [1, EP])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kept_tensor_has_a_maker(way: ExpertDispatch, ep: int, fused: bool) -> None:
+    layer = block(way, ep=ep, fused_experts=fused, expert_streams=4)
+    assert {tensor.made_by for tensor in layer.saved if tensor.made_by} <= {kernel.name for kernel in layer.kernels}
+    assert sum(t.elements for t in layer.saved) == sum(t.elements for t in block(ep=ep).saved)
+
+
+def test_layers_that_differ_have_keys_that_do() -> None:
+    styles: list[dict[str, Any]] = [{}, {"expert_streams": 2}, {"fused_experts": True}]
+    layers = [block(way, **style) for way in WAYS for style in styles]
+    assert len({layer.key for layer in layers}) == len({layer.kernels for layer in layers}) == len(layers)
+    dense = MODEL.layers_of(Shard(ep=EP))[1]
+    assert styled(dense, LayerStyle(expert_dispatch="hybridep", expert_streams=4), dropout=False) is dense
+
+
+def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_cast() -> None:
+    """Four experts of a rank, in mxfp8 on a B200: rounds of two kernels at once instead of one for all."""
+    software, training = catalogue.software("megatron-bridge"), TrainingSpec(global_batch_size=8, precision="mxfp8")
+    device = catalogue.device("b200-sxm")
+    state = software.state(training, ParallelPlan(dp_replicate=EP, ep=EP))
+    cost = kernel_cost(
+        device, "mxfp8", state, "adamw", software, num_devices=EP, shards_parameters=False, num_microbatches=1
+    )
+
+    def seconds(layer: LayerSpec, phase: Phase) -> float:
+        return cost.seconds(LayerWork(layer, phase, 1, 0))
+
+    grouped, alone, fused = (
+        block("hybridep", joined_products=True, **style)
+        for style in ({}, {"expert_streams": 2}, {"fused_experts": True, "expert_streams": 2})
+    )
+    kernel_s = device.kernels.kernel_s * cost.slowest
+    # forward, of gate with up and of down: a product, two orders of scales, casts of input and of weights
+    more_s = seconds(alone, Phase.FORWARD) - seconds(grouped, Phase.FORWARD)
+    assert more_s == pytest.approx(2 * (1 + 2 + 2) * kernel_s)
+    assert seconds(fused, Phase.FORWARD) < seconds(grouped, Phase.FORWARD) - 2 * kernel_s  # activation and its cast
+    assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_s
