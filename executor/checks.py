@@ -86,7 +86,6 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
     yield from unmodelled_adapters(job.model, training, plan, job.software)
     yield from unmodelled_optimizers(job.model, training, plan, job.software)
     yield from unmodelled_compilation(training, plan, job.software)
-    yield from _experts_beside_splits(job)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -186,16 +185,6 @@ def _unmodelled_fp8(job: Job) -> Iterator[Problem]:
                 rule=f"the executor does not split {what} whose scale in fp8 is one for all of them",
                 fix="use 1, or precision bf16",
             )
-
-
-def _experts_beside_splits(job: Job) -> Iterator[Problem]:
-    """Other splits of a model with experts than data parallelism and pipelines."""
-    plan = job.plan
-    if not job.model.num_experts:
-        return
-    if plan.tp > 1 and job.model.family == "deepseek":
-        rule = "the executor does not split multi-head latent attention"
-        yield Problem(field="plan.tp", value=str(plan.tp), rule=rule, fix="use 1")
 
 
 def _inconsistent(job: Job) -> Iterator[Problem]:

@@ -9,14 +9,18 @@ from torch.nn import functional
 from executor.blocks import GatedMlp, LayerRequest, Rotary, split_heads
 from executor.moe import ExpertMlp
 from executor.norms import RMSNorm
-from executor.tensor_parallel import compute_dtype
+from executor.tensor_parallel import column_linear, compute_dtype, for_columns, row_linear
 from simplan.spec.model import ModelSpec
 
 __all__ = ["LatentAttention", "LatentDenseBlock", "LatentMoeBlock", "deepseek_block"]
 
 
 class LatentAttention(Rotary):
-    """Keys and values of all heads, perhaps queries too, from narrow vectors; values are padded to the keys' width."""
+    """Keys and values of all heads, perhaps queries too, from narrow vectors; values are padded to the keys' width.
+
+    Tensor-parallel ranks have some of the heads each. With sequence parallelism they make narrow vectors of the own
+    tokens and gather these, not the hidden states, as ``simplan.spec.models.mla`` says.
+    """
 
     def _make_attention(self, spec: ModelSpec) -> None:
         h, heads = spec.hidden_size, self._heads
@@ -38,17 +42,22 @@ class LatentAttention(Rotary):
 
     def _self_attention(self, x: Tensor) -> Tensor:
         x = compute_dtype(self._normed(x, self.norm1))
-        queries = self.q_b(self.q_a_norm(self.q_a(x))) if self._compresses_queries else self.q(x)
+        if self._compresses_queries:
+            (queries,) = column_linear(self.q_a_norm(self.q_a(x)), [self.q_b], self._parallel)
+        else:
+            (queries,) = column_linear(x, [self.q], self._parallel)
         q_plain, q_rotated = self._parts(split_heads(queries, self._heads), self._rotated)
         latent, k_rotated = self._parts(self.kv_a(x), self._rotated)
-        k_plain, v = self._parts(split_heads(self.kv_b(self.kv_a_norm(latent)), self._heads), self._value)
+        latent = self.kv_a_norm(latent)
+        k_rotated = for_columns(k_rotated, self._parallel)
+        (keys_and_values,) = column_linear(latent, [self.kv_b], self._parallel)
+        k_plain, v = self._parts(split_heads(keys_and_values, self._heads), self._value)
         q = torch.cat((q_plain, self._rotate(q_rotated)), -1)
         shared = self._rotate(split_heads(k_rotated, 1)).expand(-1, self._heads, -1, -1)
         k = torch.cat((k_plain, shared), -1)
         v = functional.pad(v, (0, q.shape[-1] - self._value))
         out = self._attention(q, k, v)[..., : self._value]
-        projected: Tensor = self.proj(out.transpose(1, 2).flatten(-2))
-        return projected
+        return row_linear(out.transpose(1, 2).flatten(-2), self.proj, self._parallel)
 
     @staticmethod
     def _parts(x: Tensor, last: int) -> tuple[Tensor, Tensor]:

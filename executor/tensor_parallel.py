@@ -16,7 +16,15 @@ from torch.nn import functional
 from executor.lora import LoraLinear
 from executor.parallel import Parallel, Peers
 
-__all__ = ["column_linear", "compute_dtype", "embed_tokens", "gather_parts", "row_linear", "scatter_sum"]
+__all__ = [
+    "column_linear",
+    "compute_dtype",
+    "embed_tokens",
+    "for_columns",
+    "gather_parts",
+    "row_linear",
+    "scatter_sum",
+]
 
 _TOKENS = 1  # the dimension
 
@@ -34,8 +42,7 @@ def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: Parallel) -
     """
     x = compute_dtype(x)
     if not parallel.splits_tokens:
-        if parallel.tp.size > 1:
-            x = _SumGradients.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
+        x = for_columns(x, parallel)
         return [linear(x) for linear in linears]
     adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
     weights = [compute_dtype(weight) for weight in [x.weight for x in linears] + [x.lora_a.weight for x in adapted]]
@@ -46,6 +53,21 @@ def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: Parallel) -
         y = linear.adapted(product, next(narrow)) if isinstance(linear, LoraLinear) else product
         products.append(y if linear.bias is None else y + compute_dtype(linear.bias))
     return products
+
+
+def for_columns(x: Tensor, parallel: Parallel) -> Tensor:
+    """What each rank needs for its own columns of something: all tokens, whose gradients are those of all ranks.
+
+    Args:
+        x: (batch, tokens, k); with sequence parallelism each rank's own tokens.
+        parallel: The ranks.
+    """
+    if parallel.tp.size == 1:
+        return x
+    if parallel.splits_tokens:
+        return gather_parts(x, parallel.tp)
+    y: Tensor = _SumGradients.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
+    return y
 
 
 def row_linear(x: Tensor, linear: nn.Linear, parallel: Parallel) -> Tensor:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from executor.checks import check_job
 from executor.model import own_weights
 from executor.parallel import Parallel, Peers
 from executor.run import run_job
-from simplan.errors import NotModelledError, RunError
+from simplan.errors import RunError
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.spec.plan import RankMapping
@@ -46,6 +45,7 @@ MLA = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+WIDE_QUERIES = {key: value for key, value in MLA.items() if key != "q_lora_rank"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one rank": ("moe", SHARED, {}),
     "one rank, latent attention": ("deepseek", MLA, {}),
@@ -87,6 +87,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         MOE,
         {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2, "schedule": "1f1b"},
     ),
+    "latent attention x tp": ("deepseek", MLA, {"tp": 2, "etp": 2}),
+    "latent attention x tp x ep, queries from hidden states": ("deepseek", WIDE_QUERIES, {"tp": 2, "ep": 2}),
+    "latent attention x tp x ep, recompute": ("deepseek", MLA, {"tp": 2, "ep": 2, "recompute": "full"}),
+    "latent attention x tp x fsdp": ("deepseek", MLA, {"tp": 2, "dp_shard": 2, "ep": 2}),
+    "latent attention x tp x zero-1": ("deepseek", MLA, {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 4}),
+    "latent attention x tp x 1f1b": ("deepseek", MLA, {"pp": 2, "tp": 2, "ep": 2, "schedule": "1f1b"}),
     "fsdp x tp x ep": ("moe", SHARED, {"dp_shard": 2, "tp": 2, "ep": 4}),
     "zero-1 x tp x ep": ("moe", SHARED, {"dp_shard": 2, "tp": 2, "zero_stage": 1, "ep": 4}),
     "1f1b x tp x ep": ("moe", MOE, {"pp": 2, "tp": 2, "ep": 2, "schedule": "1f1b"}),
@@ -97,7 +103,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Family, model and plan."""
-QUICK = ("ddp x ep", "fsdp x ep, latent attention", "tp x ep")
+QUICK = (
+    "ddp x ep",
+    "fsdp x ep, latent attention",
+    "latent attention x tp x ep, queries from hidden states",
+    "experts among more ranks",
+)
 
 
 @dataclass(frozen=True)
@@ -188,18 +199,3 @@ def test_too_few_places_are_refused_with_the_number(tmp_path: Path, make_job: An
     job = make_job(model=make_model("moe", **{**MOE, "capacity_factor": 1.0}))
     with pytest.raises(RunError, match=r"model\.capacity_factor = 1: gives each expert 12 places for a sequence, and "):
         run_job(job, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("family", "fields", "plan", "sentence"),
-    [
-        ("deepseek", MLA, {"tp": 2}, r"plan\.tp = 2: the executor does not split multi-head latent attention"),
-    ],
-)
-def test_what_is_only_predicted_is_refused_by_name(
-    family: str, fields: dict[str, Any], plan: dict[str, Any], sentence: str, make_job: Any, make_model: Any
-) -> None:
-    left_out = {"num_key_value_heads": 0} if family == "deepseek" else {}
-    job = make_job(model=make_model(family, **fields, **left_out), plan=plan)
-    with pytest.raises(NotModelledError, match=sentence):
-        check_job(job)

@@ -138,7 +138,7 @@ SPLITS = {
     [
         pytest.param(split, name, recompute, precision, marks=[] if quick else [pytest.mark.slow])
         for split in SPLITS
-        for name in ("roomy", "dropping, with a gated shared expert")
+        for name in VARIANTS
         for recompute in ("none", "full")
         for precision in ("fp32", "autocast")
         for quick in [recompute == "none" and precision == "fp32" and name == "roomy"]

@@ -1,4 +1,7 @@
-"""Experts that FSDP shards among the ranks that have the same ones: memory, norms, checkpoints, widths."""
+"""Experts that FSDP shards among the ranks that have the same ones: memory, norms, checkpoints, widths.
+
+And memory of latent attention over tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,15 @@ MODEL: dict[str, Any] = {
     "capacity_factor": 1.5,
     "drop_tokens": True,
 }
+LATENT: dict[str, Any] = {
+    "family": "deepseek",
+    "num_key_value_heads": 0,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
 FEWER = {"dp_shard": 4, "ep": 2}
 
 # plan, microbatches, pipeline rank
@@ -64,11 +76,40 @@ QUICK = {("zero3", "bf16")}
 )
 def test_peak_is_torchs(make_job: MakeJob, strategy: str, precision: Any) -> None:
     """Of fake tensors; ``whole`` are experts that FSDP leaves alone."""
-    changes, num_microbatches, pp_rank = STRATEGIES[strategy]
+    assert_peak(make_job, ModelSpec(**MODEL), *STRATEGIES[strategy], precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2, "etp": 2},
+        {"tp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "recompute": "full"},
+        {"tp": 2, "ep": 2, "dp_shard": 2},
+        {"tp": 2, "ep": 2, "pp": 2},
+    ],
+)
+def test_so_it_is_with_latent_attention_over_tensor_parallel_ranks(
+    make_job: MakeJob, plan: dict[str, Any], precision: Any
+) -> None:
+    assert_peak(make_job, ModelSpec(**{**MODEL, **LATENT}), plan, 2, 0, precision)
+
+
+def assert_peak(
+    make_job: MakeJob,
+    model: ModelSpec,
+    changes: dict[str, Any],
+    num_microbatches: int,
+    pp_rank: int,
+    precision: Any,
+) -> None:
+    """Of one rank's step on fake tensors."""
     plan = ParallelPlan(**{"microbatch_size": 2, **changes})
     job = make_job(
         plan.schedule,
-        model=ModelSpec(**MODEL),
+        model=model,
         plan=plan.model_dump(exclude={"schedule"}),
         training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
         table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
