@@ -110,3 +110,22 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
     assert more_s == pytest.approx(2 * (1 + 2 + 2) * kernel_s)
     assert seconds(fused, Phase.FORWARD) < seconds(grouped, Phase.FORWARD) - 2 * kernel_s  # activation and its cast
     assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_s
+
+
+def test_what_is_only_moved_is_moved_back_by_backward_and_no_more() -> None:
+    software, training = catalogue.software("torch"), TrainingSpec(global_batch_size=8, precision="bf16")
+    state = software.state(training, ParallelPlan(dp_replicate=EP, ep=EP))
+    device = catalogue.device("b200-sxm")
+    cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=EP, shards_parameters=False)
+    layer = block()
+    names = [kernel.name for kernel in layer.kernels]
+
+    def times(name: str) -> float:
+        forward, backward = (
+            cost.seconds(LayerWork(layer, phase, 512, 0, (names.index(name),))) - device.kernels.kernel_s * cost.slowest
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        return backward / forward
+
+    found = {name: times(name) for name in ("dispatch", "sort by expert", "sort by rank", "combine", "residual2")}
+    assert found == pytest.approx(dict.fromkeys(found, 1.0) | {"combine": 2.0, "residual2": 2.0})
