@@ -5,6 +5,7 @@ Each number is a benchmark by itself, on a server of its own that has been asked
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,7 +149,7 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[Row]:
 
 def _users(chromium: Any, url: str, pid: int) -> Iterator[Row]:
     """Ten tabs open ten different questions at once and ask one more each."""
-    tabs = []
+    tabs, before = [], _used_s(pid)
     for user in range(_USERS):
         context = chromium.new_context(viewport=_WINDOW)
         context.add_init_script(_SEEN)
@@ -159,12 +160,14 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[Row]:
     for tab in tabs:
         tab.wait_for_function("() => window.seen.whole_ms", timeout=240_000, polling=_LOOK_MS)
     first = [tab.evaluate("() => window.seen.first_ms") / 1e3 for tab in tabs]
-    used = _used_bytes(pid)
+    used, (server_s, workers_s) = _used_bytes(pid), _used_s(pid)
     bad = sum(tab.locator("[data-testid=stException]").count() + ("bug of simplan" in tab.content()) for tab in tabs)
     for tab in tabs:
         tab.context.close()
     what = f"workbench: {_USERS} users open a page each at once"
-    yield Row(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}", not bad)
+    yield Row(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}, beside ten browsers", not bad)
+    found = f"{(server_s - before[0]) / _USERS:.2f} s a user, its workers {(workers_s - before[1]) / _USERS:.1f} s"
+    yield Row(f"{what}: processor time of the server", "", found, ok=True)
     found = f"{used / 2**30:.2f} GiB in {len(_family(pid))} processes (proportional set size)"
     yield Row(f"{what}: memory of server and workers", "under 1.5 GiB", found, used < 1.5 * 2**30)
 
@@ -186,6 +189,17 @@ def _used_bytes(pid: int) -> int:
             if line.startswith("Pss:"):
                 total += int(line.split()[1]) * 1024
     return total
+
+
+def _used_s(pid: int) -> tuple[float, float]:
+    """Processor time so far: of the server, and of the workers that it has started; Linux, see proc(5)."""
+    found = {}
+    for member in _family(pid):
+        said = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
+        is_worker = b"app.jobs.worker" in Path(f"/proc/{member}/cmdline").read_bytes()
+        found[member] = is_worker, (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
+    server, workers = (sum(s for worker, s in found.values() if worker is wanted) for wanted in (False, True))
+    return server, workers
 
 
 def _spread(values: Sequence[float], unit: str = "s", digits: int = 2) -> str:

@@ -129,7 +129,8 @@ def _show_detail(plan: RankedPlan, result: SearchResult) -> None:
     one.metric("Step time", format_time(plan.step_time_s), help=meaning("step_time_s"))
     two.metric("Device memory", format_bytes(plan.device_bytes), help=meaning("device"))
     unit = "images" if result.unit == "images" else "tokens"
-    three.metric(f"{unit.capitalize()}/s per device", f"{plan.tokens_per_s_per_device:,.0f}")
+    rate = format_number(plan.tokens_per_s_per_device)
+    three.metric(f"{unit.capitalize()}/s per device", rate, help=f"{unit} of a step / step time / devices")
     st.markdown("\n".join(f"- {line}" for line in _why(plan, result)))
 
 
@@ -204,16 +205,18 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
             "plan": column.TextColumn("plan", width="large"),
             "num_devices": column.NumberColumn("devices"),
             "step_time_s": column.NumberColumn("step, s", help=meaning("step_time_s")),
-            "to_the_best": column.NumberColumn("to the best"),
+            "to_the_best": column.NumberColumn("to the best", help="Step time over that of the best plan, less one"),
             "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
-            "headroom_gib": column.NumberColumn("to spare GiB"),
-            "tokens_per_s_per_device": column.NumberColumn("per s and device"),
+            "headroom_gib": column.NumberColumn("to spare GiB", help="Of what plans may use of a device"),
+            "tokens_per_s_per_device": column.NumberColumn(
+                "per s and device", help="Tokens, or images for models of them"
+            ),
             "cost_dollars": column.NumberColumn("dollars"),
             "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
-            "limit": column.TextColumn("limited by"),
-            "limit_share": column.NumberColumn("of its step"),
-            "help": column.TextColumn("helps most"),
-            "help_share": column.NumberColumn("10 % more saves"),
+            "limit": column.TextColumn("limited by", help="The largest part of the step of the rank that waits least"),
+            "limit_share": column.NumberColumn("of its step", help="How large that part is"),
+            "help": column.TextColumn("helps most", help="Of which 10 % more would shorten the step most"),
+            "help_share": column.NumberColumn("10 % more saves", help="Of the step, with 10 % more of that"),
         },
     )
 
