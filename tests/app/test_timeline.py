@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from typing import Any
 
 import pytest
 
@@ -98,3 +99,18 @@ def test_results_travel_and_the_trace_is_whole() -> None:
     assert pickle.loads(pickle.dumps(result)) == result
     events = json.loads(trace_text(text_of("zb-h1"), 0))["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {lane.rank for lane in result.lanes}
+
+
+def test_hover_says_what_was_waited_for_the_bytes_and_the_formula() -> None:
+    result = timeline_result(text_of("zb-h1"), 0)
+    hover = [str(text) for trace in checked(gantt_figure([result])).data for text in _flat(trace.customdata)]
+    boxes = [box for lane in result.lanes for box in (*lane.compute, *lane.messages)]
+    for box in boxes:
+        [*_, said] = [text for text in hover if text.startswith(f"<b>{box.label}</b>")]
+        assert box.formula in said
+    assert sum("waited" in text for text in hover) == sum(bool(box.waited_s) for box in boxes)
+    assert sum("moves" in text for text in hover) == sum(bool(box.num_bytes) for box in boxes)
+
+
+def _flat(customdata: Any) -> list[Any]:
+    return [] if customdata is None else [one[0] if isinstance(one, list | tuple) else one for one in customdata]
