@@ -20,8 +20,10 @@ from app.jobs.messages import Question, Update
 from app.jobs.server import searches
 from app.jobs.tasks import search_plans
 from simplan.scenario import parse_scenario
+from simplan.search.result import NearestMiss
 from simplan.search.space import OBJECTIVES
 from simplan.spec.plan import ParallelPlan
+from simplan.units import format_time
 from tests.app.questions import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +94,18 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert complaints(page) == []
     assert "best of" in page.success[0].value
     assert button(page, "Open as the plan")
+    best = told[-1].value.ranked[0]
+    shown = [str(markdown.value) for markdown in page.markdown]
+    [why] = [text for text in shown if "**Limited by**" in text]
+    low_s, high_s = best.explanation.step_time_interval_s
+    assert f"In 9 of 10 cases a step takes {format_time(low_s)} to {format_time(high_s)}." in why
+    assert f"of the step of rank {best.explanation.busiest_rank}, which waits least." in why
+    assert not any("Nearest misses" in str(header.value) for header in page.subheader)
+    missed = NearestMiss(plan=PLANS[0], num_devices=4, device_bytes=3 * 2**30, lacking_bytes=2**30)
+    job.value = replace(later[1].value, nearest_misses=(missed,))
+    page = opened()
+    assert any("Nearest misses" in str(header.value) for header in page.subheader)
+    assert any("1.00 GiB too much, 3.00 GiB in all" in str(markdown.value) for markdown in page.markdown)
     job.value = replace(later[1].value, interrupted=True)  # the update comes a moment before its value
     assert not opened().success
 

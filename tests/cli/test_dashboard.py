@@ -11,6 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from simplan.cli.app import app
+from simplan.cli.dashboard import RUN_FLAG
 
 pytest.importorskip("streamlit")
 
@@ -46,3 +50,39 @@ def test_a_signal_to_the_command_ends_the_server(number: signal.Signals, tmp_pat
         process.kill()
     while _answers(port):  # pytest's timeout ends this
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "runs"),
+    [
+        ([], "localhost", "1"),
+        (["--host", "127.0.0.1"], "127.0.0.1", "1"),
+        (["--host", "0.0.0.0"], "0.0.0.0", "0"),
+        (["--host", "0.0.0.0", "--allow-run"], "0.0.0.0", "1"),
+    ],
+)
+def test_others_are_let_in_only_if_asked_and_start_nothing_then(
+    given: list[str], host: str, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server is started with: unless told otherwise it serves this machine only."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    class Child:
+        def __init__(self, command: list[str], *, env: dict[str, str], stdin: int) -> None:
+            started.append((command, env))
+
+        def wait(self) -> int:
+            return 0
+
+        def terminate(self) -> None:
+            pass
+
+    monkeypatch.setattr("simplan.cli.dashboard.subprocess.Popen", Child)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = CliRunner().invoke(app, ["dashboard", "--no-browser", "--port", str(port), *given])
+    assert found.exit_code == 0, found.output
+    [(command, environment)] = started
+    assert command[command.index("--host") + 1] == host
+    assert environment[RUN_FLAG] == runs
