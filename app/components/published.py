@@ -27,7 +27,7 @@ from simplan.units import format_percent
 __all__ = ["show_published"]
 
 _SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
-_FITTED, _HELD_OUT = "published", "heldout"
+_FITTED, _HELD_OUT, _LOOKED_AT = "published", "heldout", "looked-at"
 _STAGES = ("start", "going", "found")
 _ALL, _ALL_HELD_OUT = "all sources", "all runs that no fit has seen"
 _OWN = "a file of your own"
@@ -37,6 +37,10 @@ _FITTED_WORDS = (
     "whole source left out."
 )
 _HELD_OUT_WORDS = "No constant of the catalogue was fitted on these runs: so far off predictions of new ones may be."
+_LOOKED_AT_WORDS = (
+    "No constant of the catalogue was fitted on these runs, but they were in sight when it was modelled how tokens "
+    "come to experts: predictions of new ones may be further off."
+)
 _COLUMNS: dict[str, Any] = {
     "id": "run",
     "predicted_step_time_s": st.column_config.NumberColumn("predicted step, s", format="%.4g"),
@@ -54,13 +58,13 @@ _COLUMNS: dict[str, Any] = {
 
 def show_published() -> Following | None:
     """Chooses a source, predicts its runs, and says how far off that is."""
-    names, held_out = _sources(_FITTED), _sources(_HELD_OUT)
+    names, held_out, looked_at = (_sources(folder) for folder in (_FITTED, _HELD_OUT, _LOOKED_AT))
     if not names:
         st.info(
             "The published runs are not part of an installed package. Drop a file of runs here, e.g. one of "
             "scenarios/published of simplan's repository; its form is in the README there."
         )
-    choices = [*names, *([_ALL] if names else []), *held_out, *([_ALL_HELD_OUT] if held_out else []), _OWN]
+    choices = [*names, *([_ALL] if names else []), *held_out, *([_ALL_HELD_OUT] if held_out else []), *looked_at, _OWN]
     about = "Also runs that were kept apart from every fit" if held_out else None
     chosen = remembered_choice("Source", "source", choices, choices[0], format_func=_source_words, help=about)
     question: tuple[Any, list[ReadFile]] | None
@@ -79,8 +83,9 @@ def show_published() -> Following | None:
             st.button("Predict them", type="primary", key="predict published", on_click=_start, args=(key, files))
     elif job.state is State.ENDED:
         with stage("found", _STAGES):
-            held = chosen in held_out or chosen == _ALL_HELD_OUT
-            _show(Accuracy(tuple(job.value)), "" if chosen == _OWN else _HELD_OUT_WORDS if held else _FITTED_WORDS)
+            words = {_OWN: "", _ALL_HELD_OUT: _HELD_OUT_WORDS}
+            words |= dict.fromkeys(held_out, _HELD_OUT_WORDS) | dict.fromkeys(looked_at, _LOOKED_AT_WORDS)
+            _show(Accuracy(tuple(job.value)), words.get(chosen, _FITTED_WORDS))
     else:
         with stage("going", _STAGES):
             return _watch(job)
@@ -96,11 +101,8 @@ def _sources(folder: str) -> list[str]:
 
 
 def _source_words(name: str) -> str:
-    return f"{name.removeprefix(f'{_HELD_OUT}/')} (no fit has seen it)" if _is_held_out(name) else name
-
-
-def _is_held_out(name: str) -> bool:
-    return name.startswith(f"{_HELD_OUT}/")
+    folder, _, file = name.rpartition("/")
+    return f"{file} (no fit has seen it)" if folder == _HELD_OUT else f"{file} (looked at)" if folder else file
 
 
 def _known(names: list[str]) -> tuple[Any, list[ReadFile]]:
@@ -109,7 +111,7 @@ def _known(names: list[str]) -> tuple[Any, list[ReadFile]]:
 
 @st.cache_resource(show_spinner=False, max_entries=32)
 def _read(name: str) -> ReadFile:
-    path = _SCENARIOS / f"{name if _is_held_out(name) else f'{_FITTED}/{name}'}.yaml"
+    path = _SCENARIOS / f"{name if '/' in name else f'{_FITTED}/{name}'}.yaml"
     return uploads.published_of(path.name, path.read_bytes())
 
 

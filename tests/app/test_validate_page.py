@@ -76,6 +76,7 @@ def test_published_runs_of_the_repository_are_offered() -> None:
     [source] = [box for box in page.selectbox if box.label == "Source"]
     assert "zero_bubble" in source.options
     assert "papers (no fit has seen it)" in source.options
+    assert "bridge_experts (looked at)" in source.options
     assert "Predict them" in [button.label for button in page.button]
 
 
