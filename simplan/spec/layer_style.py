@@ -61,10 +61,10 @@ class LayerStyle(Spec):
             ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
             the kernel needs none.
         documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
-        expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``); as the software profile has it.
+        expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``), as the profile has it.
         expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
             None for one kernel of all experts.
-        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them; likewise.
+        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
