@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.link import decode
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.units import format_time
 from tests.app.pages import SMALL, assert_no_bug, opened, query_of
 
@@ -159,3 +160,21 @@ def test_no_link_breaks_a_page(document: dict[str, Any], view: dict[str, Any]) -
 @given(document=DOCUMENTS, view=VIEWS)
 def test_no_link_breaks_any_page(page: str, document: dict[str, Any], view: dict[str, Any]) -> None:
     assert_no_bug(opened(page, document=document, view=view))
+
+
+LESSONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "lesson": st.sampled_from([*SCHEDULE_FACTS, "nonsense", 7, None]),
+        "lesson_p": st.sampled_from([*range(-1, 12), "x", None]),
+        "lesson_m": st.sampled_from([*range(-1, 40), 2.5, "x"]),
+        "lesson_v": st.sampled_from([*range(6), "x"]),
+    },
+)
+
+
+@pytest.mark.slow
+@settings(EASY, max_examples=150)
+@given(view=LESSONS)
+def test_no_link_breaks_learn(view: dict[str, Any]) -> None:
+    assert_no_bug(opened("learn", view=view))
