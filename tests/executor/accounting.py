@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,13 +16,18 @@ from executor.heartbeat import Unwatched
 from executor.recorder import Recorder
 from executor.rehearse import fake_account
 from executor.trainer import Trainer
-from simplan.program.action import Action
+from simplan.program.action import Action, format_table
 from simplan.program.job import Job
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program
+from simplan.program.table import plan_table
 from simplan.sim.memory import MemoryPeak, memory_peak
+from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from tests.executor.conftest import MakeJob
 
-__all__ = ["SilentRecorder", "account", "fake_trainer", "predicted_peak", "predicted_program"]
+__all__ = ["SilentRecorder", "account", "fake_trainer", "peaks", "predicted_peak", "predicted_program"]
 
 
 def predicted_program(job: Job, *, gloo: bool = False) -> Program:
@@ -46,6 +52,28 @@ def predicted_peak(job: Job, rank: int, *, gloo: bool = False) -> MemoryPeak:
 def account(job: Job, rank: int) -> Account:
     """Torch's own memory of a rank in a step."""
     return fake_account(job, rank)
+
+
+def peaks(
+    make_job: MakeJob,
+    model: ModelSpec,
+    changes: dict[str, Any],
+    num_microbatches: int,
+    pp_rank: int,
+    precision: Any,
+) -> tuple[int, int]:
+    """Bytes of a stage's first rank, predicted and torch's own; microbatches are of two unless a plan has others."""
+    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
+    job = make_job(
+        plan.schedule,
+        model=model,
+        plan=plan.model_dump(exclude={"schedule"}),
+        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
+        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
+        dtype=precision,
+    )
+    rank = pp_rank * plan.num_devices // plan.pp
+    return predicted_peak(job, rank).total_bytes, account(job, rank).total_bytes
 
 
 @contextmanager

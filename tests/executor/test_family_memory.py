@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account, predicted_peak
+from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
 
 TOTAL = 0.03
@@ -62,16 +59,8 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "strategy", "precision"), cases())
 def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, precision: Any) -> None:
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
-    untied = plan.shards_parameters and MODELS[name]["family"] in ("bert", "mpt")  # as in test_memory_accounting
+    shards = ParallelPlan(**changes).shards_parameters
+    untied = shards and MODELS[name]["family"] in ("bert", "mpt")  # as in test_memory_accounting
     model = ModelSpec(**{**_SIZES, **MODELS[name], **({"tied_embeddings": False} if untied else {})})
-    job = make_job(
-        plan.schedule,
-        model=model,
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=TOTAL)
+    predicted, torchs = peaks(make_job, model, changes, num_microbatches, pp_rank, precision)
+    assert predicted == pytest.approx(torchs, rel=TOTAL)

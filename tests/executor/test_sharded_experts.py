@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from executor.run import run_job
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.accounting import account, predicted_peak
+from tests.executor.accounting import peaks
 from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel
 from tests.executor.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.test_equality import one_process
@@ -76,7 +73,8 @@ QUICK = {("zero3", "bf16")}
 )
 def test_peak_is_torchs(make_job: MakeJob, strategy: str, precision: Any) -> None:
     """Of fake tensors; ``whole`` are experts that FSDP leaves alone."""
-    assert_peak(make_job, ModelSpec(**MODEL), *STRATEGIES[strategy], precision)
+    predicted, torchs = peaks(make_job, ModelSpec(**MODEL), *STRATEGIES[strategy], precision)
+    assert predicted == pytest.approx(torchs, rel=TOTAL)
 
 
 @pytest.mark.slow
@@ -94,29 +92,8 @@ def test_peak_is_torchs(make_job: MakeJob, strategy: str, precision: Any) -> Non
 def test_so_it_is_with_latent_attention_over_tensor_parallel_ranks(
     make_job: MakeJob, plan: dict[str, Any], precision: Any
 ) -> None:
-    assert_peak(make_job, ModelSpec(**{**MODEL, **LATENT}), plan, 2, 0, precision)
-
-
-def assert_peak(
-    make_job: MakeJob,
-    model: ModelSpec,
-    changes: dict[str, Any],
-    num_microbatches: int,
-    pp_rank: int,
-    precision: Any,
-) -> None:
-    """Of one rank's step on fake tensors."""
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
-    job = make_job(
-        plan.schedule,
-        model=model,
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=TOTAL)
+    predicted, torchs = peaks(make_job, ModelSpec(**{**MODEL, **LATENT}), plan, 2, 0, precision)
+    assert predicted == pytest.approx(torchs, rel=TOTAL)
 
 
 @pytest.mark.slow
