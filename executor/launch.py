@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from executor.processes import PARENT_VARIABLE, kill_sessions
 from executor.rank import FIRST_RANK_VARIABLE, RankFiles
 from executor.stalls import find_stall
 from executor.team import Team
+from simplan.children import ask_to_end, exit_code
 from simplan.errors import RunError
 
 __all__ = ["RanksError", "launch_ranks", "rank_environment", "start_agent"]
@@ -42,9 +42,6 @@ class Agent(Protocol):
     @property
     def returncode(self) -> int | None:
         """Its exit code, once ``poll`` or ``wait`` has seen its end."""
-
-    def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code; subprocess.TimeoutExpired after ``timeout`` seconds."""
@@ -111,8 +108,7 @@ def launch_ranks(
     others: Sequence[Sequence[Failure]] = ()
     try:
         while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(_POLL_S)
+            exit_code(agent, _POLL_S)
             beats = tuple(read_beat(file.heartbeat) if rank in ours else None for rank, file in enumerate(files))
             attempts.look(beats)
             if agent.returncode is None and team is not None:
@@ -146,9 +142,7 @@ def _exchange(team: Team, beats: Beats, attempts: Attempts, agent: Agent, timeou
     try:
         return team.exchange.turn(beats, attempts.ended, timeout_s)
     except OtherNodeError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            agent.wait(_CAUSE_S)
-        if agent.poll():
+        if exit_code(agent, _CAUSE_S):
             return Heard(beats, (), None)
         raise
 
@@ -200,13 +194,11 @@ def rank_environment(team: Team | None = None) -> dict[str, str]:
 def _end(agent: Agent, files: list[RankFiles]) -> None:
     """Ends torchrun and all ranks: asked first, killed after a grace period."""
     try:
-        if agent.poll() is None:
-            agent.terminate()
-            agent.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        pass
+        if exit_code(agent, 0.0) is None:
+            ask_to_end(agent)
+            exit_code(agent, _GRACE_S)
     finally:  # also when a second Ctrl-C cuts the grace period short
         beats = [beat for file in files if (beat := read_beat(file.heartbeat)) is not None]
-        kill_sessions([agent.pid] if agent.poll() is None else [])
+        kill_sessions([agent.pid] if exit_code(agent, 0.0) is None else [])
         kill_sessions(beat.pid for beat in beats)
-        agent.wait()
+        exit_code(agent)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files"),
+    ("units", "errors", "files", "children"),
     ("document",),
     ("problems",),
     ("io",),
@@ -37,6 +37,7 @@ EXECUTOR_MAY_IMPORT = (
     "simplan.errors",
     "simplan.units",
     "simplan.files",
+    "simplan.children",
     "simplan.cost.calibration",
 )
 NEVER_IN_SIMPLAN = {"torch", "streamlit", "plotly", "executor", "app", "fit"}

@@ -10,6 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from simplan.children import ask_to_end, exit_code
 from simplan.cli.output import say
 from simplan.cli.processes import ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
@@ -45,10 +46,10 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
     with ending_signals_raise():
         child = subprocess.Popen([sys.executable, "-m", "app", *arguments], env=environment, stdin=subprocess.DEVNULL)
         try:
-            code = child.wait()
+            code = exit_code(child)
         finally:
-            child.terminate()
-            child.wait()
+            ask_to_end(child)
+            exit_code(child)
     if code:
         raise RunError(f"the server ended with exit code {code}")
     return 0

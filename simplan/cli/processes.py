@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from simplan.children import ask_to_end, exit_code
 from simplan.cli.output import say
 from simplan.errors import Problem, RunError, SpecError
 
@@ -68,13 +69,14 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
         try:
             for event in _events(child):
                 on_event(event)
-            child.wait()
+            code = exit_code(child)
         except BaseException:
             _end(child)
             raise
         messages.seek(0)
         said = messages.read().strip()
-    _raise_for(child.returncode, said)
+    assert code is not None
+    _raise_for(code, said)
 
 
 def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
@@ -91,14 +93,15 @@ def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
 def _end(child: subprocess.Popen[str]) -> None:
     """Asks for a clean stop first; a second interrupt kills at once."""
     try:
-        if child.poll() is None:
+        if exit_code(child, 0.0) is None:
             say("stopping the ranks (Ctrl-C again kills them at once)")
-            child.terminate()  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
-            child.wait(_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            ask_to_end(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
+            if exit_code(child, _GRACE_S) is None:
+                os.killpg(child.pid, signal.SIGKILL)
+    except KeyboardInterrupt:
         os.killpg(child.pid, signal.SIGKILL)
     finally:
-        child.wait()
+        exit_code(child)
 
 
 def _raise_for(code: int, said: str) -> None:

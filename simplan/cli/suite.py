@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import simplan
+from simplan.children import ask_to_end, exit_code
 from simplan.cli.calibrations import read
 from simplan.cli.output import print_json, print_result, say
 from simplan.cli.processes import run_executor
@@ -221,36 +222,37 @@ def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         _OutOfTimeError: It took too long, and was ended with all that it had started.
     """
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "simplan", *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        start_new_session=True,
-    )
-    try:
-        printed, said = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise _OutOfTimeError(f"it took more than {limit_s:.0f} s") from None
-    finally:
-        _end(child)
-    if child.returncode:
-        errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-        why = " ".join(errors) or f"ended with exit code {child.returncode}"
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "simplan", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            start_new_session=True,
+        )
+        try:
+            code = exit_code(child, limit_s)
+        finally:
+            _end(child)
+        if code is None:
+            raise _OutOfTimeError(f"it took more than {limit_s:.0f} s")
+        printed.seek(0)
+        said.seek(0)
+        result, messages = printed.read(), said.read().decode(errors="replace")
+    if code:
+        errors = [line.removeprefix("error: ") for line in messages.splitlines() if line.startswith("error: ")]
+        why = " ".join(errors) or f"ended with exit code {code}"
         raise SpecError(Problem(field="", rule=why))
-    found: dict[str, Any] = json.loads(printed)
+    found: dict[str, Any] = json.loads(result)
     return found
 
 
-def _end(child: subprocess.Popen[str]) -> None:
+def _end(child: subprocess.Popen[bytes]) -> None:
     """Asks for a clean stop, so that no rank is left behind; kills after a grace period."""
-    if child.poll() is not None:
+    if exit_code(child, 0.0) is not None:
         return
-    child.send_signal(signal.SIGTERM)
-    try:
-        child.communicate(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
+    ask_to_end(child)
+    if exit_code(child, _GRACE_S) is None:
         os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
+        exit_code(child)

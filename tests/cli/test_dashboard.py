@@ -71,7 +71,7 @@ def test_others_are_let_in_only_if_asked_and_start_nothing_then(
         def __init__(self, command: list[str], *, env: dict[str, str], stdin: int) -> None:
             started.append((command, env))
 
-        def wait(self) -> int:
+        def wait(self, timeout: float | None = None) -> int:
             return 0
 
         def terminate(self) -> None:
