@@ -1,17 +1,24 @@
-"""The command line as a user starts it: a process of its own, in an empty folder, with an empty cache."""
+"""The command line as a user starts it: a process of its own, in an empty folder, with an empty cache.
+
+Most tests fork it from a process that has imported simplan; what is about starting takes ``new_simplan``.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.forking import ForkServer
+
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60  # a hang is a failure; nothing here is about speed
+LIMIT_S = 240  # a hang is a failure; nothing here is about speed
 
 Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -33,7 +40,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def simplan(tmp_path: Path, environment: dict[str, str]) -> Simplan:
+def new_simplan(tmp_path: Path, environment: dict[str, str]) -> Simplan:
+    """Runs a command in a new interpreter."""
+
     def call(*args: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "simplan", *map(str, args)]
         return subprocess.run(
@@ -45,6 +54,33 @@ def simplan(tmp_path: Path, environment: dict[str, str]) -> Simplan:
             env={**environment, **(env or {})},
             check=False,
         )
+
+    return call
+
+
+@cache
+def server() -> ForkServer:
+    """The one of this process."""
+    return ForkServer("tests.cli.fork_server", {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"})
+
+
+@pytest.fixture
+def simplan(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Simplan:
+    """Runs a command in a forked process."""
+    said = tmp_path_factory.mktemp("said")
+
+    def call(*args: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        request = {
+            "args": [str(arg) for arg in args],
+            "folder": str(tmp_path),
+            "environment": {**environment, **(env or {})},
+            "out": str(said / "out"),
+            "err": str(said / "err"),
+            "limit_s": LIMIT_S,
+        }
+        code = server().ask(request)
+        assert code != -signal.SIGALRM, f"simplan {request['args']} hangs"
+        return subprocess.CompletedProcess(args, code, (said / "out").read_text(), (said / "err").read_text())
 
     return call
 

@@ -18,8 +18,8 @@ import simplan as package
 Simplan = Callable[..., "CompletedProcess[str]"]
 
 
-def test_version_and_help(simplan: Simplan) -> None:
-    assert simplan("--version").stdout == f"simplan {package.__version__}\n"
+def test_version_and_help(simplan: Simplan, new_simplan: Simplan) -> None:
+    assert new_simplan("--version").stdout == f"simplan {package.__version__}\n"
     for args in ((), ("--help",), ("predict", "-h")):
         result = simplan(*args)
         assert (result.returncode, result.stderr) == (0, "")
@@ -35,8 +35,8 @@ def test_predict_prints_the_verdict_first(simplan: Simplan, scenario: Path) -> N
     assert "\033" not in result.stdout, "no colour off a terminal"
 
 
-def test_explain_shows_every_term_with_its_formula(simplan: Simplan, scenario: Path) -> None:
-    result = simplan("explain", scenario)
+def test_explain_shows_every_term_with_its_formula(simplan: Simplan, new_simplan: Simplan, scenario: Path) -> None:
+    result = new_simplan("explain", scenario)
     assert (result.returncode, result.stderr) == (0, "")
     for words in ("a step on rank", "compute", "parameters x 4 B", "MFU = ", "(p-1)/(m+p-1)"):
         assert words in result.stdout
@@ -136,10 +136,10 @@ def test_check_passes_fails_and_refuses(simplan: Simplan, scenario: Path, tmp_pa
     assert simplan("check", tmp_path).returncode == 1
 
 
-def test_check_writes_junit_and_annotations(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+def test_check_writes_junit_and_annotations(new_simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     scenario.write_text(scenario.read_text().replace("value: 8", "value: 9"))
     junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
-    result = simplan("check", scenario, "--junit", junit, "--github", env={"GITHUB_STEP_SUMMARY": str(summary)})
+    result = new_simplan("check", scenario, "--junit", junit, "--github", env={"GITHUB_STEP_SUMMARY": str(summary)})
     assert f"::error file={scenario},line=7,title=simplan check%3A num_microbatches::" in result.stdout
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
     assert "| num_microbatches | failed |" in summary.read_text()
@@ -178,7 +178,7 @@ def test_a_reader_that_goes_away_is_no_error(scenario: Path, environment: dict[s
 
 
 def test_without_torch_predicting_works_and_running_names_the_extra(
-    simplan: Simplan, scenario: Path, tmp_path: Path
+    new_simplan: Simplan, scenario: Path, tmp_path: Path
 ) -> None:
     # an interpreter start-up file that hides torch, as on a machine that never installed it
     (tmp_path / "hide").mkdir()
@@ -187,20 +187,20 @@ def test_without_torch_predicting_works_and_running_names_the_extra(
         "u.find_spec = lambda name, package=None: None if name == 'torch' else find(name, package)\n"
     )
     hidden = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "hide"), str(Path(__file__).resolve().parents[2])])}
-    assert simplan("predict", scenario, env=hidden).returncode == 0
+    assert new_simplan("predict", scenario, env=hidden).returncode == 0
     for args in (("calibrate",), ("demo", "-o", tmp_path / "demo")):
-        result = simplan(*args, env=hidden)
+        result = new_simplan(*args, env=hidden)
         assert result.returncode == 2
         assert 'pip install "simplan[executor]"' in result.stderr
 
 
-def test_a_bug_is_a_sentence_too(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+def test_a_bug_is_a_sentence_too(new_simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "break").mkdir()
     (tmp_path / "break" / "sitecustomize.py").write_text(
         "import simplan.scenario as s\ndef broken(path): raise TypeError('oops')\ns.load_scenario = broken\n"
     )
     broken = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "break"), str(Path(__file__).resolve().parents[2])])}
-    result = simplan("predict", scenario, env=broken)
+    result = new_simplan("predict", scenario, env=broken)
     assert result.returncode == 70
     assert "Traceback" not in result.stderr
     assert "this is a bug of simplan (TypeError: oops)" in result.stderr

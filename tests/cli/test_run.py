@@ -51,8 +51,8 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "c.json"
 
 
-def test_run_and_compare(simplan: Simplan, tiny: Path, tmp_path: Path, calibration: Path) -> None:
-    result = simplan("run", tiny, "--json", "--steps", "5", "--warmup", "1", "--calibration", calibration)
+def test_run_and_compare(simplan: Simplan, new_simplan: Simplan, tiny: Path, tmp_path: Path, calibration: Path) -> None:
+    result = new_simplan("run", tiny, "--json", "--steps", "5", "--warmup", "1", "--calibration", calibration)
     assert result.returncode == 0, result.stderr
     assert "calibrating" not in result.stderr, "the calibration given is enough"
     document = json.loads(result.stdout)

@@ -1,6 +1,6 @@
 """Imports torch once and forks the ranks of every launch; ``forked`` is its client.
 
-``python -m tests.executor.fork_server``: requests come as JSON lines on stdin, answers go to stdout.
+``python -m tests.executor.fork_server``: two requests.
 
 - ``{"start": {failures, log, module, args, num_ranks, environment}}`` forks an agent, which forks the ranks and does
   what ``executor.agent`` does with torchrun; the answer is its process id.
@@ -18,14 +18,13 @@ import os
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from executor import rank_main
 from executor.processes import PARENT_VARIABLE, die_with_parent
+from tests.forking import fork, serve
 
 WARM = (
     "executor.pipeline",
@@ -37,25 +36,6 @@ WARM = (
     "torch.profiler",
 )
 """What ranks import, executor.worker excepted: it is run as their main program."""
-
-
-def fork(body: Callable[[], int]) -> int:
-    """A child process, leader of a session, that ends with the exit code of ``body``; its process id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        code = body()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def free_port() -> int:
@@ -112,6 +92,14 @@ def run_agent(request: dict[str, Any]) -> int:
     return 1 if failures else 0
 
 
+def answer(request: dict[str, Any]) -> int | None:
+    """Starts an agent, or tells how it is."""
+    if "start" in request:
+        return fork(lambda: run_agent(request["start"]))
+    pid, status = os.waitpid(request["poll"], os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
 def main() -> None:
     """Answers requests until stdin ends."""
     die_with_parent()
@@ -119,16 +107,7 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a rank leaves the pages of what it shares with us alone
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: int | None
-        if "start" in request:
-            answer = fork(lambda start=request["start"]: run_agent(start))  # type: ignore[misc]
-        else:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    serve(answer)
 
 
 if __name__ == "__main__":

@@ -6,64 +6,29 @@ forked ranks as it does torchrun's. What launches in another process (``simplan 
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import executor.launch
+from tests.forking import ForkServer
 
 __all__ = ["forked_ranks"]
 
 POLL_S = 0.01
 
 
-class ForkServer:
-    """The process that forks; it ends with this one."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.executor.fork_server"],
-            env=executor.launch.rank_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        """The answer to a request."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the fork server is gone; its error is on stderr"
-        return json.loads(answer)
-
-
 @cache
 def server() -> ForkServer:
     """The one of this process."""
-    return ForkServer()
+    return ForkServer("tests.executor.fork_server", executor.launch.rank_environment())
 
 
 class ForkedAgent:
