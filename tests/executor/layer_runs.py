@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -57,7 +56,6 @@ class LayerRun:
         self.backward(self.forward())  # whatever torch makes once
         for x in self._inputs:
             x.grad = None  # a release of what is older than a trace would count in it, or would not
-        gc.collect()
 
     def forward(self) -> list[Tensor]:
         """Its outputs, or the loss."""
@@ -88,7 +86,6 @@ def assert_kept_and_peak(spec: ModelSpec, index: int, recompute: Recompute, prec
     is_head = run.layer.kind is LayerKind.HEAD
     assert 0 <= held - made - (wanted - handed_on) <= (SCALARS if is_head else 0)
     del outputs
-    gc.collect()
     _, _, peak = traced(lambda: run.backward(run.forward()))
     assert wanted + footprint.backward_workspace == pytest.approx(peak, rel=PEAK) or is_head
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -117,7 +116,6 @@ def test_peak_of_backward_is_that_of_the_layer(name: str, shard: str, recompute:
     """Of a block; the test also holds its output, but not its input, which was there before."""
     run = LayerRun(variant(name), shard, 1, recompute, precision)
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, recompute))
-    gc.collect()  # what an earlier trace left in cycles must not be released in this one
     _, _, peak = traced(lambda: run.backward(run.forward()))
     kept = footprint.activations - footprint.input_bytes + footprint.output_bytes
     assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -72,7 +71,6 @@ class LayerRun:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.backward(self.forward())  # whatever torch makes once
         self._input.grad = None
-        gc.collect()
 
     def forward(self) -> Tensor:
         autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)

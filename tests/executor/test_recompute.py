@@ -3,7 +3,6 @@ precision and kind of recomputation that the executor runs."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
 from executor.parallel import Parallel
 from simplan.program.footprint import layer_footprint
+from simplan.program.uncollected import uncollected
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
@@ -60,12 +60,13 @@ def traced(run: Callable[[], Any], *, onednn: bool = False) -> tuple[Any, int, i
     """What it gives, the bytes it leaves allocated, and the most it had.
 
     Without oneDNN: on CPUs with AVX-512 it copies bf16 matrices into a scratch of its own, as no GPU kernel does.
-    Convolutions need it, for without it they make a copy of every window.
+    Convolutions need it, for without it they make a copy of every window. Without garbage collection: what an earlier
+    trace left in cycles must not be released in this one.
     """
     was_enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = onednn  # type: ignore[assignment] # a property of the module
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        with uncollected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             result = run()
     finally:
         torch.backends.mkldnn.enabled = was_enabled  # a property too
@@ -159,7 +160,6 @@ def test_peak_of_backward_is_that_of_the_layer(family: str, shard: str, recomput
     """Of a block; the test also holds its output, but not its input, which was there before."""
     run = LayerRun(family, shard, 1, recompute, precision)
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, recompute))
-    gc.collect()  # what an earlier trace left in cycles must not be released in this one
     _, _, peak = traced(lambda: run.backward(run.forward()))
     kept = footprint.activations - footprint.input_bytes + footprint.output_bytes
     assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)

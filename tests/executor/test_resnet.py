@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,6 @@ def test_kept_bytes_are_those_of_the_layer(layer_type: str, index: int, precisio
     """To the byte, by torch's trace of allocations; images themselves are the batch's."""
     run = LayerRun(model(layer_type), index, "none", precision)
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, "none"))
-    gc.collect()
     _, held, _ = traced(run.forward, onednn=True)
     made = BATCH * run.layer.output_bytes(run.state.activation, run.state.residual)[0]
     wanted = footprint.activations + footprint.logits - footprint.input_bytes
@@ -114,7 +112,6 @@ def test_peaks_are_those_of_the_layer(layer_type: str, index: int) -> None:
     """By the same trace, where the CPU's convolutions need no copies in another order of channels."""
     run = LayerRun(model(layer_type, embedding_size=32, image_size=64), index, "none", "fp32")
     footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, "none"))
-    gc.collect()
     _, _, peak = traced(lambda: run.backward(run.forward()), onednn=True)
     kept = footprint.activations - footprint.input_bytes
     assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)

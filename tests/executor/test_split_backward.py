@@ -3,7 +3,6 @@ and the facts that decide what is refused with it."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
 from collections import Counter
@@ -28,6 +27,7 @@ from executor.parallel import Parallel
 from simplan.program.footprint import layer_footprint
 from simplan.program.program import MemoryEffect, Phase
 from simplan.program.split_footprint import split_effects, split_footprint
+from simplan.program.uncollected import uncollected
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
@@ -121,11 +121,8 @@ class StageRun:
         """After a first run, in which torch makes what it makes once."""
         self.second_part(self.first_part(self.forward())[1])
         self.input.grad = None
-        gc.disable()  # what earlier traces left in cycles must not be released in these
-        try:
+        with uncollected():  # nor between the traces
             return self._traced()
-        finally:
-            gc.enable()
 
     def _traced(self) -> Held:
         out, kept, _ = traced(self.forward)
