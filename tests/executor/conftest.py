@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import executor.launch
 from executor.run import run_job
@@ -78,6 +79,12 @@ def _forked_ranks() -> Iterator[None]:
     """Launches from this process fork their ranks, without torchrun."""
     with forked.forked_ranks():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """For small tensors; threads of several pytest workers would wait for each other's cores."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
