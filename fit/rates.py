@@ -57,7 +57,7 @@ owners begin so; their deviations are so much narrower."""
 
 ALL: Mapping[str, Bounds] = MappingProxyType(
     {
-        "half_depth": Bounds(0.5, 10.0, 1000.0),
+        "tile_s": Bounds(0.5, 0.1e-6, 20e-6),
         "half_keys": Bounds(0.5, 30.0, 2000.0),
         "narrow_heads": Bounds(0.1, 0.4, 1.0),
         "misaligned_share": Bounds(0.3, 0.02, 1.0),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from simplan.accuracy.architecture import switches_of
 from simplan.accuracy.recipes import recipes_of, with_recipes
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
@@ -125,6 +126,11 @@ def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Model
     for part in (given.moe, given.mla):
         if part is not None:
             fields |= {key: value for key, value in part.model_dump().items() if value is not None}
+    switches, like = switches_of(given, name)
+    if like is not None:
+        fields |= switches
+        said = ", ".join(f"{field} = {value}" for field, value in switches.items())
+        notes.append(f"as the catalogue's {like}, whose sizes it has: {said}")
     if run.task == "lora":
         fields |= _adapters(run, notes)
     if run.task != "pretrain" and software.packed_attention is not None and "document_lengths" in takes:

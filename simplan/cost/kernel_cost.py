@@ -102,6 +102,7 @@ def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> 
         device.memory_bandwidth_bytes_per_s * rates.bandwidth_share,
         rates.kernel_s,
         device.num_sms,
+        rates.tile_s,
         rates.half_depth,
         rates.last_wave,
         rates.aligned,

@@ -89,7 +89,7 @@ def nccl_ways(message: Message, route: Route) -> list[Way]:
         case CollectiveKind.SEND | CollectiveKind.RING:
             return [_hop(protocol, route) for protocol in _OF_PAIRS]
         case CollectiveKind.ALL_TO_ALL:
-            return [_pairwise(protocol, message.num_bytes, route) for protocol in _OF_PAIRS]
+            return [_pairwise(protocol, message, route) for protocol in _OF_PAIRS]
     ways = [_ring(protocol, message.kind, route) for protocol in _PROTOCOLS]
     if message.kind is CollectiveKind.ALL_REDUCE:
         ways += [_tree(protocol, route) for protocol in _PROTOCOLS]
@@ -171,24 +171,35 @@ def _tree_move(route: Route, between: Tier, share: float) -> Move:
     return Move(1.0, rate) if route.num_nodes == 2 else Move(2.0, rate, "2 x ")
 
 
-def _pairwise(protocol: _Protocol, num_bytes: int, route: Route) -> Way:
-    """Every rank sends one n-th to every other; both tiers carry their part at the same time, the slower one counts."""
-    n, k = route.num_ranks, route.local
-    tiers = []
+def _pairwise(protocol: _Protocol, message: Message, route: Route) -> Way:
+    """Every rank sends one n-th to every other; both tiers carry their part at the same time, the slower one counts.
+
+    Tokens for experts may go to each node once, and inside of it to all ranks that have some of their experts.
+    """
+    n, k, nodes = route.num_ranks, route.local, route.num_nodes
+    once = message.draw if route.between is not None and route.inside is not None else None
+    tiers: list[tuple[int, Tier, _Terms, Move]] = []
     if route.inside is not None:
-        tiers.append((k - 1, route.inside, route.inside.group_bytes_per_s, protocol.inside))
+        rate = protocol.inside.share * route.inside.group_bytes_per_s
+        move = Move((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
+        tiers.append((k - 1, route.inside, protocol.inside, move))
     if route.between is not None:
-        tiers.append((n - k, route.between, route.between.pair_bytes_per_s, protocol.between))
+        rate = protocol.between.share * route.between.pair_bytes_per_s
+        if once is None:
+            tiers.append((n - k, route.between, protocol.between, Move((n - k) / n, rate, f"{n - k}/{{n}} x ", n)))
+        else:
+            part = once.places(nodes) / once.places(n) * (nodes - 1) / nodes
+            tiers.append((nodes - 1, route.between, protocol.between, Move(part, rate, "{n} x ", part)))
     ways = [
         Way(
-            f"pairwise {protocol.name}",
+            f"pairwise {protocol.name}" if once is None else f"once a node, {protocol.name}",
             tier.link.launch_s + protocol.start_s,
             ((1, terms.ring_step * tier.latency_s), (peers - 1, protocol.post_s)),
-            (Move(peers / n, terms.share * rate, f"{peers}/{{n}} x ", n),),
+            (move,),
         )
-        for peers, tier, rate, terms in tiers
+        for peers, tier, terms, move in tiers
     ]
-    return max(ways, key=lambda way: way.seconds(num_bytes))
+    return max(ways, key=lambda way: way.seconds(message.num_bytes))
 
 
 def _per_byte(move: Move) -> float:

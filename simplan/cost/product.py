@@ -11,6 +11,7 @@ __all__ = ["Product", "ProductRates"]
 _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2))
 """Rows and columns of tiles that libraries have kernels for, and how many times they were halved: a smaller one reads
 more for each product (NVIDIA, Matrix Multiplication Background User's Guide, section 4)."""
+_WHOLE_TILE = 256 * 128
 _MOST_PARTS = 8
 
 
@@ -47,13 +48,14 @@ class ProductRates:
         bytes_per_s: Streaming kernels.
         kernel_s: As of ``KernelRates``.
         num_sms: Multiprocessors; None where products are not dealt out to any.
-        half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: As of ``KernelRates``.
+        tile_s, half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: As of ``KernelRates``.
     """
 
     flop_per_s: float
     bytes_per_s: float
     kernel_s: float
     num_sms: int | None
+    tile_s: float
     half_depth: float
     last_wave: float
     aligned: int
@@ -86,7 +88,7 @@ class ProductRates:
             parts = min(max(1, num_sms // tiles), _MOST_PARTS)
             full = tiles * parts / num_sms
             waves = max(1.0, full + self.last_wave * (math.ceil(full) - full))
-            flops = 2 * rows * columns * (product.depth / parts + self.half_depth)
             share = self.tile_share[halved - 1] if halved else 1.0
-            best_s = min(best_s, waves * flops / (flop_per_s * share))
+            multiplying_s = 2 * rows * columns * product.depth / parts / (flop_per_s * share)
+            best_s = min(best_s, waves * (multiplying_s + self.tile_s * rows * columns / _WHOLE_TILE))
         return best_s

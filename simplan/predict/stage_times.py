@@ -44,10 +44,10 @@ def stage_times(
         for segment in scripts.merged(stage, range(len(stages.layers[stage])), phase):
             total_s += sum(cost.compute(work).seconds for work in segment.work)
             if segment.exchange is not None:
-                axis, kind, num_bytes, beside = segment.exchange
-                if segment.beside is not None or not beside:
+                exchange = segment.exchange
+                if segment.beside is not None or not exchange.beside:
                     hidden_s = 0.0 if segment.beside is None else cost.compute(segment.beside).seconds
-                message_s = cost.message(Message(kind, num_bytes, groups[axis])).seconds
+                message_s = cost.message(exchange.among(groups[exchange.axis])).seconds
                 total_s += max(0.0, message_s - hidden_s)
                 hidden_s = max(0.0, hidden_s - message_s)
         return total_s

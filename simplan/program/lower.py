@@ -264,7 +264,7 @@ class _RankLowering:
                 kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
                 label = f"{name} recompute" if segment.recompute else name
                 ended = writer.compute(action, label, work, segment.memory, kind)
-            elif not whole and not (paired and segment.exchange[0] == "ep"):
+            elif not whole and not (paired and segment.exchange.axis == "ep"):
                 self._exchange(action, name, segment, before)
         for axis, stream in _AXIS_STREAM.items() if whole else [("ep", Stream.EXPERT)] if paired else ():
             exchanges = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
@@ -284,10 +284,12 @@ class _RankLowering:
         if found is None:
             exchanges: list[Work] = []
             for segment in script:
-                if segment.exchange is None or segment.exchange[0] != axis:
+                if segment.exchange is None or segment.exchange.axis != axis:
                     continue
                 message, last = self._exchanged(segment), exchanges[-1] if exchanges else None
-                hidden = paired if axis == "ep" else axis == "tp" and segment.exchange[3] and not self.how.host_waits
+                hidden = (
+                    paired if axis == "ep" else axis == "tp" and segment.exchange.beside and not self.how.host_waits
+                )
                 if not hidden:
                     exchanges.append(message)
                 elif segment.beside is not None:
@@ -301,17 +303,18 @@ class _RankLowering:
     def _exchange(self, action: Action, name: str, segment: Segment, before: Sequence[int | None]) -> None:
         """One exchange, which the next computation waits for; beside the last one, it waits for what that one did."""
         assert segment.exchange is not None
-        axis, kind, _, beside = segment.exchange
-        begins = before if beside and not self.how.host_waits else (self.writer.last_compute,)
+        exchange = segment.exchange
+        begins = before if exchange.beside and not self.how.host_waits else (self.writer.last_compute,)
         waits = [*begins, *self.writer.blocking]
         self.writer.block_on(
-            self.writer.collective(action, _AXIS_STREAM[axis], f"{kind} {name}", self._exchanged(segment), waits)
+            self.writer.collective(
+                action, _AXIS_STREAM[exchange.axis], f"{exchange.kind} {name}", self._exchanged(segment), waits
+            )
         )
 
     def _exchanged(self, segment: Segment) -> Message:
         assert segment.exchange is not None
-        axis, kind, num_bytes, _ = segment.exchange
-        return Message(kind, num_bytes, self.groups[axis])
+        return segment.exchange.among(self.groups[segment.exchange.axis])
 
     def _receive(self, action: Action) -> None:
         """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""

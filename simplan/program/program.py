@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from simplan.program.action import Action, Table
 from simplan.program.timeline import SpanKind
-from simplan.spec.layer import CollectiveKind, LayerSpec
+from simplan.spec.layer import CollectiveKind, ExpertDraw, LayerSpec
 
 __all__ = [
     "Excess",
@@ -106,11 +106,13 @@ class Message(NamedTuple):
         kind: How.
         num_bytes: How many; see ``CollectiveKind`` for what counts.
         ranks: Global ranks of the group; of a broadcast the root first; source and destination of a send.
+        draw: As of ``Exchange``.
     """
 
     kind: CollectiveKind
     num_bytes: int
     ranks: tuple[int, ...]
+    draw: ExpertDraw | None = None
 
 
 class HostCopy(NamedTuple):

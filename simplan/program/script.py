@@ -8,20 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from simplan.program.footprint import LayerFootprint, layers_effects
-from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Phase
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase
 from simplan.program.split_footprint import SplitFootprint, split_effects
 from simplan.program.stage import Stages
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, ExpertDraw, Gemm, Kernel, LayerKind, LayerSpec
 from simplan.spec.recompute import Recomputation
 
-__all__ = ["Scripts", "Segment", "in_order"]
+__all__ = ["Exchanged", "Scripts", "Segment", "in_order"]
 
 _T = TypeVar("_T")
 _FROM_THE_FIRST = (Phase.FORWARD, Phase.BACKWARD_WEIGHT)
 _OTHER_PASS = {Phase.FORWARD: Phase.BACKWARD, Phase.BACKWARD: Phase.FORWARD}
+
+
+class Exchanged(NamedTuple):
+    """An exchange between kernels.
+
+    Attributes:
+        axis: Of the mesh, whose ranks take part.
+        kind, num_bytes, draw: As of ``Message``.
+        beside: It runs beside the segment before it.
+    """
+
+    axis: Literal["tp", "cp", "ep", "etp"]
+    kind: CollectiveKind
+    num_bytes: int
+    beside: bool
+    draw: ExpertDraw | None = None
+
+    def among(self, ranks: tuple[int, ...]) -> Message:
+        """The message of one group."""
+        return Message(self.kind, self.num_bytes, ranks, self.draw)
 
 
 class Segment(NamedTuple):
@@ -31,7 +51,7 @@ class Segment(NamedTuple):
         work: What is computed; nothing for an exchange.
         recompute: The work is forward run again.
         memory: Its effects.
-        exchange: The axis, kind and bytes of an exchange, and whether it runs beside the segment before it.
+        exchange: The exchange, if it is one.
         beside: Of an exchange, what it and those after it run beside, which is nothing of these: products next to it,
             or, of an exchange of tokens for experts, the layer's other pass, for another microbatch.
     """
@@ -39,7 +59,7 @@ class Segment(NamedTuple):
     work: tuple[LayerWork, ...] = ()
     recompute: bool = False
     memory: tuple[MemoryEffect, ...] = ()
-    exchange: tuple[str, CollectiveKind, int, bool] | None = None
+    exchange: Exchanged | None = None
     beside: LayerWork | None = None
 
 
@@ -73,7 +93,7 @@ class Scripts:
         layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
         segments = self._computed(layer, kept, phase)
         other = _OTHER_PASS.get(phase)
-        first = next((i for i, s in enumerate(segments) if s.exchange is not None and s.exchange[0] == "ep"), None)
+        first = next((i for i, s in enumerate(segments) if s.exchange is not None and s.exchange.axis == "ep"), None)
         if self._stages.software.expert_overlap and other is not None and first is not None:
             work = LayerWork(layer, other, self._stages.plan.microbatch_size, layer.num_parameters)
             segments[first] = segments[first]._replace(beside=work)
@@ -250,7 +270,7 @@ class Scripts:
         if quantized and kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER:
             width = 1
         num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
-        return Segment(exchange=(kernel.axis, kind, num_bytes, beside or kernel.beside_previous))
+        return Segment(exchange=Exchanged(kernel.axis, kind, num_bytes, beside or kernel.beside_previous, kernel.draw))
 
 
 def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.footprint import LayerFootprint, layer_footprint
-from simplan.program.program import LayerWork, Message, Phase
+from simplan.program.program import LayerWork, Phase
 from simplan.program.script import Scripts, Segment
 from simplan.program.stage import Crossing, LayerFacts, Stages, layer_facts
 from simplan.program.units import padded_elements
@@ -305,9 +305,9 @@ class Layers:
                 before_s, now_s = now_s, max(now_s, pending_s) + duration_s + (more_s if number == last else 0.0)
                 pending_s = 0.0
             else:
-                axis, kind, num_bytes, beside = segment.exchange
-                start_s = max(free_s[axis], before_s if beside else now_s, pending_s)
-                free_s[axis] = start_s + self._prices.message_s(Message(kind, num_bytes, groups[axis]))
+                axis, exchange = segment.exchange.axis, segment.exchange
+                start_s = max(free_s[axis], before_s if exchange.beside else now_s, pending_s)
+                free_s[axis] = start_s + self._prices.message_s(exchange.among(groups[axis]))
                 pending_s = max(pending_s, free_s[axis])
         return Pass(max(now_s, pending_s), now_s)
 

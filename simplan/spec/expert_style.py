@@ -15,19 +15,27 @@ hybridep     the same                                                 none: the 
 (transformer_engine/pytorch/permutation.py); weights of experts are multiplied where their activation is computed.
 ``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the backends of its flex dispatcher
 (megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token takes k at random, it goes to
-R (1 - C(E - E/R, k) / C(E, k)) of them. That DeepEP sends it once to each node, and on from there, is not counted.
+R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes it is sent once to each of these, in
+whatever rank, and on from there (deepseek-ai/DeepEP, README: "asymmetric-domain bandwidth forwarding"), and what comes
+back is added up in a node before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil, comb
+from math import ceil
 from typing import Literal
 
-from simplan.spec.layer import Exchange, Gemm, Kernel, LayerSpec, Pointwise, Saved
+from simplan.spec.layer import Exchange, ExpertDraw, Gemm, Kernel, LayerSpec, Pointwise, Saved
 
-__all__ = ["ExpertDispatch", "dispatched", "one_by_one", "ranks_of_a_token", "with_fused_experts"]
+__all__ = [
+    "ExpertDispatch",
+    "dispatched",
+    "one_by_one",
+    "with_biases_apart",
+    "with_fused_experts",
+]
 
 ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
 
@@ -35,16 +43,6 @@ _SORTS = ("sort by expert", "sort by rank")
 _MOVES = ("dispatch", *_SORTS)
 _PRODUCTS = ("experts_gate", "experts_up", "experts_down")
 _INPUTS = ("expert inputs", "gathered expert inputs")
-
-
-def ranks_of_a_token(num_experts: int, top_k: int, num_ranks: int) -> float:
-    """Ranks that have some of a token's experts, where it takes these at random.
-
-    >>> ranks_of_a_token(8, 1, 8), ranks_of_a_token(8, 8, 4)
-    (1.0, 4.0)
-    """
-    own = num_experts // num_ranks
-    return num_ranks * (1 - comb(num_experts - own, top_k) / comb(num_experts, top_k))
 
 
 def dispatched(layer: LayerSpec, way: ExpertDispatch) -> tuple[tuple[Kernel, ...], list[Saved]]:
@@ -63,12 +61,13 @@ def dispatched(layer: LayerSpec, way: ExpertDispatch) -> tuple[tuple[Kernel, ...
     if way == "all_to_all" or num_ranks == 1:
         return tuple(_in_one_kernel(kernel, whole) for kernel in layer.kernels), list(layer.saved)
     top_k = next(tensor.elements for tensor in layer.saved if tensor.name == "chosen experts") // tokens
-    sent = round(whole * ranks_of_a_token(router.n, top_k, num_ranks))
+    draw = ExpertDraw(router.n, top_k)
+    sent = round(whole * draw.places(num_ranks))
     found: list[Kernel] = []
     for kernel in layer.kernels:
         match kernel:
             case Exchange(axis="ep"):
-                found.append(replace(kernel, elements=min(sent, kernel.elements)))
+                found.append(replace(kernel, elements=min(sent, kernel.elements), draw=draw))
             case Pointwise(name="combine"):
                 found.append(replace(kernel, reads=sent, writes=whole, moves=True))
             case Pointwise(name=name) if name in _SORTS and way == "deepep":
@@ -94,6 +93,40 @@ def one_by_one(kernels: tuple[Kernel, ...], streams: int) -> tuple[Kernel, ...]:
     """
     experts = [k for k in kernels if isinstance(k, Gemm) and k.name in _PRODUCTS]
     return tuple(replace(k, rounds=ceil(k.num_groups / streams)) if k in experts else k for k in kernels)
+
+
+def with_biases_apart(layer: LayerSpec, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """Experts with biases whose last one, and limits of whose activations, are passes of their own.
+
+    Megatron-LM at d7288711 (2026-04): megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias multiplies the
+    bias of the last matrix by the weights of tokens, which makes it fp32, adds it, joins what it got for each expert
+    and casts it back: 28 bytes a value that are read or written, and 40 in backward. fusions/fused_bias_geglu.py limits
+    both halves before the activation (gpt-oss, the one model with such biases) and joins them: 8 and 10 values. A pass
+    counts twice in backward but for what only moves, so both are stated as two. The biases of the first matrices are
+    part of the product.
+
+    Args:
+        layer: As ``simplan.spec.models.experts`` has it.
+        kernels: Its kernels, as they are by now.
+    """
+    if not any(parameter.name == "experts_down.bias" for parameter in layer.parameters):
+        return kernels
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if isinstance(kernel, Pointwise) and kernel.name == "experts_silu_multiply":
+            values = kernel.writes // 2
+            found += [
+                Pointwise("experts_limit", values, values),
+                Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True),
+            ]
+        found.append(kernel)
+        if isinstance(kernel, Gemm) and kernel.name == "experts_down":
+            values = kernel.m * kernel.n
+            found += [
+                Pointwise("experts_weigh_bias", 3 * values, 3 * values),
+                Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True),
+            ]
+    return tuple(found)
 
 
 def with_fused_experts(kernels: tuple[Kernel, ...], saved: Iterable[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:

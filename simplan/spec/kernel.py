@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from math import comb
+from typing import Literal, NamedTuple
 
 __all__ = [
     "Attention",
     "CollectiveKind",
     "Exchange",
+    "ExpertDraw",
     "Gemm",
     "Kernel",
     "Lookup",
@@ -219,6 +221,22 @@ class Lookup:
     trained: bool = True
 
 
+class ExpertDraw(NamedTuple):
+    """A token takes some of all experts, each set of them as often as any other."""
+
+    num_experts: int
+    top_k: int
+
+    def places(self, num_places: int) -> float:
+        """Places that have some of a token's experts: R (1 - C(E - E/R, k) / C(E, k)) of R that have as many each.
+
+        >>> ExpertDraw(8, 1).places(8), ExpertDraw(8, 8).places(4)
+        (1.0, 4.0)
+        """
+        own = self.num_experts // num_places
+        return num_places * (1 - comb(self.num_experts - own, self.top_k) / comb(self.num_experts, self.top_k))
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A collective inside a layer, over its tensor-, context- or expert-parallel ranks, or those of one expert.
@@ -233,6 +251,7 @@ class Exchange:
         beside_previous: It needs only what was there before the kernels since the last exchange, and runs beside them
             where the device can (ring attention sends keys on while it works on those it has).
         residual: What is exchanged is of the residual stream, which autocast keeps in fp32.
+        draw: Of an exchange that brings a token to every node once, and on from there: which experts it goes to.
     """
 
     name: str
@@ -243,6 +262,7 @@ class Exchange:
     bytes_per_element: int | None = None
     beside_previous: bool = False
     residual: bool = False
+    draw: ExpertDraw | None = None
 
 
 Kernel = Gemm | Attention | Pointwise | Lookup | Exchange

@@ -14,7 +14,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Count, Spec
-from simplan.spec.expert_style import ExpertDispatch, dispatched, one_by_one, with_fused_experts
+from simplan.spec.expert_style import (
+    ExpertDispatch,
+    dispatched,
+    one_by_one,
+    with_biases_apart,
+    with_fused_experts,
+)
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Kernel, LayerKind, LayerSpec, Pointwise, Saved
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
@@ -26,6 +32,7 @@ _FP32_BYTES = 4
 _MASK_BYTES = 1
 _GATED = "silu output"
 _JOIN = "join documents"
+_SINKS = "sinks"
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities": ("log-probabilities", _FP32_BYTES),
@@ -55,6 +62,8 @@ class LayerStyle(Spec):
             context-parallel ranks gather, in forward and again in backward; their gradients go round a ring in fp32
             (torch's context parallelism).
         narrow_values: Values that are narrower than keys are not padded.
+        skips_keys: The kernel of attention in a window skips keys outside of it, for which torch has a table, and takes
+            sinks into its softmax, which else scale its output afterwards.
         split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
             (torch), or of each product with weights its input and the gradient of its output (``products``).
         gathered_keys: How queries of a part of a sequence attend to keys that are gathered from all context-parallel
@@ -63,7 +72,7 @@ class LayerStyle(Spec):
         documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
         expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``), as the profile has it.
         expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
-            None for one kernel of all experts.
+            None for one kernel of all experts. Their last biases are then added apart.
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
@@ -78,6 +87,7 @@ class LayerStyle(Spec):
     loss: Loss = "log_probabilities"
     repeated_keys: bool = False
     narrow_values: bool = False
+    skips_keys: bool = False
     split_backward: SplitBackward = "all"
     gathered_keys: Literal["masked", "by_rank"] = "masked"
     documents_in_one_call: bool = False
@@ -116,7 +126,7 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     if style.fused_experts:
         kernels, saved = with_fused_experts(kernels, saved)
     elif style.expert_streams:
-        kernels = one_by_one(kernels, style.expert_streams)
+        kernels = with_biases_apart(layer, one_by_one(kernels, style.expert_streams))
     other_experts = kernels != layer.kernels
     if style.attention == "unfused":
         cores = [k for k in kernels if isinstance(k, Attention) and not k.eager]
@@ -131,6 +141,9 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         kernels, saved = _in_one_call(kernels, saved)
     if style.narrow_values:
         kernels, saved = _narrow_values(kernels, saved)
+    skips = style.skips_keys and any(isinstance(k, Attention) and k.masked and k.window for k in kernels)
+    if style.skips_keys:
+        kernels, saved = _skipping_keys(kernels, saved)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
     if style.fused_gates or compiled:
         saved = [tensor for tensor in saved if not tensor.name.endswith(_GATED)]
@@ -142,12 +155,12 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         name, width = _KEPT_BY_LOSS[style.loss]
         saved = [replace(t, name=name, bytes_per_element=width) if t.logits else t for t in saved]
     constants = layer.constants
-    if style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer):
+    if skips or (style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != "attention mask")
     if not compiled and (kernels, tuple(saved), constants) == (layer.kernels, layer.saved, layer.constants):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
-    words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values]
+    words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
     words += ["one call" * in_one_call, _expert_words(style) * other_experts]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
@@ -199,6 +212,16 @@ def _in_one_call(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple
     kept = [replace(tensor, made_by="attention") if tensor.made_by == _JOIN else tensor for tensor in kept]
     kernels = tuple(replace(k, one_call=True) if isinstance(k, Attention) and k.documents else k for k in kernels)
     return tuple(kernel for kernel in kernels if kernel.name != _JOIN), kept + of_core
+
+
+def _skipping_keys(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+    """Attention whose kernel knows of windows and sinks."""
+    found = [
+        replace(kernel, masked=False) if isinstance(kernel, Attention) and kernel.window else kernel
+        for kernel in kernels
+        if kernel.name != _SINKS
+    ]
+    return tuple(found), [tensor for tensor in saved if tensor.made_by != _SINKS]
 
 
 def _narrow_values(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:

@@ -42,8 +42,10 @@ class KernelRates(Spec):
         low_share: The same of products in 8 bits.
         fp4_share: The same in 4 bits.
         bandwidth_share: Part of the datasheet's memory bandwidth that streaming kernels reach.
-        half_depth: Length of the inner dimension at which a product reaches half of its rate: every tile has to be
-            begun and written out.
+        tile_s: What a tile of 256 x 128 of a product takes beyond its multiplications: it is begun and written out.
+            Smaller tiles take as much less. The faster the multiplications are, the more it matters.
+        half_depth: Length of the inner dimension at which a product reaches half of its rate, on devices of which no
+            multiprocessors are known.
         last_wave: What a last wave of tiles that does not fill the device takes of a full one, beyond its part of it:
             nothing where tiles are cut to fit, or where clocks rise as much as multiprocessors idle.
         attention: Shares by kernel; a kernel that is missing does not run there.
@@ -81,6 +83,7 @@ class KernelRates(Spec):
     low_share: _Part = 0.9
     fp4_share: _Part = 0.6
     bandwidth_share: _Part = 0.85
+    tile_s: NonNegative = 3e-6
     half_depth: NonNegative = 80.0
     last_wave: _Part = 0.5
     attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)

@@ -195,3 +195,35 @@ def test_models_have_as_many_parameters_as_their_source_prints() -> None:
     ]
     assert len(printed) > 100
     assert {job_of_run(published).model.num_parameters == published.model.params for published in printed} == {True}
+
+
+def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
+    """Of a model with just the sizes of one that the catalogue knows."""
+    sizes: dict[str, Any] = {
+        "model__family": "moe",
+        "model__num_hidden_layers": 36,
+        "model__hidden_size": 2880,
+        "model__num_attention_heads": 64,
+        "model__num_key_value_heads": 8,
+        "model__head_dim": 64,
+        "model__vocab_size": 201088,
+        "model__moe": {"num_experts": 128, "top_k": 4, "moe_intermediate_size": 2880},
+    }
+    job = job_of_run(run(**sizes))
+    assert job.model.attention_sinks
+    assert job.model.expert_bias
+    assert job.model.windows[:2] == catalogue.model("gpt-oss-120b").windows[:2] == (128, 0)
+    assert any(note.startswith("as the catalogue's gpt-oss-120b, whose sizes it has: ") for note in job.notes)
+    other = job_of_run(run(**{**sizes, "model__vocab_size": 200_064}))
+    assert not other.model.expert_bias
+    assert not any("catalogue's" in note for note in other.notes)
+
+
+@pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mistral-7b-v0.3"])
+def test_a_vocabulary_tells_models_apart_that_differ_in_little_else(name: str) -> None:
+    """The older one attends in a window."""
+    fields = catalogue.model_fields(name)
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    given = {f"model__{size}": fields[size] for size in (*sizes, "vocab_size")}
+    job = job_of_run(run(**given, model__family="llama", model__gated_mlp=True))
+    assert job.model.sliding_window == fields.get("sliding_window")

@@ -14,7 +14,7 @@ from simplan.errors import SpecError
 from simplan.program.program import Message
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec, Spread
-from simplan.spec.layer import CollectiveKind
+from simplan.spec.layer import CollectiveKind, ExpertDraw
 from simplan.units import GIB, MIB
 
 GB = 10**9
@@ -333,3 +333,34 @@ def test_formulas_come_to_the_price(
     text = found.formula.rpartition(" (")[0].replace("2 (", "2 * (").replace(" x ", " * ")
     text = re.sub(r"([0-9.]+) ([KMGTBus][a-zA-Z/]*)", lambda match: f"({match[1]} * {units[match[2]]})", text)
     assert eval(text) == pytest.approx(found.seconds, rel=0.05, abs=1e-6)
+
+
+def test_tokens_for_experts_cross_the_network_once_for_each_node() -> None:
+    """Against tokens dealt out by hand: 16 experts on 16 ranks of two nodes, of which each token takes two.
+
+    Of the 120 pairs 56 are within one node, 28 in each. A token is sent to 2 ranks, and to 1 + 64/120 nodes; of these
+    half are its own node. What arrives in a node passes on to its ranks.
+    """
+    ranks, draw = tuple(range(16)), ExpertDraw(16, 2)
+    num_bytes = 2 * GB
+    apart = price(CollectiveKind.ALL_TO_ALL, num_bytes, ranks)
+    once = message_price(Message(CollectiveKind.ALL_TO_ALL, num_bytes, ranks, draw), cluster(16))
+    start_s = SIMPLE_S + OUTER.latency_s
+    network_s = num_bytes / 2 * (1 + 64 / 120) / 2 / (0.9 * 50 * GB)
+    assert once.seconds == pytest.approx(start_s + network_s, rel=1e-4)
+    assert apart.seconds == pytest.approx(start_s + num_bytes * 8 / 16 / (0.9 * 50 * GB), rel=1e-3)
+    assert "once a node" in once.formula
+
+
+def test_experts_in_one_node_are_sent_to_as_ever() -> None:
+    ranks = tuple(range(8))
+    drawn = message_price(Message(CollectiveKind.ALL_TO_ALL, GB, ranks, ExpertDraw(16, 2)), cluster(8))
+    assert drawn == price(CollectiveKind.ALL_TO_ALL, GB, ranks)
+
+
+def test_inside_of_a_node_a_token_still_goes_to_every_rank() -> None:
+    """Where the network is fast the links inside set the pace: 7 of 8 of the copies pass from rank to rank."""
+    message = Message(CollectiveKind.ALL_TO_ALL, GB, tuple(range(16)), ExpertDraw(16, 16))
+    fast = OUTER.model_copy(update={"bytes_per_s": 10_000 * GB})
+    inside_s = GB * 7 / 8 / (0.8 * 400 * GB)
+    assert message_price(message, cluster(16, inter=fast)).seconds == pytest.approx(inside_s + SIMPLE_S, rel=0.01)

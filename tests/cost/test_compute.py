@@ -30,7 +30,7 @@ from simplan.spec.rates import AttentionShare
 from simplan.spec.software import StateBytes
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
-PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
+PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
 ATTENTION = AttentionRates(PRODUCTS, 1e14, AttentionShare(forward=0.6, backward=0.5, sustained=1.0), 0.0, 1.0, 2)
 
 
@@ -143,7 +143,15 @@ def test_a_product_of_few_tiles_is_split_along_its_inner_dimension() -> None:
 
 def test_short_inner_dimensions_reach_half_the_rate_at_the_half_depth() -> None:
     product = Product(2560, 1280, 64, 1, 0.0)
-    assert tiled(half_depth=64.0).seconds(product) == pytest.approx(2 * tiled().seconds(product))
+    untiled = replace(PRODUCTS, half_depth=64.0)
+    assert untiled.seconds(product) == pytest.approx(2 * PRODUCTS.seconds(product))
+
+
+def test_every_tile_is_begun_and_written_out() -> None:
+    """Whatever the rate of its multiplications; a quarter of a tile takes a quarter."""
+    whole, small = Product(2560, 1280, 64, 1, 0.0), Product(1280, 640, 64, 1, 0.0)
+    for product, more_s in ((whole, 3e-6), (small, 0.75e-6)):
+        assert tiled(tile_s=3e-6).seconds(product) - tiled().seconds(product) == pytest.approx(more_s)
 
 
 @pytest.mark.parametrize(("operands", "times"), [("whole", 2), ("slices", 10), ("padded", 1)])

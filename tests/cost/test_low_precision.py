@@ -41,7 +41,7 @@ def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> KernelCost:
     """16-bit products at 1e14, others at 2e14 FLOP/s; 1e12 bytes a second."""
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     state = state.model_copy(update={"linear": linear_format(precision, recipe, kept)})
-    wide, low = (ProductRates(rate, 1e12, 0.0, None, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0)) for rate in (1e14, 2e14))
+    wide, low = (ProductRates(rate, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0)) for rate in (1e14, 2e14))
     attention = AttentionRates(wide, 1e14, AttentionShare(forward=1.0, backward=1.0, sustained=1.0), 0.0, 1.0, 2)
     return KernelCost(wide, attention, state, "adamw", Provenance.PUBLISHED, 0.1, low=low)
 

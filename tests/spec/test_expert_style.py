@@ -10,8 +10,8 @@ import pytest
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
-from simplan.spec.expert_style import ExpertDispatch, ranks_of_a_token
-from simplan.spec.layer import Exchange, LayerSpec, Pointwise
+from simplan.spec.expert_style import ExpertDispatch
+from simplan.spec.layer import Attention, Exchange, ExpertDraw, LayerSpec, Pointwise
 from simplan.spec.layer_style import LayerStyle, styled
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -39,11 +39,11 @@ def sent(layer: LayerSpec) -> set[int]:
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(16, 4, 4), (256, 8, 32), (8, 2, 8), (128, 8, 8)])
-def test_ranks_of_a_token_are_those_of_a_draw(experts: int, top_k: int, ranks: int) -> None:
+def test_places_of_a_token_are_those_of_a_draw(experts: int, top_k: int, ranks: int) -> None:
     lot = random.Random(0)
     draws = [lot.sample(range(experts), top_k) for _ in range(20_000)]
     mean = sum(len({expert * ranks // experts for expert in drawn}) for drawn in draws) / len(draws)
-    assert ranks_of_a_token(experts, top_k, ranks) == pytest.approx(mean, rel=0.01)
+    assert ExpertDraw(experts, top_k).places(ranks) == pytest.approx(mean, rel=0.01)
 
 
 def test_a_kernel_for_each_copy_reads_or_writes_a_token_once() -> None:
@@ -55,7 +55,7 @@ def test_a_kernel_for_each_copy_reads_or_writes_a_token_once() -> None:
 
 
 def test_a_token_is_sent_once_to_a_rank() -> None:
-    once = round(WHOLE * ranks_of_a_token(EXPERTS, TOP_K, EP))
+    once = round(WHOLE * ExpertDraw(EXPERTS, TOP_K).places(EP))
     assert WHOLE < once < PLACES
     assert sent(block("deepep")) == sent(block("hybridep")) == {once}
     assert copies(block("deepep")) == {
@@ -129,3 +129,46 @@ def test_what_is_only_moved_is_moved_back_by_backward_and_no_more() -> None:
 
     found = {name: times(name) for name in ("dispatch", "sort by expert", "sort by rank", "combine", "residual2")}
     assert found == pytest.approx(dict.fromkeys(found, 1.0) | {"combine": 2.0, "residual2": 2.0})
+
+
+def test_a_bias_that_is_weighed_is_added_in_fp32_and_activations_are_limited_before() -> None:
+    """Bytes of each value by hand, over what eager torch reads and writes of 16 bits, forward and backward."""
+    model = MODEL.model_copy(update={"expert_bias": True})
+    plain, apart = (
+        styled(model.layers_of(Shard(ep=EP))[2], LayerStyle(expert_streams=streams), dropout=False)
+        for streams in (None, 4)
+    )
+    passes = [kernel for kernel in apart.kernels if isinstance(kernel, Pointwise) and kernel not in plain.kernels]
+    assert [kernel for kernel in apart.kernels if kernel not in passes and isinstance(kernel, Pointwise)] == [
+        kernel for kernel in plain.kernels if isinstance(kernel, Pointwise)
+    ]
+    moved = [(kernel.reads + kernel.writes, 1 if kernel.moves else 2) for kernel in passes]
+    rows, width = TOKENS * TOP_K, MODEL.moe_intermediate_size
+    limit = 2 * (1 + 1) + (2 + 2)  # two halves read and written, and both joined
+    back = 2 * (2 + 1) + (2 + 2)  # gradient and half read, gradient written; and both joined
+    bias = (4 + (2 + 4 + 4) + (4 + 4) + (4 + 2)) // 2  # times weights; added; joined; cast
+    bias_back = ((2 + 4) + (4 + 2) + (4 + 4 + 4) + (4 + 4 + 4) + (2 + 2)) // 2
+    assert sum(elements for elements, _ in moved) == rows * (limit * width + bias * H)
+    assert sum(elements * times for elements, times in moved) == rows * (back * width + bias_back * H)
+    assert apart.saved == plain.saved
+
+
+def test_without_biases_nothing_is_added_apart() -> None:
+    names = [[kernel.name for kernel in block(expert_streams=streams).kernels] for streams in (None, 4)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_kernel_that_knows_windows_needs_no_table_and_one_that_knows_sinks_no_pass(number: int) -> None:
+    """gpt-oss, every second of whose blocks attends in a window."""
+    layer = catalogue.model("gpt-oss-20b").layers_of(Shard())[1 + number]
+    plain, skipping = (styled(layer, LayerStyle(skips_keys=skips), dropout=False) for skips in (False, True))
+    (core,) = (kernel for kernel in skipping.kernels if isinstance(kernel, Attention))
+    assert core.computed_flops == core.flops
+    windowed = core.window > 0
+    assert sorted(t.name for t in plain.constants) == sorted(["attention mask"] * windowed + ["rotary tables"])
+    assert [t.name for t in skipping.constants] == ["rotary tables"]
+    names = {kernel.name for kernel in skipping.kernels}
+    assert {kernel.name for kernel in plain.kernels} - names == {"sinks"}
+    assert {tensor.made_by for tensor in skipping.saved if tensor.made_by} <= names
+    assert windowed == (core.flops < core.full_flops / 10)
