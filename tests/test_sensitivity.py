@@ -63,7 +63,7 @@ def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str
 def test_all_rates_together_scale_the_step() -> None:
     """One device, no time beyond the work of kernels: compute and memory share the whole of one percent."""
     cluster = catalogue.cluster("dgx-h100", num_devices=1)
-    kernels = cluster.device.kernels.model_copy(update={"kernel_s": 0.0})
+    kernels = cluster.device.kernels.model_copy(update={"kernel_s": 0.0, "tile_s": 0.0})
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
     training = TrainingSpec(global_batch_size=8)
     found = predict("test", GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH)
