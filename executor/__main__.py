@@ -92,7 +92,7 @@ def _join(file: Path, out_dir: Path) -> None:
     from executor.run import join_job
     from simplan.program.nodes import Nodes
 
-    join_job(_parse(Nodes, file), out_dir)
+    join_job(_parse(Nodes, file), out_dir, on_note=lambda text: _tell({"event": "note", "text": text}))
 
 
 def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:

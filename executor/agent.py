@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.processes import PARENT_VARIABLE, die_with_parent
-from executor.rank import ATTEMPT_VARIABLE, FIRST_RANK_VARIABLE
+from executor.rank import ATTEMPT_VARIABLE, FIRST_ATTEMPT_VARIABLE, FIRST_RANK_VARIABLE
 
 __all__ = ["main"]
 
@@ -52,13 +52,15 @@ def _telling_agent(failures_file: Path) -> type:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    first = int(os.environ.get(FIRST_ATTEMPT_VARIABLE, "0"))
+
     class TellingAgent(LocalElasticAgent):
-        attempt = -1
-        num_told = 0
+        attempt = first - 1
+        num_told = first
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             self.attempt += 1
-            self._remaining_restarts = max(0, worker_group.spec.max_restarts - self.attempt)
+            self._remaining_restarts = max(0, worker_group.spec.max_restarts - (self.attempt - first))
             os.environ[ATTEMPT_VARIABLE] = str(self.attempt)
             started: dict[int, Any] = super()._start_workers(worker_group)
             return started
@@ -66,8 +68,8 @@ def _telling_agent(failures_file: Path) -> type:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
-                first = int(os.environ[FIRST_RANK_VARIABLE])
-                self._tell([{"rank": first + f.local_rank, "exitcode": f.exitcode} for f in result.failures.values()])
+                rank = int(os.environ[FIRST_RANK_VARIABLE])
+                self._tell([{"rank": rank + f.local_rank, "exitcode": f.exitcode} for f in result.failures.values()])
             return result
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:

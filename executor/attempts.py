@@ -28,13 +28,14 @@ class Attempts:
         files: Of all ranks.
         log_file: Of torchrun.
         team: The other nodes; None for none.
-        max_restarts: How often torchrun starts all ranks again.
+        max_restarts: How often all ranks are started again, those times included that a larger team has done so.
         on_restart: Called with why, each time.
         predicted_bytes: By rank, what it was predicted to need; empty without a prediction.
 
     Attributes:
         ended: Why each attempt before this one ended here.
         started_s: When the ranks of this one were started, or will have been.
+        num_restarts: Told until now, with those of a larger team.
     """
 
     def __init__(
@@ -52,25 +53,26 @@ class Attempts:
         self._failures, self._files, self._log_file, self._team = failures, files, log_file, team
         self._max_restarts, self._on_restart = max_restarts, on_restart
         self._predicted_bytes = predicted_bytes
-        self._num_told = 0
+        self._first = 0 if team is None else team.first_attempt
+        self.num_restarts = self._first
         self._hung: dict[int, tuple[float, Stall]] = {}
         self._kernel_kills = num_kernel_kills()
 
     def look(self, beats: Beats) -> None:
         """Sees whether an attempt has failed that another one follows."""
         exits = read_exits(self._failures)
-        while len(self.ended) < min(len(exits), self._max_restarts):
+        while len(self.ended) < min(len(exits), self._max_restarts - self._first):
             self.ended.append(self._failure(exits, beats))
             self.started_s = time.monotonic() + _STOP_S
 
     def beats_of_this(self, beats: Beats) -> Beats:
         """Without those of ranks of earlier attempts."""
-        return tuple(None if beat is None or beat.attempt < len(self.ended) else beat for beat in beats)
+        return tuple(None if beat is None or beat.attempt < self._attempt else beat for beat in beats)
 
     def heed(self, heard: Heard) -> None:
         """Ends the rank that node 0 has found to hang."""
         beat = None if heard.to_end is None else heard.beats[heard.to_end]
-        if beat is not None and beat.attempt == len(self.ended):
+        if beat is not None and beat.attempt == self._attempt:
             kill_sessions([beat.pid])
 
     def tell(self, others: Sequence[Sequence[Failure]] = (), *, last: bool = False) -> None:
@@ -82,17 +84,17 @@ class Attempts:
         """
         accounts = [self.ended, *others]
         known = (max if last else min)(len(ended) for ended in accounts)
-        while self._num_told < known:
-            why = first_cause([ended[self._num_told] for ended in accounts if len(ended) > self._num_told])
+        while (place := self.num_restarts - self._first) < known:
+            why = first_cause([ended[place] for ended in accounts if len(ended) > place])
             assert why is not None
-            self._num_told += 1
+            self.num_restarts += 1
             if self._on_restart is not None:
-                self._on_restart(f"{why.sentence}; restart {self._num_told} of {self._max_restarts}")
+                self._on_restart(f"{why.sentence}; restart {self.num_restarts} of {self._max_restarts}")
 
     def end(self, stall: Stall, beats: Beats) -> bool:
         """Kills the rank that hangs, so that torchrun starts all again; False when no restart is left."""
         beat, attempt = beats[stall.rank], len(self.ended)
-        if beat is None or attempt >= self._max_restarts:
+        if beat is None or self._attempt >= self._max_restarts:
             return False
         killed_s, first = self._hung.setdefault(attempt, (time.monotonic(), stall))
         if self._team is not None and first.rank not in self._team.ranks:
@@ -118,11 +120,16 @@ class Attempts:
             self._files,
             beats,
             self._log_file,
-            attempt,
+            self._attempt,
             kernel_killed=num_kernel_kills() > self._kernel_kills,
             predicted_bytes=self._predicted_bytes,
         )
         return found.model_copy(update={"sentence": self._on(None, found.sentence)})
+
+    @property
+    def _attempt(self) -> int:
+        """That goes on, counted from the beginning of the run."""
+        return self._first + len(self.ended)
 
     def _on(self, rank: int | None, sentence: str) -> str:
         """With the node it is about: that of a rank, or this one."""

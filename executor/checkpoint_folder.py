@@ -109,7 +109,8 @@ class WholeWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, job: Job, step: int) -> None:
-        self.unfinished = folder / f"{_UNFINISHED}{step_folder(folder, step).name}"
+        # a node that was given up may still write: the others, who are fewer, use another name
+        self.unfinished = folder / f"{_UNFINISHED}{step_folder(folder, step).name}-{job.plan.num_devices}ranks"
         super().__init__(self.unfinished)
         self._final = step_folder(folder, step)
         self._job, self._step = job, step

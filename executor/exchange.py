@@ -21,11 +21,14 @@ from simplan.errors import RunError
 from simplan.program.nodes import Nodes
 from simplan.spec.base import Spec
 
-__all__ = ["Beats", "Exchange", "Heard", "Host", "LostNodeError", "OtherNodeError"]
+__all__ = ["REGROUP", "Beats", "Exchange", "Heard", "Host", "LostNodeError", "OtherNodeError", "RegroupError"]
 
 _EXCHANGE_S = 0.5
 _LOST_S = 30.0  # silent for so long, a node counts as lost
 _LEAST_LOST_S = 5.0
+REGROUP = "regroup"
+"""Key of the store that is there when a node is lost and the others are to go on without it."""
+
 Beats = tuple[Beat | None, ...]
 
 
@@ -48,6 +51,16 @@ class OtherNodeError(RunError):
 
 class LostNodeError(RunError):
     """A node cannot be reached any more."""
+
+
+class RegroupError(RunError):
+    """A node is lost, and the others are to go on without it (``executor.regroup``).
+
+    Attributes:
+        num_restarts: How often ranks have been started again, as far as this node knows.
+    """
+
+    num_restarts = 0
 
 
 class _Sign(NamedTuple):
@@ -99,18 +112,28 @@ class Exchange:
         store: On node 0.
         line: How the store is asked.
         offset_s: Node 0's clock minus this node's.
+        may_regroup: Whether the others go on when a node is lost; not without node 0.
 
     Attributes:
         lost: Nodes that cannot be reached any more.
     """
 
     def __init__(
-        self, nodes: Nodes, node_rank: int, hosts: tuple[Host, ...], store: Store, line: StoreLine, offset_s: float
+        self,
+        nodes: Nodes,
+        node_rank: int,
+        hosts: tuple[Host, ...],
+        store: Store,
+        line: StoreLine,
+        offset_s: float,
+        *,
+        may_regroup: bool = False,
     ) -> None:
         self.lost: set[int] = set()
+        self._may_regroup = may_regroup
         self._node_rank, self._hosts, self._store, self._line = node_rank, hosts, store, line
         self._per_node, self._offset_s = nodes.ranks_per_node, offset_s
-        others = range(1, nodes.num_nodes) if node_rank == 0 else range(1)
+        others = range(1, len(hosts)) if node_rank == 0 else range(1)
         self._last = {node: _Last(time.monotonic(), _News()) for node in others}
         self._pending: Future[dict[int, _News]] | None = None
         self._asked_s = 0.0
@@ -127,6 +150,7 @@ class Exchange:
         Raises:
             OtherNodeError: One of the others has ended the run.
             LostNodeError: A node has not been heard of for too long.
+            RegroupError: The same, and the others are to go on without it.
         """
         now_s = time.monotonic()
         if self._pending is not None and self._pending.done():
@@ -154,6 +178,8 @@ class Exchange:
         if self._store.check(["failed"]):
             raise OtherNodeError("another node has ended the run")
         if self._node_rank:
+            if self._store.check([REGROUP]):
+                raise RegroupError("another node is lost")
             self._store.set(f"news/{self._node_rank}", mine.model_dump_json())
             self._to_end = self._hear_whom_to_end(len(mine.ended))
             return {0: _News()}
@@ -179,15 +205,16 @@ class Exchange:
     def _result(self, pending: Future[dict[int, _News]]) -> dict[int, _News]:
         try:
             return pending.result()
-        except OtherNodeError:
+        except (OtherNodeError, RegroupError):
             raise
         except RuntimeError:
             raise self._lost_node(0, "the connection with it was lost") from None
 
-    def _lost_node(self, node: int, how: str) -> LostNodeError:
+    def _lost_node(self, node: int, how: str) -> LostNodeError | RegroupError:
         self.lost.add(node)
         where = self._hosts[node]
-        return LostNodeError(f"node {node} ({where.name}, {where.address}) cannot be reached: {how}")
+        sentence = f"node {node} ({where.name}, {where.address}) cannot be reached: {how}"
+        return RegroupError(sentence) if self._may_regroup and node else LostNodeError(sentence)
 
 
 def _sign(beat: Beat | None, offset_s: float) -> _Sign | None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from executor.attempts import Attempts
-from executor.exchange import Beats, Heard, OtherNodeError
+from executor.exchange import Beats, Heard, LostNodeError, OtherNodeError, RegroupError
 from executor.failure import Failure
 from executor.heartbeat import read_beat
 from executor.processes import PARENT_VARIABLE, kill_sessions
-from executor.rank import FIRST_RANK_VARIABLE, RankFiles
+from executor.rank import FIRST_ATTEMPT_VARIABLE, FIRST_RANK_VARIABLE, RankFiles
 from executor.stalls import find_stall
 from executor.team import Team
 from simplan.children import ask_to_end, exit_code
@@ -88,12 +88,13 @@ def launch_ranks(
         timeout_s: A rank without a sign of life for so long ends the run.
         on_poll: Called a few times per second with the last beat of every rank; None for one not heard of.
         team: The other nodes of the run, of whose ranks this machine has its part; None for all ranks here.
-        max_restarts: How often torchrun starts all ranks again when some failed or hang.
+        max_restarts: How often all ranks are started again when some failed or hang, or a node was lost.
         on_restart: Called with why, each time.
         predicted_bytes: By rank, what it was predicted to need on its device; for saying so when it was too much.
 
     Raises:
         RanksError: A rank raised, was killed, left early or hung; one sentence says which and why.
+        RegroupError: A node was lost, and the others are to go on without it.
         RunError: Another node failed or was lost.
     """
     ours = range(num_ranks) if team is None else team.ranks
@@ -106,6 +107,7 @@ def launch_ranks(
     attempts = Attempts(failures, files, log_file, team, max_restarts, on_restart, predicted_bytes)
     beats: Beats = ()
     others: Sequence[Sequence[Failure]] = ()
+    regroups = False
     try:
         while True:
             exit_code(agent, _POLL_S)
@@ -124,9 +126,15 @@ def launch_ranks(
             stall = find_stall(beats, attempts.started_s, timeout_s) if team is None or team.leads else None
             if stall is not None and not attempts.end(stall, beats):
                 raise RanksError(attempts.stalled(stall))
+    except RegroupError as error:
+        if attempts.num_restarts >= max_restarts:
+            raise LostNodeError(str(error)) from None
+        error.num_restarts, regroups = attempts.num_restarts, True
+        raise
     finally:
         _end(agent, [files[rank] for rank in ours])
-        attempts.tell(others, last=True)
+        if not regroups:  # what failed besides is a consequence
+            attempts.tell(others, last=True)
     if agent.returncode != 0:
         raise RanksError(attempts.failure(beats))
 
@@ -165,12 +173,13 @@ def start_agent(
         num_ranks: Ranks to start, of all nodes.
         log: Gets torchrun's output.
         team: The nodes; None for all ranks here.
-        max_restarts: How often all ranks are started again when some fail.
+        max_restarts: As of ``launch_ranks``.
     """
     torchrun = ["--nnodes=1", f"--nproc-per-node={num_ranks}", "--standalone", "--local-addr=127.0.0.1"]
     if team is not None:
         torchrun = team.torchrun_arguments()
-    torchrun += [f"--max-restarts={max_restarts}", "-m", "executor.rank_main", module, *args]
+    left = max_restarts - (0 if team is None else team.first_attempt)
+    torchrun += [f"--max-restarts={left}", "-m", "executor.rank_main", module, *args]
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "executor.agent", str(failures), *torchrun],
@@ -188,6 +197,7 @@ def rank_environment(team: Team | None = None) -> dict[str, str]:
     # torchrun would set and announce one thread per rank; the ranks set their own number.
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
     ours[FIRST_RANK_VARIABLE] = str(0 if team is None else team.ranks.start)
+    ours[FIRST_ATTEMPT_VARIABLE] = str(0 if team is None else team.first_attempt)
     return {**_KEEP_FREED_MEMORY, **({} if team is None else team.environment()), **os.environ, **ours}
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from executor.heartbeat import Heartbeat, RankState
 from simplan.files import write_whole
 
-__all__ = ["ATTEMPT_VARIABLE", "FIRST_RANK_VARIABLE", "RankFiles", "attempt", "live_as_rank"]
+__all__ = ["ATTEMPT_VARIABLE", "FIRST_ATTEMPT_VARIABLE", "FIRST_RANK_VARIABLE", "RankFiles", "attempt", "live_as_rank"]
 
 ATTEMPT_VARIABLE = "SIMPLAN_ATTEMPT"
 """Environment variable in which the agent tells its ranks how often it has started ranks before them."""
+
+FIRST_ATTEMPT_VARIABLE = "SIMPLAN_FIRST_ATTEMPT"
+"""Environment variable with the attempt that an agent begins with: more than 0 where a larger team has made some."""
 
 FIRST_RANK_VARIABLE = "SIMPLAN_FIRST_RANK"
 """Environment variable with the rank of this node's first process."""
@@ -29,6 +32,7 @@ class RankFiles:
         heartbeat: Its signs of life (binary).
         log: Its output, tracebacks included.
         steps: One JSON line per finished step, written by ``run`` jobs.
+        losses: Of rank 0: for every step until the last checkpoint, ``{step, loss}`` with the mean over all ranks.
         checkpoints: One JSON line per checkpoint, of rank 0.
         error: The exception that ended it, as JSON; absent when none did.
     """
@@ -37,12 +41,13 @@ class RankFiles:
         self.heartbeat = out_dir / f"rank{rank}.heartbeat"
         self.log = out_dir / f"rank{rank}.log"
         self.steps = out_dir / f"rank{rank}.steps.jsonl"
+        self.losses = out_dir / f"rank{rank}.losses.jsonl"
         self.checkpoints = out_dir / f"rank{rank}.checkpoints.jsonl"
         self.error = out_dir / f"rank{rank}.error.json"
 
     def remove(self) -> None:
         """Deletes what an earlier run left."""
-        for path in (self.heartbeat, self.log, self.steps, self.checkpoints, self.error):
+        for path in (self.heartbeat, self.log, self.steps, self.losses, self.checkpoints, self.error):
             path.unlink(missing_ok=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,15 +12,46 @@ from pydantic import ValidationError
 from executor.checks import runs_on_cuda
 from executor.environment import environment
 from executor.host_clock import ClockReading, common_time_s
+from executor.loss_log import read_losses
 from executor.rank import RankFiles
 from executor.recorder import StepRecord
+from executor.regroup import Part
 from executor.slow_ranks import find_slow_ranks, told
 from executor.steady import steady_from
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
-from simplan.program.measurement import Measurement, PeakMemory, RankMeasurement
+from simplan.program.measurement import EarlierPart, Measurement, PeakMemory, RankMeasurement
 
-__all__ = ["gather"]
+__all__ = ["gather", "gather_parts"]
+
+
+def gather_parts(
+    parts: Sequence[Part],
+    failure: str | None,
+    clocks: Mapping[int, Sequence[ClockReading]],
+    notes: Sequence[str] = (),
+) -> Measurement:
+    """The measurement of a run of one part or several: of the last, with an account of those before.
+
+    Args:
+        parts: In order.
+        failure, clocks, notes: As of ``gather``; clocks are those of the last part.
+    """
+    last = parts[-1]
+    measurement = gather(last.job, last.folder, failure, clocks, notes)
+    earlier = tuple(
+        EarlierPart(
+            num_nodes=len(part.team.hosts),
+            plan=part.job.plan,
+            first_step=part.first_step,
+            end_step=following.first_step,
+            losses=read_losses(RankFiles(part.folder, 0).losses, part.first_step, following.first_step),
+            ended=following.why,
+        )
+        for part, following in pairwise(parts)
+        if part.team is not None
+    )
+    return measurement.model_copy(update={"earlier": earlier}) if earlier else measurement
 
 
 def gather(

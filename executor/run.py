@@ -7,12 +7,13 @@ from pathlib import Path
 
 from executor.checkpoint_folder import check_resume
 from executor.checks import check_job
-from executor.exchange import Beats
+from executor.exchange import Beats, RegroupError
 from executor.host_clock import ClockReading
 from executor.launch import launch_ranks
 from executor.meeting import meet, refuse
 from executor.rank import RankFiles
-from executor.results import gather
+from executor.regroup import Part, first_step, regroup
+from executor.results import gather_parts
 from executor.settling import on_all_nodes
 from executor.team import NodeResult, Team
 from simplan.errors import RunError, SimplanError
@@ -67,55 +68,83 @@ def run_job(
         for found in check_resume(job):
             note(found)
 
-    def run_ranks() -> None:
-        if team is not None:  # now all nodes hear why a run cannot go on
-            say_where_it_begins()
-        _run_here(job, out_dir, on_progress, rank_module, team, note)
-
     if nodes is None:
         say_where_it_begins()
     team = None if nodes is None else meet(nodes, job.model_dump_json())
     out_dir = _folder(out_dir)
+    resumes = job.checkpointing is not None and job.checkpointing.resume
+    on_poll = _telling(on_progress, job.num_all_steps)
     failure: str | None = "the run was interrupted"
     readings: dict[int, tuple[ClockReading, ...]] = {}
+    parts: list[Part] = []
+
+    def run_ranks(part: Part) -> None:
+        if part.team is not None and not parts[1:]:  # now all nodes hear why a run cannot go on
+            say_where_it_begins()
+        _run_here(part, on_poll, rank_module, note)
+
+    def begin(part: Part | None) -> Part:
+        assert part is not None, "node 0 is always needed"
+        parts.append(part)
+        readings.clear()
+        if part.why:
+            note(part.why)
+        return part
+
+    part = begin(Part(job, out_dir, team, first_step(job) if resumes else 0))
     try:
-        if team is None:
-            run_ranks()
-        else:
-            _run_on_all(team, job, out_dir, run_ranks, readings)
+        while (lost := _run_part(part, run_ranks, readings)) is not None:
+            part = begin(regroup(part, out_dir, lost))
         failure = None
     except SimplanError as error:
         failure = str(error)
         raise
     finally:
-        measurement = gather(job, out_dir, failure, readings, notes)
+        measurement = gather_parts(parts, failure, readings, notes)
         for unwritten in measurement.notes[len(notes) :]:
             note(unwritten)
         _keep(out_dir / "measurement.json", measurement, failure)
     return measurement
 
 
-def join_job(nodes: Nodes, out_dir: Path, *, rank_module: str = "executor.worker") -> None:
-    """Runs this node's part of a job that node 0 has; returns when all nodes are done.
+def join_job(
+    nodes: Nodes,
+    out_dir: Path,
+    *,
+    rank_module: str = "executor.worker",
+    on_note: Callable[[str], None] | None = None,
+) -> None:
+    """Runs this node's part of a job that node 0 has; returns when all nodes are done, or this one is not needed.
 
     Args:
         nodes: How to meet the others.
         out_dir: Folder for the logs of this node's ranks.
         rank_module: As in ``run_job``.
+        on_note: Told when others are lost, and who goes on.
 
     Raises:
         SpecError: The nodes were not asked the same; nothing was started.
         RunError: Ranks of any node failed or hung, or nodes did not come.
     """
     team = meet(nodes, None)
-    job, out_dir = Job.model_validate_json(team.job), _folder(out_dir)
-    _run_on_all(team, job, out_dir, lambda: _run_here(job, out_dir, None, rank_module, team, None), {})
+    out_dir = _folder(out_dir)
+
+    def run_ranks(part: Part) -> None:
+        _run_here(part, lambda beats: None, rank_module, None)
+
+    part: Part | None = Part(Job.model_validate_json(team.job), out_dir, team)
+    while part is not None and (lost := _run_part(part, run_ranks, {})) is not None:
+        part = regroup(part, out_dir, lost)
+    if part is None and on_note is not None:
+        on_note(f"nodes were lost, and those that are left go on without {team.me}, which is not needed")
 
 
 def _check(job: Job, nodes: Nodes | None) -> None:
-    """As ``check_job``; what node 0 refuses, the others are told."""
+    """As ``check_job``, on all nodes and on fewer; what node 0 refuses, the others are told."""
     try:
         check_job(job, None if nodes is None else nodes.ranks_per_node)
+        for fewer in job.fewer_nodes:
+            check_job(job.on_nodes(fewer), None if nodes is None else nodes.ranks_per_node)
     except SimplanError as error:
         if nodes is not None:
             refuse(Refusal(nodes=nodes, sentence=str(error), exit_code=error.exit_code))
@@ -136,54 +165,52 @@ def _keep(file: Path, measurement: Measurement, failure: str | None) -> None:
         raise RunError(said if failure is None else f"{failure}; and {said}") from None
 
 
-def _run_on_all(
-    team: Team,
-    job: Job,
-    out_dir: Path,
-    run_ranks: Callable[[], None],
-    readings: dict[int, tuple[ClockReading, ...]],
-) -> None:
+def _run_part(
+    part: Part, run_ranks: Callable[[Part], None], readings: dict[int, tuple[ClockReading, ...]]
+) -> RegroupError | None:
     """Runs this node's ranks, and settles with the others how it went.
 
     Args:
-        team, job, out_dir: As in ``run_job``.
+        part: What is run.
         run_ranks: Runs those of this node.
         readings: On node 0, gets the readings of every other node's clock by rank, also when the run fails.
+
+    Returns:
+        Who is lost, when the others are to go on; nothing is settled then.
 
     Raises:
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
     """
+    team = part.team
+    if team is None:
+        run_ranks(part)
+        return None
 
     def work() -> None:
-        check_job(job, len(team.ranks))
-        run_ranks()
+        check_job(part.job, len(team.ranks))
+        run_ranks(part)
         team.read_clock()
 
     def keep(result: NodeResult) -> None:
         for rank, lines in result.steps.items():
-            write_whole(RankFiles(out_dir, rank).steps, lines)
+            write_whole(RankFiles(part.folder, rank).steps, lines)
             readings[rank] = result.readings
 
-    on_all_nodes(team, work, lambda: _steps_of(team, out_dir), keep)
+    try:
+        on_all_nodes(team, work, lambda: _steps_of(team, part.folder), keep)
+    except RegroupError as lost:
+        return lost
+    return None
 
 
-def _steps_of(team: Team, out_dir: Path) -> dict[int, str]:
+def _steps_of(team: Team, folder: Path) -> dict[int, str]:
     """What the ranks of this node have measured."""
-    files = {rank: RankFiles(out_dir, rank).steps for rank in team.ranks}
+    files = {rank: RankFiles(folder, rank).steps for rank in team.ranks}
     return {rank: file.read_text() for rank, file in files.items() if file.exists()}
 
 
-def _run_here(
-    job: Job,
-    out_dir: Path,
-    on_progress: Progress | None,
-    rank_module: str,
-    team: Team | None,
-    on_restart: Callable[[str], None] | None,
-) -> None:
-    job_file = out_dir / "job.json"
-    write_whole(job_file, job.model_dump_json(indent=1))
-    num_steps = job.num_all_steps
+def _telling(on_progress: Progress | None, num_steps: int) -> Callable[[Beats], None]:
+    """Tells about every step that all ranks have finished, once."""
     told = 0
 
     def on_poll(beats: Beats) -> None:
@@ -194,14 +221,22 @@ def _run_here(
             if on_progress is not None:
                 on_progress(told, num_steps)
 
+    return on_poll
+
+
+def _run_here(
+    part: Part, on_poll: Callable[[Beats], None], rank_module: str, on_restart: Callable[[str], None] | None
+) -> None:
+    job, job_file = part.job, part.folder / "job.json"
+    write_whole(job_file, job.model_dump_json(indent=1))
     launch_ranks(
         rank_module,
-        [str(job_file), str(out_dir)],
+        [str(job_file), str(part.folder)],
         num_ranks=job.plan.num_devices,
-        out_dir=out_dir,
+        out_dir=part.folder,
         timeout_s=job.timeout_s,
         on_poll=on_poll,
-        team=team,
+        team=part.team,
         max_restarts=0 if job.checkpointing is None else job.checkpointing.max_restarts,
         on_restart=on_restart,
         predicted_bytes=job.predicted_memory_bytes,

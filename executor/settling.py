@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from executor.exchange import OtherNodeError
+from executor.exchange import OtherNodeError, RegroupError
 from executor.failure import Failure
 from executor.launch import RanksError
 from executor.team import NodeResult, Team
@@ -28,12 +28,17 @@ def on_all_nodes(
         keep: On node 0, gets what every other node has to say, also when the work has failed.
 
     Raises:
+        RegroupError: A node is lost, and the others are to go on without it; nothing is settled.
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
     """
     failure: Failure | None = Failure(sentence=f"{team.me} was interrupted")
+    settles = True
     try:
         work()
         failure = None
+    except RegroupError:
+        settles = False
+        raise
     except OtherNodeError as error:
         failure = Failure(sentence=str(error), consequence=True)
     except RanksError as error:  # which names its node
@@ -41,7 +46,7 @@ def on_all_nodes(
     except SimplanError as error:
         failure = Failure(sentence=f"{team.me}: {error}", exit_code=error.exit_code)
     finally:
-        found, theirs = team.settle(failure, steps())
+        found, theirs = team.settle(failure, steps()) if settles else (None, [])
         for result in theirs:
             keep(result)
     if found is not None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from executor.exchange import Exchange, Host
@@ -45,10 +46,21 @@ class NodeResult(Spec):
 class Team:
     """This node among the others, after they have met (``executor.meeting.meet``), which makes it.
 
+    Args:
+        nodes: The request.
+        node_rank, hosts, job: As the attributes.
+        store: On node 0.
+        line: How it is asked.
+        interface: Network interface of the ranks.
+        clock_port: Where node 0 tells the time.
+        readings: Of this node's clock.
+        first_attempt: As the attribute.
+
     Attributes:
         node_rank: Place of this node.
         hosts: All nodes, by place.
         job: What to run, as JSON.
+        first_attempt: How often ranks had been started before these nodes went on by themselves.
         exchange: What they tell each other while ranks run.
     """
 
@@ -63,13 +75,17 @@ class Team:
         job: str,
         clock_port: int,
         readings: Sequence[ClockReading] = (),
+        first_attempt: int = 0,
     ) -> None:
-        self.node_rank, self.hosts, self.job = node_rank, hosts, job
-        self._nodes, self._store, self._line, self._interface = nodes, store, line, interface
+        self.node_rank, self.hosts, self.job, self.first_attempt = node_rank, hosts, job, first_attempt
+        self._nodes, self._all_nodes_store, self._line, self._interface = nodes, store, line, interface
+        # a node that was given up may still be there, and talk: nobody listens
+        self._store = PrefixStore(f"{len(hosts)}nodes", store)
         self._clock_port = clock_port
         self._readings = list(readings)
         offset_s = readings[-1].offset_s if readings else 0.0
-        self.exchange = Exchange(nodes, node_rank, hosts, store, line, offset_s)
+        may_regroup = nodes.min_nodes is not None and len(hosts) > nodes.min_nodes
+        self.exchange = Exchange(nodes, node_rank, hosts, self._store, line, offset_s, may_regroup=may_regroup)
 
     @property
     def leads(self) -> bool:
@@ -85,7 +101,7 @@ class Team:
     @property
     def num_ranks(self) -> int:
         """Of all nodes."""
-        return self._nodes.num_nodes * self._nodes.ranks_per_node
+        return len(self.hosts) * self._nodes.ranks_per_node
 
     def node_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""
@@ -103,13 +119,14 @@ class Team:
     def torchrun_arguments(self) -> list[str]:
         """How torchrun meets the others: as a client of the store that is there already."""
         nodes = self._nodes
-        wait_s = int(nodes.join_timeout_s) + 1
+        # without a lost node the others come back only when it has been given up
+        wait_s = int(max(nodes.join_timeout_s, 0 if nodes.min_nodes is None else 3 * _ANSWER_S)) + 1
         return [
-            f"--nnodes={nodes.num_nodes}",
+            f"--nnodes={len(self.hosts)}",
             f"--nproc-per-node={nodes.ranks_per_node}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={nodes.endpoint}",
-            "--rdzv-id=simplan",
+            f"--rdzv-id=simplan-{len(self.hosts)}",
             f"--rdzv-conf=is_host=false,join_timeout={wait_s}",
             f"--local-addr={self.hosts[self.node_rank].address}",
         ]
@@ -159,10 +176,10 @@ class Team:
         failures = [mine.failure]
         results = []
         deadline_s = time.monotonic() + _ANSWER_S
-        others = [node for node in range(1, self._nodes.num_nodes) if node not in self.exchange.lost]
+        others = [node for node in range(1, len(self.hosts)) if node not in self.exchange.lost]
         told = []
         for node in others:
-            packed = self._wait(f"result/{node}", deadline_s)
+            packed = self.hear(f"result/{node}", deadline_s)
             if packed is None:
                 lost = f"{self.name(node)} has not been heard of for {_ANSWER_S:g} s"
                 failures.append(Failure(sentence=lost, consequence=mine.failure is not None))
@@ -175,21 +192,57 @@ class Team:
         self._ask(lambda: self._store.set("end", end))
         deadline_s = time.monotonic() + _FAREWELL_S
         for node in told:
-            self._wait(f"bye/{node}", deadline_s)
+            self.hear(f"bye/{node}", deadline_s)
         return found, results
 
     def _hear_decision(self, mine: NodeResult) -> Failure | None:
         """Another node: sends its result and waits for what node 0 says."""
         packed = zlib.compress(mine.model_dump_json().encode())
         self._ask(lambda: self._store.set(f"result/{self.node_rank}", packed))  # type: ignore[arg-type]
-        end = self._wait("end", time.monotonic() + 2 * _ANSWER_S)
+        end = self.hear("end", time.monotonic() + 2 * _ANSWER_S)
         if end is None:
             raise TimeoutError
         self._ask(lambda: self._store.set(f"bye/{self.node_rank}", ""))
         return None if end == b"null" else Failure.model_validate_json(end)
 
-    def _wait(self, key: str, deadline_s: float) -> bytes | None:
-        """The value of a key once it is there; None when the time is over."""
+    def only(self, places: Sequence[int], first_attempt: int) -> Team:
+        """Some of the nodes, this one among them, as a team of their own.
+
+        Args:
+            places: Of these in this team, in the order that they have in the new one; the first is node 0.
+            first_attempt: As the attribute.
+        """
+        return Team(
+            self._nodes,
+            places.index(self.node_rank),
+            tuple(self.hosts[place] for place in places),
+            self._all_nodes_store,
+            self._line,
+            self._interface,
+            self.job,
+            self._clock_port,
+            self._readings[:1],
+            first_attempt,
+        )
+
+    def tell(self, key: str, value: str = "") -> None:
+        """Sets a key of the store that these nodes share.
+
+        Raises:
+            TimeoutError, RuntimeError: Node 0 cannot be reached.
+        """
+        self._ask(lambda: self._store.set(key, value))
+
+    def hear(self, key: str, deadline_s: float) -> bytes | None:
+        """The value of a key once it is there.
+
+        Args:
+            key: The key.
+            deadline_s: On ``time.monotonic``'s clock; None is given when it is over.
+
+        Raises:
+            TimeoutError, RuntimeError: Node 0 cannot be reached.
+        """
         while not self._ask(lambda: self._store.check([key])):
             if time.monotonic() > deadline_s:
                 return None

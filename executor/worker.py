@@ -21,6 +21,7 @@ from executor.checkpoints import Checkpoints
 from executor.clock import make_clock
 from executor.groups import make_groups
 from executor.heartbeat import Heartbeat, RankState
+from executor.loss_log import LossLog
 from executor.memory import peak_allocated_bytes, peak_memory
 from executor.out_of_memory import told_when_out_of_memory
 from executor.rank import RankFiles, attempt, live_as_rank
@@ -62,10 +63,10 @@ def start_rank(device: torch.device, timeout_s: float) -> None:
     cuda = device.type == "cuda"
     timeout = timedelta(seconds=2 * timeout_s + 60)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    # torchrun has one store for all attempts, in which the names of an earlier one's ranks would be found
+    # one store serves all attempts, also those of more nodes: the names of an earlier one's ranks would be found
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=PrefixStore(f"attempt{attempt()}", store),
+        store=PrefixStore(f"{num_ranks}ranks/attempt{attempt()}", store),
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
@@ -105,20 +106,23 @@ def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, 
         return Trainer(job, rank, device, groups, recorder)
 
     files = RankFiles(out_dir, rank)
-    trainer, first, checkpoints = build(), 0, None
+    trainer, first, checkpoints, loss_log = build(), 0, None, None
     if job.checkpointing is not None:
         checkpoints = Checkpoints(job, trainer.state(), partial(_append, files.checkpoints) if rank == 0 else _ignore)
         if job.checkpointing.resume or attempt() > 0:
             heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
             first = checkpoints.restore()
-    _keep_steps_before(first, files.steps)
+        if job.fewer_nodes:
+            loss_log = LossLog(files.losses, job.checkpointing.every)
+    for kept in (files.steps, files.losses) if rank == 0 else (files.steps,):
+        _keep_steps_before(first, kept)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
         from executor.compiling import watched_compilation
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as steps, watched:
-        _timed_steps(job, trainer, device, recorder, steps, first, checkpoints)
+        _timed_steps(job, trainer, device, recorder, steps, first, checkpoints, loss_log)
         del trainer, checkpoints
         memory = _memory(job, build, device, recorder, heartbeat)
         print(memory.model_dump_json(), file=steps, flush=True)
@@ -132,6 +136,7 @@ def _timed_steps(
     file: TextIO,
     first: int,
     checkpoints: Checkpoints | None,
+    loss_log: LossLog | None,
 ) -> None:
     """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
     reference = Reference(device)
@@ -148,6 +153,9 @@ def _timed_steps(
             start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup, reference_s=reference_s
         )
         print(record.model_dump_json(), file=file, flush=True)
+        if loss_log is not None:
+            recorder.waiting("gathering losses", step + 1)
+            loss_log.add(step, list(record.losses))
         if checkpoints is not None:
             recorder.waiting("taking a checkpoint", step + 1)
             checkpoints.after(step + 1)

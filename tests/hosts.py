@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,9 +55,13 @@ class Host:
 
     def kill_all(self) -> None:
         """Kills all its processes, as when its power is cut."""
+        self.signal_all(signal.SIGKILL)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Sends a signal to all its processes."""
         for pid in _run(["ip", "netns", "pids", self.name]).split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
+                os.kill(int(pid), number)
 
     def sent_bytes(self) -> int:
         """Bytes that have left its interface, headers included."""

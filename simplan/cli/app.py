@@ -19,6 +19,7 @@ from simplan.cli.options import (
     JoinTimeout,
     Largest,
     NodeRank,
+    NumNodes,
     Objectives,
     Rendezvous,
     Restarts,
@@ -118,7 +119,7 @@ def run(
         int | None, typer.Option(min=0, max=100_000, show_default="found by their times", help="Steps not counted.")
     ] = None,
     timeout: Timeout = 120.0,
-    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes; the same command runs on each.")] = 1,
+    nodes: NumNodes = "1",
     rdzv: Rendezvous = None,
     node_rank: NodeRank = None,
     interface: Interface = None,
@@ -132,12 +133,13 @@ def run(
     """Run the plan on this machine's devices and show the prediction beside the measurement.
 
     Calibrates first when this machine has no calibration for the scenario. With --nodes and --rdzv, every node runs its
-    part of the ranks, and node 0 shows the result.
+    part of the ranks, and node 0 shows the result. With --nodes MIN:MAX, MAX of them begin, and when some are lost the
+    others go on from the newest checkpoint with fewer data-parallel ranks.
     """
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions
-    from simplan.cli.nodes import Meeting
+    from simplan.cli.nodes import Meeting, numbers_of_nodes
 
     options = RunOptions(
         num_steps=steps,
@@ -145,7 +147,8 @@ def run(
         timeout_s=timeout,
         checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume),
     )
-    meeting = Meeting(nodes, rdzv, node_rank, interface, join_timeout)
+    min_nodes, num_nodes = numbers_of_nodes(nodes)
+    meeting = Meeting(num_nodes, rdzv, node_rank, interface, join_timeout, min_nodes)
     return run_command(
         scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting
     )

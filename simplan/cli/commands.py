@@ -8,6 +8,7 @@ from pathlib import Path
 from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
+from simplan.cli.fewer_nodes import scenarios_on_fewer
 from simplan.cli.nodes import Meeting, join, join_calibration, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.refusal import refusing_for_all
@@ -123,7 +124,9 @@ def run_command(
         return 0
     with refusing_for_all(nodes):
         needed = is_needed(scenario)
-        calibration = ensure([scenario], calibration_file) if needed else _calibration_for(scenario, calibration_file)
+        smaller = {} if meeting.min_nodes is None else scenarios_on_fewer(scenario, meeting.min_nodes)[0]
+        every = [scenario, *smaller.values()]
+        calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
     if as_json:
         print_json(outcome.to_json())
@@ -132,7 +135,7 @@ def run_command(
         f"{scenario.name}: {verdict(outcome.prediction)}\n\n{comparison_text(outcome.comparison)}\n\n"
         f"Files in {folder}: prediction, job, measurement, comparison, predicted.trace, measured.trace (.json)\n"
         "Next\n  open both traces at ui.perfetto.dev and see where they part\n"
-        f"  simplan compare {folder / 'prediction.json'} {folder / 'measurement.json'} --plot steps.svg"
+        f"  simplan compare {outcome.prediction_file} {folder / 'measurement.json'} --plot steps.svg"
     )
     return 0
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.output import say
 from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
@@ -21,6 +22,7 @@ from simplan.program.checkpoint import Checkpointing
 from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
+from simplan.report.text import verdict
 from simplan.scenario import Scenario
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
@@ -59,12 +61,16 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A prediction, the measurement of the same plan, and both side by side; ``folder`` holds their files."""
+    """A prediction, the measurement of the same plan, and both side by side; ``folder`` holds their files.
+
+    Of a run that lost nodes all three are of its last part.
+    """
 
     prediction: Prediction
     measurement: Measurement
     comparison: Comparison
     folder: Path
+    prediction_file: Path
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``simplan run --json``."""
@@ -125,7 +131,8 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     """Predicts, runs, compares, and writes everything to a folder.
 
     ``prediction.json``, ``job.json``, ``measurement.json``, ``comparison.json``, ``predicted.trace.json`` and
-    ``measured.trace.json``; when the run fails, what was written and measured until then stays.
+    ``measured.trace.json``; when the run fails, what was written and measured until then stays. With fewer nodes to go
+    on with, ``prediction.N-nodes.json`` is of N of them.
 
     Raises:
         SpecError: The scenario cannot be predicted or run here, or a file cannot be written.
@@ -134,11 +141,15 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     with refusing_for_all(options.nodes):
         prediction = predict_scenario(scenario, calibration)
         job = job_of_scenario(scenario, prediction, options)
+        on_fewer = _predictions_on_fewer(scenario, calibration, options)
+        job = job.model_copy(update={"fewer_nodes": fewer_nodes(on_fewer)})
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
     write_json(folder / "prediction.json", prediction.to_json())
     write_predicted_trace(folder / "predicted.trace.json", prediction, calibration)
+    for number, other in on_fewer.items():
+        write_json(folder / f"prediction.{number}-nodes.json", other.to_json())
     write_model(job_file, job)
     try:
         with Progress(f"running {scenario.name}") as progress:
@@ -153,10 +164,31 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     except RunError as error:
         raise RunError(f"{error}\nwhat was measured until then is in {folder}") from None
     measurement = read_model(measurement_file, Measurement)
+    prediction_file = folder / "prediction.json"
+    for number, other in on_fewer.items():
+        if measurement.job.plan == other.plan:
+            prediction, prediction_file = other, folder / f"prediction.{number}-nodes.json"
+            write_predicted_trace(folder / "predicted.trace.json", prediction, calibration)
     comparison = compare(prediction.to_json(), measurement)
     write_json(folder / "comparison.json", comparison.to_json())
     write_measured_trace(folder / "measured.trace.json", measurement)
-    return Outcome(prediction, measurement, comparison, folder)
+    return Outcome(prediction, measurement, comparison, folder, prediction_file)
+
+
+def _predictions_on_fewer(
+    scenario: Scenario, calibration: Calibration | None, options: RunOptions
+) -> dict[int, Prediction]:
+    """By number of nodes, the largest first; empty for a run that ends when a node is lost."""
+    if options.nodes is None or options.nodes.min_nodes is None:
+        return {}
+    scenarios, sentences = scenarios_on_fewer(scenario, options.nodes.min_nodes)
+    for sentence in sentences:
+        say(f"note: {sentence}")
+    found = {number: predict_scenario(fewer, calibration) for number, fewer in scenarios.items()}
+    for number, prediction in found.items():
+        if prediction.fits is False:
+            say(f"note: on {number} nodes the plan is predicted not to fit: {verdict(prediction)}")
+    return found
 
 
 def _show(event: dict[str, Any], progress: Progress) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simplan.cli.execute import RunOptions
+from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
 from simplan.cli.output import say
 from simplan.cli.processes import run_executor
 from simplan.cost.calibration import CalibrationRequest
@@ -18,8 +19,17 @@ from simplan.io import write_model
 from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario
 
-__all__ = ["Meeting", "join", "join_calibration", "nodes_of", "nodes_to_time", "refuse_without_nodes"]
+__all__ = [
+    "Meeting",
+    "join",
+    "join_calibration",
+    "nodes_of",
+    "nodes_to_time",
+    "numbers_of_nodes",
+    "refuse_without_nodes",
+]
 
+_NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -32,6 +42,21 @@ class Meeting:
     node_rank: int | None = None
     interface: str | None = None
     join_timeout_s: float = 300.0
+    min_nodes: int | None = None
+
+
+def numbers_of_nodes(text: str) -> tuple[int | None, int]:
+    """What ``N`` or ``MIN:MAX`` says: the fewest that go on when others are lost (None for ``N``), and all.
+
+    Raises:
+        SpecError: It is neither.
+    """
+    match = _NUMBERS.fullmatch(text)
+    least, number = (0, 0) if match is None else (int(match["least"] or match["all"]), int(match["all"]))
+    if match is None or not 1 <= least <= number:
+        rule = "must be a number of nodes, or MIN:MAX with MIN from 1 to MAX"
+        raise SpecError(Problem(field="--nodes", value=text, rule=rule))
+    return None if match["least"] is None or least == number else least, number
 
 
 def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes | None:
@@ -55,7 +80,10 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
         rule = f"the scenario's cluster has {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
         fix = f"use --nodes {cluster.num_nodes}, or change cluster.num_nodes"
         raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
-    return _nodes(meeting, cluster.num_devices // num_nodes, _asked(scenario, options))
+    if meeting.min_nodes is not None:
+        refuse_unless_it_can_go_on(scenario, meeting.min_nodes, options.checkpointing)
+    asked = {"--nodes": f"{meeting.min_nodes or num_nodes}:{num_nodes}", **_asked(scenario, options)}
+    return _nodes(meeting, cluster.num_devices // num_nodes, asked)
 
 
 def nodes_to_time(meeting: Meeting, request: CalibrationRequest) -> Nodes:
@@ -89,6 +117,7 @@ def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Node
         raise SpecError(Problem(field="--node-rank", value=str(node_rank), rule=rule))
     return Nodes(
         num_nodes=meeting.num_nodes,
+        min_nodes=meeting.min_nodes,
         ranks_per_node=ranks_per_node,
         host=host,
         port=port,
@@ -110,7 +139,7 @@ def join(nodes: Nodes, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
     write_model(request, nodes)
-    run_executor(["join", str(request), "--out", str(folder)], lambda event: None)
+    run_executor(["join", str(request), "--out", str(folder)], lambda event: say(f"note: {event['text']}"))
 
 
 def join_calibration(nodes: Nodes) -> None:

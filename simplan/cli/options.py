@@ -54,6 +54,10 @@ Timeout = Annotated[
     float,
     typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."),
 ]
+NumNodes = Annotated[
+    str,
+    typer.Option(metavar="N|MIN:MAX", help="Nodes; the same command runs on each. MIN go on when others are lost."),
+]
 Rendezvous = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")
 ]

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from simplan.program.action import Table, parse_table
 from simplan.program.checkpoint import Checkpointing
+from simplan.program.fewer_nodes import FewerNodes
 from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -39,6 +40,7 @@ class Job(Spec):
         timeout_s: A rank that makes no progress for so long ends the run.
         checkpointing: How the state is kept; None for not at all.
         predicted_memory_bytes: By rank, what the prediction says it needs on its device; empty without a prediction.
+        fewer_nodes: How it goes on when nodes are lost, more of them first; empty when it does not.
         profile_memory: Run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -59,6 +61,7 @@ class Job(Spec):
     predicted_memory_bytes: tuple[Annotated[int, Field(ge=0)], ...] = ()
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
+    fewer_nodes: tuple[FewerNodes, ...] = ()
 
     @property
     def num_all_steps(self) -> int:
@@ -69,6 +72,12 @@ class Job(Spec):
     def assignment(self) -> StageAssignment:
         """Which layers each stage holds."""
         return StageAssignment(self.boundaries)
+
+    def on_nodes(self, fewer: FewerNodes) -> Job:
+        """The job as so many nodes go on with it."""
+        changed = {key: getattr(fewer, key) for key in ("plan", "boundaries", "table", "predicted_memory_bytes")}
+        still_fewer = tuple(other for other in self.fewer_nodes if other.num_nodes < fewer.num_nodes)
+        return self.model_copy(update={**changed, "fewer_nodes": still_fewer})
 
     def parsed_table(self) -> Table:
         """The table as actions.

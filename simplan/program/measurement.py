@@ -10,9 +10,11 @@ from pydantic import Field
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
 from simplan.program.timeline import SpanKind
-from simplan.spec.base import Spec
+from simplan.spec.base import Count, Spec
+from simplan.spec.plan import ParallelPlan
 
 __all__ = [
+    "EarlierPart",
     "IssuedKind",
     "MeasuredCollective",
     "MeasuredSpan",
@@ -122,8 +124,31 @@ class SlowRank(Spec):
     others_compute_s: float
 
 
+class EarlierPart(Spec):
+    """What a run did on more nodes, until it lost some of them.
+
+    Attributes:
+        num_nodes: Nodes it ran on.
+        plan: On their ranks.
+        first_step: Steps that were done when it began.
+        end_step: Steps that were done in the checkpoint that the next part began with; what it did beyond is done
+            again there.
+        losses: Mean loss of every step between the two.
+        ended: Why it ended.
+    """
+
+    num_nodes: Count
+    plan: ParallelPlan
+    first_step: int
+    end_step: int
+    losses: tuple[float, ...] = ()
+    ended: str
+
+
 class Measurement(Spec):
-    """A measured run.
+    """A measured run; of one that lost nodes, its last part.
+
+    Step times, losses and ranks are those of one plan, which is that of ``job``. ``earlier`` tells of the others.
 
     Attributes:
         job: What was run.
@@ -133,7 +158,9 @@ class Measurement(Spec):
         reference_s: What the executor's reference product took between the steady steps: how fast the machine was.
         losses: Mean loss of every step, warm-up included.
         ranks: One entry per rank.
-        first_step: Steps that the checkpoint had done with which the run began; 0 for a run from the beginning.
+        first_step: Steps that the checkpoint had done with which the run began, or its last part; 0 for a run from the
+            beginning.
+        earlier: Parts on more nodes, in order; empty unless nodes were lost.
         checkpoints: What each took, as rank 0 has it.
         slow_ranks: Ranks that are slower than their like, beyond the spread of their steps.
         notes: What a reader should know besides, one sentence each.
@@ -150,6 +177,7 @@ class Measurement(Spec):
     losses: tuple[float, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: int = 0
+    earlier: tuple[EarlierPart, ...] = ()
     checkpoints: tuple[CheckpointTiming, ...] = ()
     slow_ranks: tuple[SlowRank, ...] = ()
     notes: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ class Nodes(Spec):
 
     Attributes:
         num_nodes: Nodes of the run, this one included.
+        min_nodes: As few of them go on when others are lost; None when the run then ends.
         ranks_per_node: Ranks that each of them runs.
         host: Name or address of node 0, where all meet.
         port: Port there.
@@ -27,6 +28,7 @@ class Nodes(Spec):
 
     schema_version: Literal[1] = 1
     num_nodes: Annotated[int, Field(ge=2, le=10**6)]
+    min_nodes: Count | None = None
     ranks_per_node: Count
     host: str
     port: Annotated[int, Field(ge=1, le=65535)]

@@ -114,6 +114,11 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
     notes = ["parts of the step are those of the representative step, the one with the median step time"]
+    notes += [
+        f"the {part.end_step - part.first_step} steps that are kept of the part on {part.num_nodes} nodes with "
+        f"{part.plan.num_devices} ranks are not compared: {part.ended}"
+        for part in measurement.earlier
+    ]
     if not measurement.complete:
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(

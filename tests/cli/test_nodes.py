@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from simplan.cli.execute import RunOptions
-from simplan.cli.nodes import Meeting, nodes_of
+from simplan.cli.fewer_nodes import scenarios_on_fewer
+from simplan.cli.nodes import Meeting, nodes_of, numbers_of_nodes
+from simplan.errors import SpecError
 from simplan.program.checkpoint import Checkpointing
+from simplan.program.nodes import Nodes
 from simplan.scenario import load_scenario
 
 Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -128,3 +131,44 @@ def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
         differing = {key for key, text in asked(kept.model_copy(update=change)).items() if text != asked(kept)[key]}
         assert differing == {flag}
     assert asked(None)["--checkpoint-dir"] == "None"
+
+
+def test_numbers_of_nodes() -> None:
+    assert [numbers_of_nodes(text) for text in ("4", "2:4", "4:4")] == [(None, 4), (2, 4), (None, 4)]
+    for wrong in ("0", "3:2", "0:2", "2:", "two", "1:1:2"):
+        with pytest.raises(SpecError, match=f"^--nodes = {wrong}: must be a number of nodes, or MIN:MAX with MIN from"):
+            numbers_of_nodes(wrong)
+
+
+def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> None:
+    """It needs a checkpoint, a restart, and a plan for fewer nodes."""
+    kept = Checkpointing(folder="/kept", max_restarts=1)
+    meeting = Meeting(num_nodes=2, rdzv="a:1", node_rank=1, min_nodes=1)
+
+    def asked(file: Path, checkpointing: Checkpointing | None) -> Nodes:
+        nodes = nodes_of(load_scenario(file), RunOptions(checkpointing=checkpointing), meeting)
+        assert nodes is not None
+        return nodes
+
+    assert (asked(two, kept).min_nodes, asked(two, kept).asked["--nodes"]) == (1, "1:2")
+    rule = "--nodes = 1:2: goes on without lost nodes from a checkpoint, and each time counts as a restart; add "
+    with pytest.raises(SpecError, match=f"^{rule}--checkpoint-dir DIR$"):
+        asked(two, None)
+    with pytest.raises(SpecError, match=f"^{rule}--restarts K$"):
+        asked(two, kept.model_copy(update={"max_restarts": 0}))
+    split = two.with_name("split.yaml")
+    split.write_text(SCENARIO.replace("dp_replicate", "pp"))
+    cannot = r"1 node cannot go on with this plan: plan: a replica of the model takes 2 devices \(pp 2\), and 1 are no"
+    with pytest.raises(SpecError, match=cannot):
+        asked(split, kept)
+
+
+def test_numbers_of_nodes_that_the_batch_does_not_divide_are_passed_over(two: Path) -> None:
+    four = two.with_name("four.yaml")
+    text = SCENARIO.replace("num_devices: 2, num_nodes: 2", "num_devices: 4, num_nodes: 4")
+    four.write_text(text.replace("dp_replicate: 2", "dp_replicate: 4"))
+    found, sentences = scenarios_on_fewer(load_scenario(four), 1)
+    assert {number: scenario.plan.dp for number, scenario in found.items()} == {2: 2, 1: 1}
+    assert [scenario.num_microbatches for scenario in found.values()] == [2, 4]
+    (sentence,) = sentences
+    assert sentence.startswith("3 nodes could not go on, but fewer of them: training.global_batch_size = 4: must be a")

@@ -1,0 +1,48 @@
+"""Losses of a run that may lose nodes: with a node go the losses of its ranks, so rank 0 keeps everybody's in time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import torch.distributed as dist
+
+__all__ = ["LossLog", "read_losses"]
+
+
+class LossLog:
+    """Gathers losses before each checkpoint, so that all are known of the steps that are not done again.
+
+    Every rank must make one and call the same methods.
+
+    Args:
+        file: On rank 0, gets a JSON line ``{step, loss}`` for every step, with the mean over ranks and microbatches.
+        every: Steps between checkpoints.
+    """
+
+    def __init__(self, file: Path, every: int) -> None:
+        self._file, self._every = file, every
+        self._group = dist.new_group(backend="gloo")
+        self._mine: dict[int, list[float]] = {}
+
+    def add(self, step: int, losses: list[float]) -> None:
+        """Of a step that is done (counted from 0): this rank's losses, none on ranks without the last stage."""
+        self._mine[step] = losses
+        if (step + 1) % self._every:
+            return
+        leads = dist.get_rank() == 0
+        everybody: list[dict[int, list[float]]] | None = [{}] * dist.get_world_size() if leads else None
+        dist.gather_object(self._mine, everybody, dst=0, group=self._group)
+        if everybody is not None:
+            means = {k: statistics.fmean(loss for theirs in everybody for loss in theirs[k]) for k in self._mine}
+            with self._file.open("a") as stream:
+                stream.writelines(json.dumps({"step": k, "loss": mean}) + "\n" for k, mean in means.items())
+        self._mine.clear()
+
+
+def read_losses(file: Path, first: int, end: int) -> tuple[float, ...]:
+    """Of steps ``first`` to ``end - 1``, as far as they are there; half a line, whose writer was killed, is not."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    found = {entry["step"]: entry["loss"] for entry in map(json.loads, (x for x in lines if x.endswith("\n")))}
+    return tuple(found[step] for step in range(first, end) if step in found)
