@@ -233,7 +233,7 @@ class _Job:
         many = num_microbatches(training, plan)
         waits = waits_for(plan, software, many)
         clips = training.clip_grad_norm is not None
-        few = _few(plan, many, steps_overlap=steps_overlap, waits=waits, clips=clips)
+        few = _few(plan, many, steps_overlap=steps_overlap, waits=waits, clips=clips, pairs=software.expert_overlap)
         if waits_for(plan, software, few) != waits:
             few = many
         step = self.step(few)
@@ -300,8 +300,11 @@ class _Job:
         return seconds, added
 
 
-def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: Waits, clips: bool) -> int:
-    """Microbatches to write out: from so many on all others are like those between the first and the last."""
+def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: Waits, clips: bool, pairs: bool) -> int:
+    """Microbatches to write out: from so many on all others are like those between the first and the last.
+
+    Where a forward is computed together with a backward, the first ones of every stage are not.
+    """
     if plan.pp == 1:
         return min(many, 3)
     from simplan.predict.pipeline_rest import can_add
@@ -310,8 +313,9 @@ def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: Waits, cl
         return min(many, _ROUNDS * plan.pp)
     if waits == "each" and many * plan.pp <= _MOST_WRITTEN_OUT:
         return many
-    known = can_add(plan, _FEW) and not clips  # clipping, ranks wait for each other
-    return min(many, _FEW) if known and not steps_overlap else many
+    few = max(_FEW, _ROUNDS * plan.pp) if pairs else _FEW
+    known = can_add(plan, few) and not clips  # clipping, ranks wait for each other
+    return min(many, few) if known and not steps_overlap else many
 
 
 def _with(memory: RankMemory, more_bytes: int, reserved_share: float) -> RankMemory:

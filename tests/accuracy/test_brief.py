@@ -64,6 +64,25 @@ def test_it_is_the_prediction(plan: dict[str, Any], software: Any) -> None:
     assert brief.fits == full.fits
 
 
+@pytest.mark.parametrize(("pp", "virtual_stages"), [(2, 1), (4, 2), (2, 4), (1, 1)])
+def test_exchanges_for_experts_beside_another_microbatch_are_there_from_the_second_round_on(
+    pp: int, virtual_stages: int
+) -> None:
+    """Forwards of the first microbatches have no backward beside them, of none of the stages."""
+    model = ModelSpec(
+        family="moe", num_hidden_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=2048, seq_len=512,
+        num_experts=16, top_k=4, moe_intermediate_size=512,
+    )  # fmt: skip
+    software = catalogue.software("megatron-bridge").model_copy(update={"expert_overlap": True})
+    plan = ParallelPlan(dp_replicate=8, ep=8, pp=pp, virtual_stages=virtual_stages)
+    cluster = catalogue.cluster("dgx-h100", plan.num_devices)
+    training = TrainingSpec(global_batch_size=24 * plan.dp, precision="bf16", clip_grad_norm=None)
+    brief = predict_brief(model, cluster, training, plan, software)
+    assert brief.step_time_s == pytest.approx(
+        predict("all", model, cluster, training, plan, software).step_time_s, rel=1e-3
+    )
+
+
 @pytest.mark.parametrize("layers", [(1,) * 8, (0, 3, 2, 2, 1, 0)], ids=str)
 @pytest.mark.parametrize("microbatches", [8, 11, 2])
 def test_rounds_in_batches_take_as_long_as_one_another(layers: tuple[int, ...], microbatches: int) -> None:
