@@ -7,13 +7,12 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # How long an example takes depends on the machine, and no test of ours asserts a time.
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True)
 
 ONE_WORKER = (
     "tests/cli/test_run.py",
@@ -34,6 +33,12 @@ class SharedRuns(LoadScopeScheduling):
         if file.startswith("tests/executor/") and test.endswith("]"):
             return test[test.index("[") :]
         return nodeid
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The quick tests look at the same examples every time; all tests, where they run by hand, also at new ones."""
+    same = bool(os.environ.get("CI")) or "not slow" in config.option.markexpr
+    settings.load_profile("same examples" if same else "new examples")
 
 
 def pytest_collection_finish() -> None:

@@ -15,9 +15,13 @@ from tests.laws import check_engines
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.yaml"))
 MOST_OPERATIONS = 40_000
+LARGE = ("four-dimensions", "moe-pipeline", "three-dimensions")
+"""Smaller ones combine the same axes two by two."""
+
+ALL = [pytest.param(file, marks=[pytest.mark.slow] if file.stem in LARGE else [], id=file.stem) for file in SCENARIOS]
 
 
-@pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", ALL)
 def test_folded_is_unfolded(file: Path) -> None:
     scenario = load_scenario(file)
     prediction = predict_scenario(scenario, None)
@@ -36,7 +40,7 @@ def test_folded_is_unfolded(file: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", ALL)
 def test_compiled_is_simulated(file: Path, level: int) -> None:
     scenario = load_scenario(file)
     program = build_program(predict_scenario(scenario, None), level=level)

@@ -46,7 +46,16 @@ def pinned(found: Prediction) -> ParallelPlan:
     return found.plan.model_copy(update={"stage_layers": tuple(blocks)})
 
 
-@pytest.mark.parametrize("name", ["tensor-fsdp", "hsdp", "pipeline-ddp", "three-dimensions", "recompute-selective"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor-fsdp",
+        "pipeline-ddp",
+        pytest.param("hsdp", marks=pytest.mark.slow),
+        pytest.param("three-dimensions", marks=pytest.mark.slow),
+        pytest.param("recompute-selective", marks=pytest.mark.slow),
+    ],
+)
 def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str) -> None:
     found = predicted(name)
     values = {value.resource: value.relative_change for value in marginal_values(found, simulate_again(found))}

@@ -51,7 +51,7 @@ def wait_until_gone(out_dir: Path, within_s: float = PATIENCE_S) -> None:
     ("fault", "timeout_s", "said"),
     [
         ("raise", 60.0, "rank 1 raised RuntimeError: boom in 1F1 of step 3; the traceback is in "),
-        ("kill", 60.0, "rank 1 was killed by signal 9 in 1F1 of step 3"),
+        pytest.param("kill", 60.0, "rank 1 was killed by signal 9 in 1F1 of step 3", marks=pytest.mark.slow),
         pytest.param(
             "exit",
             60.0,

@@ -127,7 +127,7 @@ def test_what_a_step_without_fused_kernels_makes(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("plan", ["one", "1f1b x fsdp"])
+@pytest.mark.parametrize("plan", [pytest.param("one", marks=pytest.mark.slow), "1f1b x fsdp"])
 def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel) -> None:
     """Between steps, by torch's own account of allocations; and nothing else is made by the step."""
     job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)

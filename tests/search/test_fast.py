@@ -74,6 +74,7 @@ def some(asked: Question, number: int, seed: int) -> list[Candidate]:
     return sorted(found, key=nth)[:number]
 
 
+@pytest.mark.parametrize("number", [12, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -88,16 +89,16 @@ def some(asked: Question, number: int, seed: int) -> list[Candidate]:
         ("resnet-50", "fp32"),
     ],
 )
-def test_numbers_are_those_of_predict(name: str, precision: Precision) -> None:
+def test_numbers_are_those_of_predict(name: str, precision: Precision, number: int) -> None:
     asked = question(name, precision)
-    candidates = some(asked, 40, seed=len(name))
+    candidates = some(asked, number, seed=len(name))
     fast = FastEvaluator(asked)
     times_s, sizes, bounds_s = (
         fast.step_times_s(candidates),
         fast.device_bytes(candidates),
         fast.least_time_s(candidates),
     )
-    assert len(candidates) == 40
+    assert len(candidates) == number
     for candidate, seconds, size, bound_s in zip(candidates, times_s, sizes, bounds_s, strict=True):
         found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
         assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
