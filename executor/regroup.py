@@ -25,6 +25,7 @@ from simplan.spec.base import Spec
 __all__ = ["Part", "first_step", "regroup"]
 
 _READY_S = 30.0  # for ranks to be ended, and a node to answer
+_AFTER_S = 60.0  # for node 0 to have waited, and to tell
 _HEARD_S = 10.0
 
 
@@ -138,7 +139,7 @@ def _hear(team: Team) -> _After:
     """Another node: says that its ranks have ended, and hears what follows."""
     try:
         team.tell(f"ready/{team.node_rank}")
-        told = team.hear("after", time.monotonic() + 2 * _READY_S)
+        told = team.hear("after", time.monotonic() + _AFTER_S)
         if told is None:
             raise TimeoutError
         team.tell(f"heard/{team.node_rank}")

@@ -28,9 +28,9 @@ from tests.executor.test_faults import wait_until_gone
 from tests.executor.test_nodes import start
 from tests.hosts import Host, hosts, unavailable
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_hosts_can_be_made")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("_hosts_can_be_made")]
 PORT = 29_617
-PATIENCE_S = 240.0
+PATIENCE_S = 400.0
 NUM_STEPS = 45
 """Enough that a host which is lost after some of them is lost in their midst."""
 EVERY = 5

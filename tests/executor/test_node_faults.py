@@ -27,6 +27,8 @@ from tests.hosts import Host, hosts, unavailable
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_hosts_can_be_made")]
 PORT = 29_517
 PATIENCE_S = 120.0
+TIMEOUT_S = 60.0
+"""Of jobs: ranks may take so long to start, on a busy machine."""
 
 
 @pytest.fixture
@@ -66,9 +68,8 @@ def wait_for_steps(folder: Path, rank: int, number: int) -> None:
 
 def test_a_cut_network_ends_the_run_on_all_hosts(make_job: MakeJob, tmp_path: Path) -> None:
     """The last of three hosts is cut off in the middle of a step; the two that are left agree on what they say."""
-    timeout_s = 60.0
     with hosts(3) as made:
-        started = start_on(made, make_job(dp=3, num_steps=10**6, timeout_s=timeout_s), tmp_path)
+        started = start_on(made, make_job(dp=3, num_steps=10**6, timeout_s=TIMEOUT_S), tmp_path)
         wait_for_steps(tmp_path, 0, 5)
         made[2].cut()
         cut_s = time.monotonic()
@@ -81,7 +82,7 @@ def test_a_cut_network_ends_the_run_on_all_hosts(make_job: MakeJob, tmp_path: Pa
     assert said[1] == said[0]
     assert f", {made[0].address}) cannot be reached: nothing has been heard of it for 30 s" in said[2]
     assert all(len(sentence.splitlines()) == 1 for sentence in said)
-    assert took_s < timeout_s
+    assert took_s < TIMEOUT_S
     assert json.loads((tmp_path / "0" / "measurement.json").read_text())["failure"] == said[0]
 
 
@@ -109,14 +110,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {"ddp": {"dp": 2}, "1f1b": {"schedule": 
     [
         ("ddp", 1, signal.SIGKILL, ": rank 1 was killed by signal 9"),
         ("1f1b", 0, signal.SIGKILL, ": rank 0 was killed by signal 9"),
-        ("ddp", 1, signal.SIGSTOP, "progress for 25 s"),  # in an all-reduce nobody says who waits
+        ("ddp", 1, signal.SIGSTOP, "progress for 60 s"),  # in an all-reduce nobody says who waits
     ],
 )
 def test_all_hosts_go_on_from_the_last_checkpoint(
     strategy: str, rank: int, number: signal.Signals, said: str, make_job: MakeJob, tmp_path: Path
 ) -> None:
     """A rank is hit twice; each time the ranks of all hosts are started again, and nothing shows in the losses."""
-    plain = make_job(**STRATEGIES[strategy], timeout_s=25.0, num_steps=NUM_STEPS - 1)
+    plain = make_job(**STRATEGIES[strategy], timeout_s=TIMEOUT_S, num_steps=NUM_STEPS - 1)
     job = with_checkpoints(plain, tmp_path / "kept", NUM_STEPS, every=10, max_restarts=2)
     found = []
     # the undisturbed run is on the same hosts: sums depend on the threads of a rank
@@ -155,8 +156,7 @@ def test_when_no_restart_is_left_all_hosts_end(make_job: MakeJob, tmp_path: Path
 
 def test_a_host_that_disappears_ends_the_run_though_restarts_are_left(make_job: MakeJob, tmp_path: Path) -> None:
     """All its processes are killed at once: its ranks cannot be started again, so no restart is waited for."""
-    timeout_s = 20.0
-    job = with_checkpoints(make_job(dp=2, timeout_s=timeout_s), tmp_path / "kept", 10**6, every=10, max_restarts=3)
+    job = with_checkpoints(make_job(dp=2, timeout_s=TIMEOUT_S), tmp_path / "kept", 10**6, every=10, max_restarts=3)
     with hosts(2) as made:
         started = start_on(made, job, tmp_path)
         wait_for_steps(tmp_path, 0, 5)
@@ -168,7 +168,7 @@ def test_a_host_that_disappears_ends_the_run_though_restarts_are_left(make_job: 
         wait_until_gone(tmp_path)
     assert started[0].returncode == 4
     lost = (
-        f"node 1 ({socket.gethostname()}, {made[1].address}) cannot be reached: nothing has been heard of it for 10 s"
+        f"node 1 ({socket.gethostname()}, {made[1].address}) cannot be reached: nothing has been heard of it for 30 s"
     )
     assert said.splitlines() == [f"node 0 ({socket.gethostname()}): {lost}"]
-    assert took_s < timeout_s
+    assert took_s < TIMEOUT_S

@@ -57,6 +57,11 @@ def regrouped(found: list[Part], left: list[int]) -> dict[int, Part | str | None
     lost = RegroupError(LOST)
     lost.num_restarts = 1
 
+    for k in left[1:]:  # before node 0 looks, whichever thread is first
+        team = found[k].team
+        assert team is not None
+        team.tell(f"ready/{k}")
+
     def of(k: int) -> Part | str | None:
         try:
             return regroup(found[k], found[k].folder, lost if k == 0 else RegroupError("another node is lost"))
@@ -93,7 +98,7 @@ def test_too_few_nodes_end_with_one_sentence(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 3 does not answer either; when it comes, it is told."""
-    monkeypatch.setattr(executor.regroup, "_READY_S", 0.3)
+    monkeypatch.setattr(executor.regroup, "_READY_S", 0.0)
     found = parts(make_job(dp=4), tmp_path, [3])
     after = regrouped(found, [0, 2])
     assert after[0] == after[2] == f"{LOST}; node 3 (d) did not answer either; too few nodes are left to go on"
@@ -101,7 +106,7 @@ def test_too_few_nodes_end_with_one_sentence(
 
 
 def test_a_node_that_comes_too_late_ends(make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor.regroup, "_READY_S", 0.3)
+    monkeypatch.setattr(executor.regroup, "_READY_S", 0.0)
     found = parts(make_job(dp=4), tmp_path, [2])
     after = regrouped(found, [0, 2])
     assert isinstance(after[0], Part)
