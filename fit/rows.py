@@ -28,7 +28,7 @@ from simplan.spec.software import SoftwareSpec
 __all__ = ["Prices", "Row", "Values", "between_nodes", "changed_device", "changed_software", "fold_of", "load_rows"]
 
 Values = Mapping[str, float]
-"""Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``half_depth``."""
+"""Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``tile_s``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 from tests.executor import forked
+from tests.hosts import unavailable
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 START_TORCHRUN = executor.launch.start_agent
@@ -85,6 +86,12 @@ def _forked_ranks() -> Iterator[None]:
 def _one_thread() -> None:
     """For small tensors; threads of several pytest workers would wait for each other's cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _hosts_can_be_made() -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.executor.conftest import MakeJob
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.executor.test_faults import wait_until_gone
 from tests.executor.test_nodes import start
-from tests.hosts import Host, hosts, unavailable
+from tests.hosts import Host, hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("_hosts_can_be_made")]
 PORT = 29_617
@@ -38,12 +38,6 @@ LOST_AFTER = 13
 BATCH = 24
 TIMEOUT_S = 60.0
 """Of jobs: a host counts as lost after half of it. Ranks may take as long to start, on a busy machine."""
-
-
-@pytest.fixture
-def _hosts_can_be_made() -> None:
-    if reason := unavailable():
-        pytest.skip(reason)
 
 
 def table_of(plan: Any) -> tuple[tuple[str, ...], ...]:

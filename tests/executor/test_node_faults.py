@@ -22,19 +22,13 @@ from tests.executor.conftest import MakeJob
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.executor.test_faults import wait_until_gone
 from tests.executor.test_nodes import start
-from tests.hosts import Host, hosts, unavailable
+from tests.hosts import Host, hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_hosts_can_be_made")]
 PORT = 29_517
 PATIENCE_S = 120.0
 TIMEOUT_S = 60.0
 """Of jobs: ranks may take so long to start, on a busy machine."""
-
-
-@pytest.fixture
-def _hosts_can_be_made() -> None:
-    if reason := unavailable():
-        pytest.skip(reason)
 
 
 def start_on(made: Sequence[Host], job: Job, folder: Path) -> list[subprocess.Popen[str]]:

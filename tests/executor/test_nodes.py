@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +34,13 @@ from simplan.program.nodes import Nodes
 from simplan.program.refusal import Refusal
 from simplan.spec.layer import CollectiveKind
 from tests.executor.test_checkpoints import with_checkpoints
-from tests.hosts import BURST_BYTES, Host, hosts, unavailable
+from tests.hosts import BURST_BYTES, Host, hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29417
 CLOCK_ERROR_S = 1.0  # where the clocks are a thousand seconds apart; on a loaded machine an answer may take long
 
 MakeJob = Callable[..., Job]
-
-why_not = cache(unavailable)
-
-
-@pytest.fixture
-def _hosts_can_be_made() -> None:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def free_port() -> int:

@@ -19,15 +19,13 @@ from executor.model import build_stage
 from executor.run import run_job
 from executor.t5 import relative_buckets
 from simplan.predict import job_of, predict
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, Recompute
 from simplan.spec.training import Precision, TrainingSpec
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.accounting import account, predicted_peak
+from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
 from tests.executor.layer_runs import assert_kept_and_peak, assert_ranks_equal_one_process
 from tests.executor.test_recompute import STATES
@@ -297,17 +295,7 @@ QUICK_MEMORY = {("1f1b, second of four", False, "fp32")}
 )
 def test_peak_of_a_rank_is_torchs(name: str, gated: bool, precision: Precision, make_job: MakeJob) -> None:
     """What pass through the encoder, and the encoder's output, are in the receive buffers and nowhere twice."""
-    changes, num_microbatches, pp_rank = MEMORY[name]
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
     fields: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     spec = model(gated=gated, num_decoder_layers=6, vocab_size=8192, seq_len=256, decoder_seq_len=160, **fields)
-    job = make_job(
-        plan.schedule,
-        model=spec,
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=0.01)
+    predicted, torchs = peaks(make_job, spec, *MEMORY[name], precision)
+    assert predicted == pytest.approx(torchs, rel=0.01)
