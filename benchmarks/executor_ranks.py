@@ -1,5 +1,8 @@
 """One rank of ``executor_speed``: steps of the executor, recorded or not, and of a loop written by hand, in turn.
 
+A round has every way twice, the second time in the opposite order. ``times<rank>.json`` has for each way and step its
+wall time and the CPU time of the process, seconds.
+
 The hand-written trainings have the executor's modules, loss, data and fused AdamW; all else is torch's: DDP, FSDP2 and
 ``torch.distributed.pipelining`` as their tutorials have them.
 """
@@ -44,8 +47,8 @@ __all__ = ["CASES", "Case"]
 
 _MICROBATCHES = 4
 _MICROBATCH_SIZE = 2
-_WARMUP_ROUNDS = 3
-_LEAST_ROUNDS, _MOST_ROUNDS = 6, 80
+_WARMUP_ROUNDS = 2
+_LEAST_ROUNDS, _MOST_ROUNDS = 6, 40
 _BUDGET_S = 30.0
 _TIMEOUT_S = 300.0
 _LEARNING_RATE = 1e-3
@@ -208,7 +211,7 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
 
     trainer, recorded = executor(Recorder)
     ways = {"executor": recorded, "silent": executor(_SilentRecorder)[1], "plain": _plain(job, device)}
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     batch = trainer.batch(0)
     end_s = time.perf_counter() + _BUDGET_S
     for number in range(_WARMUP_ROUNDS + _MOST_ROUNDS):
@@ -217,13 +220,13 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
         if over:
             break
         order = list(ways)
-        for way in order if number % 2 else reversed(order):
+        for way in [*order, *reversed(order)]:  # twice each: a machine that becomes slower does so for all alike
             heartbeat.beat(RankState.RUNNING, way, number)
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             ways[way](*batch)
             if number >= _WARMUP_ROUNDS:
-                times[way].append(time.perf_counter() - start_s)
+                times[way].append((time.perf_counter() - start_s, time.process_time() - start_cpu_s))
     (out_dir / f"times{rank}.json").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()

@@ -78,7 +78,7 @@ class ContextAttention:
         return self._mask
 
 
-def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
+def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int, *, keeps: bool = False) -> Tensor:
     """Gives every rank its part of ``x`` along one dimension and lines up what comes along another; gradients go back.
 
     Args:
@@ -86,8 +86,9 @@ def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor
         peers: The ranks.
         split_dim: Each rank gets a part along this dimension.
         gather_dim: Parts are lined up along this one.
+        keeps: Blocks of ``selective_op`` keep what comes.
     """
-    exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim, keeps)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -95,10 +96,10 @@ class _AllToAll(torch.autograd.Function):
     """All-to-all in forward, its inverse in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, peers: Peers, split_dim: int, gather_dim: int, keeps: bool) -> Tensor:
         ctx.peers, ctx.dims = peers, (gather_dim, split_dim)
-        return peers.all_to_all(x, split_dim, gather_dim)
+        return peers.all_to_all(x, split_dim, gather_dim, keeps=keeps)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
-        return ctx.peers.all_to_all(grad_outputs[0], *ctx.dims), None, None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None]:
+        return ctx.peers.all_to_all(grad_outputs[0], *ctx.dims), None, None, None, None

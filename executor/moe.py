@@ -17,6 +17,7 @@ from torch.nn import functional
 from executor.blocks import Block, LayerRequest, LlamaBlock, RotaryAttention
 from executor.context_parallel import exchange
 from executor.parallel import Peers
+from executor.recompute import uncounted
 from executor.streamed_optimizer import StreamedOptimizer
 from executor.tensor_parallel import column_linear, compute_dtype, gather_parts, row_linear, scatter_sum
 from executor.zero import ShardedOptimizer
@@ -133,7 +134,7 @@ class ExpertMlp(Block):
         """What the chosen experts give, weighed: hidden states (batch, tokens, hidden_size) to hidden states."""
         batch, tokens, width = x.shape
         spec = self._spec
-        scores, chosen = self.router(x).topk(spec.top_k, dim=-1)
+        scores, chosen = uncounted(self.router, x).topk(spec.top_k, dim=-1)
         # softmax in at least fp32, as everywhere
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         places = places_of(tokens, spec.top_k, spec.num_experts, spec.capacity_factor)
@@ -165,7 +166,7 @@ class ExpertMlp(Block):
         if back and splits:
             x = scatter_sum(x, self._parallel.tp)
         if ep.size > 1:
-            x = exchange(x, ep, _ROWS, _EXPERTS) if back else exchange(x, ep, _EXPERTS, _ROWS)
+            x = exchange(x, ep, *((_ROWS, _EXPERTS) if back else (_EXPERTS, _ROWS)), keeps=True)
         return gather_parts(x, self._parallel.tp) if splits and not back else x
 
     def _count(self, loads: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from executor.groups import Group
+from executor.recompute import keepable
 from executor.recorder import Recorder
 from simplan.spec.model import ModelSpec
 from simplan.spec.shard import Shard
@@ -65,9 +66,18 @@ class Peers:
             self._complete(handle)
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """The own part along a dimension of the sum over all ranks."""
+    def reduce_scatter(self, x: Tensor, dim: int, *, keeps: bool = False) -> Tensor:
+        """The own part along a dimension of the sum over all ranks.
+
+        Args:
+            x: What this rank has of all parts.
+            dim: The dimension.
+            keeps: The result is ``keepable``.
+        """
         parts = torch.unflatten(x, dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        return keepable(self._reduced, parts) if keeps else self._reduced(parts)
+
+    def _reduced(self, parts: Tensor) -> Tensor:
         reduced = parts.new_empty(parts.shape[1:])
         if self.group is not None:
             handle = self._issue("reduce_scatter", parts)
@@ -75,15 +85,25 @@ class Peers:
             self._complete(handle)
         return reduced
 
-    def all_to_all(self, x: Tensor, split_dim: int, gather_dim: int) -> Tensor:
-        """Every rank gives each its part along one dimension and lines up what it gets along another."""
+    def all_to_all(self, x: Tensor, split_dim: int, gather_dim: int, *, keeps: bool = False) -> Tensor:
+        """Every rank gives each its part along one dimension and lines up what it gets along another.
+
+        Args:
+            x: The tensor.
+            split_dim, gather_dim: These dimensions.
+            keeps: What it gets is ``keepable``.
+        """
         parts = torch.unflatten(x, split_dim, (self.size, -1)).movedim(split_dim, 0).contiguous()
+        received = keepable(self._swapped, parts) if keeps else self._swapped(parts)
+        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+
+    def _swapped(self, parts: Tensor) -> Tensor:
         received = torch.empty_like(parts)
         if self.group is not None:
             handle = self._issue("all_to_all", parts)
             dist.all_to_all_single(received.flatten(0, 1), parts.flatten(0, 1), group=self.group.handle)
             self._complete(handle)
-        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+        return received
 
     def _issue(self, kind: _Kind, buffer: Tensor) -> int:
         assert self.group is not None

@@ -32,7 +32,7 @@ class Autocast(nn.Module):
         module: The module.
         dtype: What matrix products are computed in.
         device_type: Where.
-        keeps_copies: Autocast holds the cast weights to the end of forward, whatever else becomes of them.
+        keeps_copies: Autocast holds the cast weights to the end of forward, also those that nobody needs any more.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str, *, keeps_copies: bool = True) -> None:

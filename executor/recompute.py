@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import (
 
 from simplan.spec.plan import Recompute
 
-__all__ = ["RECOMPUTES", "BlockRecompute", "of_block", "run_block"]
+__all__ = ["RECOMPUTES", "BlockRecompute", "keepable", "of_block", "run_block", "uncounted"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selective_layer", "full")
 """The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
@@ -60,17 +61,81 @@ def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: BlockRec
     return out
 
 
-def _keep_every_second_product() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Torchtitan's per-op policy: the first matrix product is kept, the second not, and so on; attention is kept."""
-    num_products = 0
+@wrap_torch_function(lambda run, x: (x,))
+def keepable(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What ``run`` makes of a tensor; blocks of ``selective_op`` keep it, and backward does not run it again.
 
-    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        nonlocal num_products
+    For collectives, which write into tensors that are there before, so that torch's checkpointing sees no result.
+    """
+    return run(x)
+
+
+@wrap_torch_function(lambda run, x: (x,))
+def uncounted(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What ``run`` makes of a tensor; blocks of ``selective_op`` do not count its products, and keep none of them."""
+    return run(x)
+
+
+class _EverySecondProduct(TorchFunctionMode):
+    """Torchtitan's per-op policy: the first matrix product is kept, the second not, and so on.
+
+    Attention is kept, and so is what is ``keepable``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self._num_products = 0
+        self._counts = True
+
+    def policy(
+        self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        """For torch's own checkpointing."""
         del context, args, kwargs
-        num_products += operation in _PRODUCTS
-        keeps = operation in _ATTENTIONS or (operation in _PRODUCTS and num_products % 2 == 1)
+        product = operation in _PRODUCTS and self._counts
+        self._num_products += product
+        keeps = operation in _ATTENTIONS or (product and self._num_products % 2 == 1)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counts = func is not uncounted
+        result = func(*args, **(kwargs or {}))
+        self._counts = True
+        if func is keepable:
+            self.kept.append(result.detach())
+        return result
+
+
+class _TakeKept(TorchFunctionMode):
+    """Takes what is ``keepable`` from a list, the first one first, instead of making it."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._kept.pop(0) if func is keepable else func(*args, **(kwargs or {}))
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, the second inside of the first; one generator for both would let go of tensors too early."""
+
+    def __init__(self, dispatch: AbstractContextManager[None], function: AbstractContextManager[None]) -> None:
+        self._dispatch, self._function = dispatch, function
+
+    def __enter__(self) -> None:
+        self._dispatch.__enter__()
+        self._function.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._function.__exit__(*error)
+        self._dispatch.__exit__(*error)
+
+
+def _keep_every_second_product() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of forward and of backward, for one run of a block."""
+    mode = _EverySecondProduct()
     contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
-    contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return contexts
+    contexts = create_selective_checkpoint_contexts(mode.policy)  # type: ignore[no-untyped-call]
+    return _Both(contexts[0], mode), _Both(contexts[1], _TakeKept(mode.kept))

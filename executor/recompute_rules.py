@@ -30,16 +30,15 @@ def unmodelled_recompute(job: Job) -> Iterator[Problem]:
 def _beside_selective_op(job: Job) -> Iterator[tuple[str, str]]:
     """With what else that would help."""
     plan, model = job.plan, job.model
-    if plan.shard.sequence_parallel and plan.tp > 1:  # scattered sums, which torch makes in place
-        yield "under sequence parallelism", ", or sequence_parallel = false"
     if plan.offload_activations:
         yield "beside activations that are moved to the host", ", or offload_activations = false"
     if job.software.compiled:
         yield "of blocks that are compiled", ", or software.compiled = false"
     if job.training.precision == "fp8":
         yield "in fp8", ", or precision = bf16"
-    if model.num_experts:
-        yield "of experts", ""
+    # FSDP gathers them inside of the block, at other times when it runs again, which torch does not allow
+    if model.num_experts and plan.shard.experts_apart and plan.expert_shards > 1:
+        yield "around experts that FSDP shards on their own", f", or ep = {plan.ep * plan.expert_shards}"
     if model.family == "t5":
         yield "of T5, whose attention is not one operation", ""
     if model.lora_rank:

@@ -112,8 +112,9 @@ def compute_dtype(x: Tensor) -> Tensor:
 
 
 def _reduced(x: Tensor, parallel: Parallel) -> Tensor:
-    function = _ScatterSum if parallel.splits_tokens else _Sum
-    y: Tensor = function.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
+    if parallel.splits_tokens:
+        return scatter_sum(x, parallel.tp, keeps=True)
+    y: Tensor = _Sum.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -123,9 +124,15 @@ def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:
     return y
 
 
-def scatter_sum(x: Tensor, tp: Peers) -> Tensor:
-    """The own part, along dimension 1, of the sum over all ranks."""
-    y: Tensor = _ScatterSum.apply(x, tp)  # type: ignore[no-untyped-call]
+def scatter_sum(x: Tensor, tp: Peers, *, keeps: bool = False) -> Tensor:
+    """The own part, along dimension 1, of the sum over all ranks.
+
+    Args:
+        x: What this rank has.
+        tp: The ranks.
+        keeps: Blocks of ``selective_op`` keep the result.
+    """
+    y: Tensor = _ScatterSum.apply(x, tp, keeps)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -172,13 +179,13 @@ class _ScatterSum(torch.autograd.Function):
     """Reduce-scatter of tokens in forward, all-gather of their gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: Peers, keeps: bool) -> Tensor:
         ctx.tp = tp
-        return tp.reduce_scatter(x, _TOKENS)
+        return tp.reduce_scatter(x, _TOKENS, keeps=keeps)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        return ctx.tp.all_gather(grad_outputs[0], _TOKENS), None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        return ctx.tp.all_gather(grad_outputs[0], _TOKENS), None, None
 
 
 class _GatheredLinears(torch.autograd.Function):

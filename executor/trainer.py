@@ -234,7 +234,9 @@ class Trainer:
             return stage
         module: nn.Module = stage
         if dtype is not None:
-            module = Autocast(stage, dtype, self._device.type, keeps_copies=not job.plan.offload_activations)
+            # blocks that run again have dropped the copies of theirs
+            drops = job.plan.offload_activations or job.plan.recompute not in ("none", "selective")
+            module = Autocast(stage, dtype, self._device.type, keeps_copies=not drops)
         if self._groups.dp is not None:
             experts = expert_parameters(stage, job.model, job.plan.shard)
             module = wrap_ddp(module, self._groups.dp, job.plan.bucket_bytes, self._recorder, experts)

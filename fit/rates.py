@@ -68,6 +68,7 @@ ALL: Mapping[str, Bounds] = MappingProxyType(
         "kernel_s": Bounds(0.7, 1e-6, 60e-6),
         "split_s": Bounds(0.7, 1e-6, 300e-6),
         "step_s": Bounds(0.7, 1e-3, 0.1),
+        "batch_s": Bounds(0.7, 0.05e-3, 5e-3),
     }
 )
 """Common to all."""

@@ -19,7 +19,7 @@ from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import SimplanError
 from simplan.predict.brief import Term, brief_terms
 from simplan.predict.build import cost_model
-from simplan.program.program import Excess, HostStep, LayerWork, Message
+from simplan.program.program import Excess, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.rates import AttentionKernel
 from simplan.spec.rules import num_microbatches
@@ -94,8 +94,8 @@ class Prices:
             case Excess(messages=messages, beside=beside):
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s * self._slowdown(job, messages[0]) - self._of_layer(job, beside))
-            case HostStep():
-                return self._values.get("step_s", term.seconds)
+            case HostWait(reason=reason):
+                return self._values.get(f"{reason}_s", term.seconds)
             case _:
                 return term.seconds
 

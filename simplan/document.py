@@ -105,7 +105,8 @@ def parse_yaml(text: str, file: str) -> Document:
         mark = error.problem_mark or error.context_mark
         what = " ".join(part for part in (error.context, error.problem) if part)
         place = _place(mark) if mark is not None else (None, None)
-        raise SpecError(_not_yaml(what).at(*place), file=file) from None
+        fix = "indent with spaces: this is a tab" if mark is not None and _is_tab(text, mark) else ""
+        raise SpecError(_not_yaml(what, fix).at(*place), file=file) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else None
         raise SpecError(_not_yaml(str(error.reason)).at(line), file=file) from None
@@ -121,10 +122,14 @@ def _events(text: str) -> Iterator[Any]:
         loader.dispose()
 
 
-def _not_yaml(what: str) -> Problem:
-    return Problem(
-        field="", rule=f"this is not YAML: {what or 'it cannot be read'}", fix="check quotes, indentation and colons"
-    )
+def _is_tab(text: str, mark: yaml.Mark) -> bool:
+    line = "".join(text.split("\n")[mark.line : mark.line + 1])
+    return line[mark.column :].startswith("\t")
+
+
+def _not_yaml(what: str, fix: str = "") -> Problem:
+    rule = f"this is not YAML: {what or 'it cannot be read'}"
+    return Problem(field="", rule=rule, fix=fix or "check quotes, indentation and colons")
 
 
 def _place(mark: Any) -> Place:

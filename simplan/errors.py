@@ -120,20 +120,41 @@ class RunError(SimplanError, RuntimeError):
     exit_code = 4
 
 
+_MOST_LISTED = 24
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The fix for a misspelt word: the nearest known ones, or all when few, or an empty string.
 
+    What is written the same but for case and punctuation counts first, then what begins with the word or has it inside,
+    then what has similar letters, then what the word has inside.
+
     >>> did_you_mean("gpip", ["naive", "gpipe", "1f1b"])
     'did you mean gpipe?'
-    >>> did_you_mean("h100-sxm-80g", ["h100-sxm-80gb", "a100-sxm-80gb"])
+    >>> did_you_mean("H100", ["a100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-80gb"])
+    'did you mean h100-sxm-80gb or h100-pcie-80gb?'
+    >>> did_you_mean("meta-llama/Meta-Llama-3-8B", ["llama3-8b", "llama3-70b"])
+    'did you mean llama3-8b?'
+    >>> did_you_mean("h200-sxm-80gb", ["h100-sxm-80gb", "a100-sxm-80gb"])
     'did you mean h100-sxm-80gb or a100-sxm-80gb?'
     >>> did_you_mean("zigzag", ["naive", "gpipe", "1f1b"])
     'known: 1f1b, gpipe, naive'
     """
-    names = sorted(set(known))
-    close = difflib.get_close_matches(str(word), names, n=3, cutoff=0.7)
+    names, small = sorted(set(known)), str(word).lower()
+    bare = _bare(small)
+    same = [name for name in names if _bare(name) == bare]
+    begin = [name for name in names if len(bare) > 2 and _bare(name).startswith(bare)]
+    hold = [name for name in names if len(bare) > 2 and bare in _bare(name)]
+    held = [name for name in names if len(_bare(name)) > 4 and _bare(name) in bare]
+    close = same or difflib.get_close_matches(small, begin or hold, n=4, cutoff=0.0)
+    close = close or difflib.get_close_matches(small, names, n=3, cutoff=0.7) or held
     if close:
         return f"did you mean {' or '.join(close)}?"
-    if names and len(names) <= 24:
+    if names and len(names) <= _MOST_LISTED:
         return f"known: {', '.join(names)}"
     return ""
+
+
+def _bare(word: str) -> str:
+    """Letters and digits only, in small letters."""
+    return "".join(filter(str.isalnum, word.lower()))

@@ -23,6 +23,8 @@ Path = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN = 60
+_OTHER_WORDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_NOWHERE: Mapping[str, str] = {}
 _MAX_PROBLEMS = 50
 
 
@@ -53,9 +55,17 @@ def parse_model(
 
 
 def validate(
-    model: type[Model], data: Any, lines: Mapping[Path, Place] | None = None, *, prefix: Path = ()
+    model: type[Model],
+    data: Any,
+    lines: Mapping[Path, Place] | None = None,
+    *,
+    prefix: Path = (),
+    elsewhere: Mapping[str, str] = _NOWHERE,
 ) -> tuple[Model | None, tuple[Problem, ...]]:
-    """As ``parse_model``, but returns the problems: ``(spec, ())`` or ``(None, problems)``."""
+    """As ``parse_model``, but returns the problems: ``(spec, ())`` or ``(None, problems)``.
+
+    ``elsewhere`` has keys that ``model`` does not have, and what to write instead.
+    """
     try:
         # JSON mode reads lists as tuples and words as enum members, and is as strict about everything else.
         return model.model_validate_json(json.dumps(data)), ()
@@ -63,7 +73,7 @@ def validate(
         return None, (Problem(field=_dotted(prefix), rule="is nested too deeply").at(*find_place(lines or {}, prefix)),)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        found = [_problem(model, dict(detail), lines or {}, prefix) for detail in details[:_MAX_PROBLEMS]]
+        found = [_problem(model, dict(detail), lines or {}, prefix, elsewhere) for detail in details[:_MAX_PROBLEMS]]
         if len(details) > _MAX_PROBLEMS:
             found.append(Problem(field=_dotted(prefix), rule=f"has {len(details) - _MAX_PROBLEMS} more problems"))
         return None, tuple(dict.fromkeys(found))
@@ -98,7 +108,13 @@ def _dotted(path: Path) -> str:
     return ".".join(str(part)[:_MAX_SHOWN] for part in path)
 
 
-def _problem(model: type[BaseModel], detail: dict[str, Any], lines: Mapping[Path, Place], prefix: Path) -> Problem:
+def _problem(
+    model: type[BaseModel],
+    detail: dict[str, Any],
+    lines: Mapping[Path, Place],
+    prefix: Path,
+    elsewhere: Mapping[str, str],
+) -> Problem:
     kind: str = detail["type"]
     is_key = detail["loc"] and detail["loc"][-1] == "[key]"
     loc: Path = tuple(detail["loc"][:-1] if is_key else detail["loc"])
@@ -106,6 +122,8 @@ def _problem(model: type[BaseModel], detail: dict[str, Any], lines: Mapping[Path
     annotation = _annotation_at(model, loc[:-1] if is_key or kind in ("extra_forbidden", "missing") else loc)
     context = detail.get("ctx", {})
     rule, fix = _rule(kind, value, annotation, context, detail["msg"], is_key=is_key, key=loc[-1] if loc else "")
+    if kind == "extra_forbidden" and len(loc) == 1 and str(loc[0]) in elsewhere:
+        fix = f"write {elsewhere[str(loc[0])]}"
     hide_value = is_key or kind in ("missing", "extra_forbidden")
     return Problem(
         field=_dotted((*prefix, *loc)),
@@ -126,7 +144,7 @@ def _rule(
     if kind == "literal_error":
         choices = _choices(annotation, key=is_key)
         rule = "is not a known key" if is_key else "is not a known choice"
-        word = str(key) if is_key else str(value)
+        word = _OTHER_WORDS.get(str(value), str(value)) if not is_key else str(key)
         return rule, did_you_mean(word, choices) or f"one of {', '.join(choices)}"
     if kind in _BOUNDS:
         word, name = _BOUNDS[kind]
@@ -163,7 +181,8 @@ _TYPES = {
 def _type_fix(kind: str, value: Any) -> str:
     """What to write instead of a value of the wrong type."""
     if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
-        return f"write {value.strip()} without quotes"
+        plain = value.strip().replace("_", "")
+        return f"write {plain}, as YAML has no _ in numbers" if "_" in value else f"write {plain} without quotes"
     if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
     if kind == "bool_type" and str(value).lower() in ("yes", "no", "on", "off", "0", "1"):

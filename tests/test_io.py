@@ -121,6 +121,11 @@ def test_the_growth_limit_counts_what_aliases_repeat() -> None:
         ("a: *b", "f:1:4: the alias *b repeats nothing above it; define &b first"),
         ("a: 1\nb:\n  c: 1\n  c: 2", "f:4:3: the key c is given twice, first in line 3; keep one of the two"),
         ("a: !!int 3", "f:1:4: the tag !!int is not allowed: files hold plain data only; remove the tag"),
+        (
+            "a:\n\tb: 1",
+            "f:2:1: this is not YAML: while scanning for the next token found character that cannot start any token; "
+            "indent with spaces: this is a tab",
+        ),
         ("a: \x01", "f:1: this is not YAML: control characters are not allowed; check quotes, indentation and colons"),
     ],
 )

@@ -179,6 +179,10 @@ def _plan() -> None:
         number("Expert tensor parallel", ("plan", "etp"), 1, most=10**6, help="etp: ranks that split every expert")
         switch("Sequence parallelism", ("plan", "sequence_parallel"), _is_above_one(get(("plan", "tp"))))
         switch("Reshard after forward", ("plan", "reshard_after_forward"), default=True)
+        syncs = ("step", "microbatch")
+        choice(
+            "Reduce gradients after each", ("plan", "grad_sync"), syncs, "step", help="Whole ones take room until then"
+        )
         switch("Optimizer states on the host", ("plan", "offload_optimizer"), default=False)
         switch("Activations on the host", ("plan", "offload_activations"), default=False)
 
@@ -218,6 +222,8 @@ def _fit() -> None:
     if axes[2] == 1:
         put(("plan", "schedule"), None)
         put(("plan", "virtual_stages"), None)
+    else:
+        put(("plan", "grad_sync"), None)  # torch's pipelines reduce once a step
     if axes[0] == 1:
         put(("plan", "sequence_parallel"), None)
 

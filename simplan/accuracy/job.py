@@ -16,6 +16,7 @@ from simplan.accuracy.recipes import recipes_of, with_recipes
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
 from simplan.accuracy.stage_layers import layers_of_stages
+from simplan.accuracy.standing_in import with_stand_ins
 from simplan.errors import Problem, SpecError
 from simplan.problems import parse_model
 from simplan.spec import catalogue
@@ -39,8 +40,8 @@ _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _SIZES = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "seq_len",
 })  # fmt: skip
+_UNFITTED = {"stack_share": 1.0, "intra_slowdown": 1.0, "inter_slowdown": 1.0, "relative_std": None, "fitted_on": None}
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
-_STAND_IN = "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +85,21 @@ def job_of_run(run: PublishedRun) -> RunJob:
 
 
 def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
-    name = profile_name(run.software)
-    profile = _stand_in() if name == _STAND_IN else catalogue.software(name)
     given = run.software
+    profile = with_stand_ins(catalogue.software(profile_name(given, run.plan)), run.plan, notes)
     if given.grad_overlap is not None:
         profile = profile.model_copy(update={"grad_overlap": given.grad_overlap})
     if given.tp_comm_overlap:
         profile = profile.model_copy(update={"tp_overlap": "all"})
     if given.compile:
         profile = profile.model_copy(update={"compiled": True})
-    if given.flash_attention is not None:
-        attention = "fused" if given.flash_attention else "unfused"
+    if not STACKS[given.framework].is_known:
+        profile = profile.model_copy(update={"rates": profile.rates.model_copy(update=_UNFITTED)})
+    fused = STACKS[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
+    if fused is not None:
+        attention = "fused" if fused else "unfused"
         profile = profile.model_copy(update={"layers": profile.layers.model_copy(update={"attention": attention})})
     return profile
-
-
-def _stand_in() -> SoftwareSpec:
-    """Torch, without what it refuses and other frameworks have."""
-    torch = catalogue.software(_STAND_IN)
-    low = torch.low_precision | {"nvfp4": torch.low_precision["nvfp4"].model_copy(update={"kept": "wide"})}
-    has = {"ddp_stages": True, "ddp_splits": True, "low_precision": low, "grad_dtypes": ("fp32", "bf16", "fp16")}
-    return torch.model_copy(update=has)
 
 
 def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> ModelSpec:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from simplan.accuracy.schema import Framework, MemoryKind, RunSoftware
+from simplan.accuracy.schema import Framework, MemoryKind, RunPlan, RunSoftware
 
 __all__ = ["STACKS", "Stack", "profile_name", "splits_experts"]
 
@@ -23,6 +23,10 @@ class Stack(NamedTuple):
         printed_gb_bytes: How many bytes such a GB has.
         whole_experts_since: The first year in which tensor-parallel ranks have whole experts and route their own
             tokens (etp = 1); before, or where there is none, they split every expert.
+        fused_attention: Whether attention is one kernel where a run does not say; None for as in the profile.
+        combining: Profiles of plans with tensor parallelism and pipelines, or with sharded optimizer states alone,
+            where that is another lineage of software than the rest.
+        is_known: Its profiles are of itself; else they stand in for it, and what was fitted to them is not of it.
     """
 
     profiles: tuple[tuple[int, str], ...]
@@ -31,6 +35,9 @@ class Stack(NamedTuple):
     prints: MemoryKind = "allocated"
     printed_gb_bytes: int = 2**30
     whole_experts_since: int | None = None
+    fused_attention: bool | None = None
+    combining: tuple[tuple[int, str], ...] = ()
+    is_known: bool = True
 
 
 _MEGATRON = (
@@ -67,9 +74,12 @@ STACKS: Mapping[Framework, Stack] = MappingProxyType(
         ),
         "llm-foundry": Stack(((0, "llm-foundry"),), fp8_recipe="delayed"),
         "maxtext": Stack(((0, "maxtext"),), cp_comm="all_gather", prints="device"),
-        "fsdp-paper": Stack(((0, "torch"),), prints="reserved"),
-        "gpipe": Stack(((0, "torch"),)),
-        "other": Stack(((0, "torch"),)),
+        # Zhao et al. 2023 (arXiv:2304.11277), section 5.1: minGPT and Hugging Face's T5, where attention
+        # is several eager operations
+        "fsdp-paper": Stack(((0, "torch"),), prints="reserved", fused_attention=False, is_known=False),
+        "gpipe": Stack(((0, "torch"),), is_known=False),
+        # who combines tensor parallelism and pipelines, or deals out optimizer states, mostly builds on Megatron-LM
+        "other": Stack(((0, "torch"),), whole_experts_since=_FOLDED, combining=_MEGATRON, is_known=False),
     }
 )
 """By framework."""
@@ -78,18 +88,16 @@ _YEAR = re.compile(r"\b(?:19|20)[0-9]{2}\b")
 _YEAR_AND_MONTH = re.compile(r"(?<![0-9.])(2[0-9])\.(?:0[1-9]|1[0-2])(?![0-9])")
 
 
-def profile_name(software: RunSoftware) -> str:
+def profile_name(software: RunSoftware, plan: RunPlan) -> str:
     """The name of the software profile.
 
     A version without a year, or year and month (23.08), is taken for a recent one, unless attention is not fused, which
     it was before 2022.
-
-    >>> profile_name(RunSoftware(framework="megatron-lm", version="2021", flash_attention=None, compile=None,
-    ...     tp_comm_overlap=None, grad_overlap=None))
-    'megatron-lm-2021'
     """
-    year = _year(software)
-    return [name for first, name in STACKS[software.framework].profiles if first <= year][-1]
+    stack, year = STACKS[software.framework], _year(software)
+    combines = (plan.tp > 1 and plan.pp > 1) or plan.zero_stage == 1
+    profiles = stack.combining if stack.combining and combines else stack.profiles
+    return [name for first, name in profiles if first <= year][-1]
 
 
 def splits_experts(software: RunSoftware) -> bool:

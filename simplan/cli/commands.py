@@ -53,7 +53,8 @@ def predict_command(
         return 0
     here = scenario.cluster.id == THIS_MACHINE
     run_it = f"simplan run {file}" if here else ""
-    next_steps = [step for step in (run_it, f"simplan trace {file} -o trace.json") if step]
+    search_it = f"simplan search {file}    with search: {{}} in place of plan:" if prediction.fits is False else ""
+    next_steps = [step for step in (search_it, run_it, f"simplan trace {file} -o trace.json") if step]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
     return 0

@@ -25,6 +25,10 @@ def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: b
         fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
         raise SpecError(Problem(field="--plot", value=str(plot), rule="must end in .svg or .html", fix=fix))
     prediction = read_json(prediction_file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+    measured = read_json(measurement_file)
+    if isinstance(measured, dict) and measured.get("kind") == "prediction":
+        problem = Problem(field="", rule="is a prediction", fix="give the measurement.json of a run as the second file")
+        raise SpecError(problem, file=str(measurement_file))
     measurement = read_model(measurement_file, Measurement)
     try:
         comparison = compare(prediction, measurement)

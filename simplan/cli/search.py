@@ -28,9 +28,11 @@ from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.plan import ParallelPlan
 from simplan.units import format_time
 
-__all__ = ["SearchOptions", "scenarios_to_time", "search_command"]
+__all__ = ["SearchOptions", "scenarios_to_time", "search_command", "slow_search"]
 
 _INTERRUPTED = 130
+_MANY = 5_000
+"""Plans from which on a search says so beforehand where each takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     calibration = read(calibration_file) if scenario.cluster.cores_per_node is not None else None
     if options.largest is not None:
         return _largest(scenario, space, calibration, options, as_json=as_json)
+    question = Question(scenario.model, scenario.cluster, scenario.training, scenario.software, calibration)
+    if note := slow_search(question, space):
+        say(note)
     with _Watch() as watch:
         result = search(
             scenario.model,
@@ -82,6 +87,27 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     if result.interrupted:
         return _INTERRUPTED
     return NoFeasiblePlanError.exit_code if result.best is None else 0
+
+
+def slow_search(question: Question, space: SearchSpace) -> str:
+    """What to say before a long search: each plan that may fit is lowered alone; empty for no such one.
+
+    Raises:
+        SpecError: No plan could mend what is wrong with the question.
+    """
+    question.check()
+    total = Enumeration(space, question).total
+    if total < _MANY:
+        return ""
+    from simplan.search.fast import covers_job  # brings numba
+
+    if covers_job(question):
+        return ""
+    return (
+        f"{total:,} plans under {question.software.id} are written out one by one: this may take tens of minutes. "
+        "Narrow the ranges of search (pp, schedule, virtual_stages, microbatch_size) or use --jobs -1; Ctrl-C shows "
+        "the best so far"
+    )
 
 
 def _largest(

@@ -9,7 +9,7 @@ from simplan.cost.collectives import message_price, message_s
 from simplan.cost.compute import KernelCost
 from simplan.cost.host_link import host_copy_price
 from simplan.cost.route import Route, route_of
-from simplan.program.program import HostCopy, LayerWork, Message
+from simplan.program.program import HostCopy, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.rates import StackRates
 from simplan.units import format_time
@@ -71,9 +71,10 @@ class AnalyticCost:
         """See ``CostModel``."""
         return host_copy_price(copy, self._cluster)
 
-    def host_step(self) -> Price:
+    def host_wait(self, wait: HostWait) -> Price:
         """See ``CostModel``."""
         kernels = self._cluster.device.kernels
+        seconds = kernels.step_s if wait.reason == "step" else kernels.batch_s
         provenance = Provenance.DATASHEET if kernels.fitted_on is None else Provenance.PUBLISHED
-        formula = f"{format_time(kernels.step_s)}, whatever the trainer"
-        return Price(kernels.step_s, provenance, _HOST_STD, formula)
+        formula = f"{format_time(seconds)}, whatever the trainer"
+        return Price(seconds, provenance, _HOST_STD, formula)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from simplan.program.program import HostCopy, LayerWork, Message
+from simplan.program.program import HostCopy, HostWait, LayerWork, Message
 
 __all__ = ["CostModel", "Price", "Provenance"]
 
@@ -52,6 +52,6 @@ class CostModel(Protocol):
         """Time of a copy between a device and its host."""
         ...
 
-    def host_step(self) -> Price:
-        """Time of what the host of a trainer does once a step."""
+    def host_wait(self, wait: HostWait) -> Price:
+        """Time of what the device waits for its host for."""
         ...

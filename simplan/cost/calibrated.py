@@ -22,7 +22,7 @@ from simplan.cost.grid import KernelGrid
 from simplan.cost.grid_cost import GridCost
 from simplan.cost.kernel_weights import weight_share
 from simplan.errors import Problem, SpecError
-from simplan.program.program import HostCopy, LayerWork, Message, Phase
+from simplan.program.program import HostCopy, HostWait, LayerWork, Message, Phase
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.optimizer import UpdateName
@@ -260,10 +260,10 @@ class CalibratedCost:
             f"{format_bytes(curve[-1].num_bytes)}",
         )
 
-    def host_step(self) -> Price:
+    def host_wait(self, wait: HostWait) -> Price:
         """See ``CostModel``."""
         if self._otherwise is not None:
-            return self._otherwise.host_step()
+            return self._otherwise.host_wait(wait)
         return Price(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
 
     def _host_copies(self) -> list[HostCopyTiming]:

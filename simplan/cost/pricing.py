@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from simplan.cost.base import CostModel, Price
 from simplan.cost.host_calls import host_calls_price
-from simplan.program.program import Excess, HostCalls, HostCopy, HostStep, LayerWork, Op, Program, Work
+from simplan.program.program import Excess, HostCalls, HostCopy, HostWait, LayerWork, Op, Program, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.units import format_time
@@ -105,8 +105,9 @@ def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
     if isinstance(part, HostCalls):
         how = "copied" if part.copies else "listed"
         return PricedTerm(f"parts of matrices, {how} by the host", op.kind, host_calls_price(part))
-    if isinstance(part, HostStep):
-        return PricedTerm("host, once a step", op.kind, cost.host_step())
+    if isinstance(part, HostWait):
+        name = "host, once a step" if part.reason == "step" else "host, the batch of a forward"
+        return PricedTerm(name, op.kind, cost.host_wait(part))
     if isinstance(part, Excess):
         names = " and ".join(dict.fromkeys(message.kind for message in part.messages))
         return PricedTerm(f"{names} beyond {_name(part.beside)}", op.kind, _excess(part, cost))

@@ -13,7 +13,7 @@ from simplan.explain.time import time_parts
 from simplan.predict import simulate_again
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
-from simplan.units import counted, format_flop_per_s, format_time
+from simplan.units import counted, format_flop_per_s, format_number, format_time
 
 __all__ = ["Explanation", "explain"]
 
@@ -97,7 +97,7 @@ def _figures(prediction: Prediction) -> Iterator[Part]:
 
     def tera(full_attention: bool) -> str:
         flops = model.flops_per_sequence(full_attention=full_attention) * training.global_batch_size
-        return f"{flops / 1e12:,.4g} TFLOP"
+        return f"{format_number(flops / 1e12)} TFLOP"
 
     causal = prediction.mfu != prediction.mfu_full_attention
     how = " (causal attention)" if causal else ""

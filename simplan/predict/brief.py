@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.cost.base import CostModel
 from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import cost_model, folding_of, stages_and_table
 from simplan.predict.evaluate import rank_memory, within_device
@@ -33,7 +34,7 @@ from simplan.spec.rules import check_plan, num_microbatches
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Brief", "Term", "brief_terms", "predict_brief"]
+__all__ = ["Brief", "Term", "brief_bytes", "brief_terms", "predict_brief"]
 
 _Floats = NDArray[np.float64]
 _FEW = 4
@@ -89,7 +90,6 @@ class _Step:
     program: Program
     durations_s: _Floats
     spans_s: tuple[_Floats, _Floats]
-    memory: tuple[RankMemory, ...]
 
     def times_s(self, *, overlap: bool) -> _Floats:
         """Step times; see ``predict_brief``."""
@@ -108,14 +108,6 @@ class _Step:
         for indices in of_rank.values():
             longest_s = np.maximum(longest_s, end_s[:, indices].max(axis=1) - start_s[:, indices].min(axis=1))
         return longest_s
-
-    def resting_more_than(self, other: _Step) -> list[int]:
-        """By rank that is written out, what it holds more between steps."""
-        held = (sum(self.program.resting_bytes[rank].values()) for rank in self.program.ranks)
-        return [
-            own - sum(other.program.resting_bytes[rank].values())
-            for rank, own in zip(self.program.ranks, held, strict=True)
-        ]
 
 
 @uncollected()
@@ -140,14 +132,7 @@ def predict_brief(
     """
     job = _Job(model, cluster, training, plan, software, moved_durations_s)
     step, seconds, added = job.whole(steps_overlap=steps_overlap)
-    memory = step.memory
-    if added:
-        by_rank = dict(zip(step.program.ranks, added, strict=True))
-        share = 1 + software.reserve_fraction
-        memory = tuple(
-            within_device(_with(rank, by_rank[other], share), cluster.device.memory_bytes)
-            for rank, other in zip(memory, step.program.stands_for, strict=True)
-        )
+    memory = job.memory(step.program, added)
     step_time_s, *moved_s = (float(value) for value in seconds)
     device_bytes = max(rank.device_bytes for rank in memory)
     capacity = cluster.device.memory_bytes
@@ -159,6 +144,22 @@ def predict_brief(
         device_bytes=device_bytes,
         fits=None if capacity is None else device_bytes <= capacity,
     )
+
+
+@uncollected()
+def brief_bytes(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> int:
+    """Device memory of the worst rank, with all that the caching allocator would like; nothing is timed.
+
+    Args:
+        model, cluster, training, plan, software: As of ``predict_brief``.
+    """
+    job = _Job(model, cluster, training, plan, software, moved_durations_s)
+    few, many, _ = job.extent(steps_overlap=False)
+    program, _ = job.program(few)
+    added = job.added_bytes(program, few, many) if few < many else []
+    return max(rank.wanted_bytes for rank in job.memory(program, added))
 
 
 @uncollected()
@@ -226,6 +227,20 @@ class _Job:
             A step that was written out, seconds of the whole one by vector of durations, and by rank the bytes that it
             needs more than the first; none where that is the whole.
         """
+        few, many, waits = self.extent(steps_overlap=steps_overlap)
+        step = self.step(few)
+        seconds = step.times_s(overlap=steps_overlap)
+        if few == many:
+            return step, seconds, []
+        if self.plan.pp == 1:
+            less = self.step(few - 1)  # each further microbatch adds as much as the last
+            added_s = (many - few) * (step.times_s(overlap=False) - less.times_s(overlap=False))
+            return step, seconds + added_s, self.added_bytes(step.program, few, many, less.program)
+        added_s = self.rest_of_pipeline(step, many, waits)
+        return step, seconds + added_s, self.added_bytes(step.program, few, many)
+
+    def extent(self, *, steps_overlap: bool) -> tuple[int, int, Waits]:
+        """Microbatches to write out, how many there are, and what ranks of a pipeline wait for."""
         model, cluster, training, plan, software = self.model, self.cluster, self.training, self.plan, self.software
         assert cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
         if training.global_batch_size % (plan.dp * plan.microbatch_size):
@@ -234,26 +249,27 @@ class _Job:
         waits = waits_for(plan, software, many)
         clips = training.clip_grad_norm is not None
         few = _few(plan, many, steps_overlap=steps_overlap, waits=waits, clips=clips, pairs=software.expert_overlap)
-        if waits_for(plan, software, few) != waits:
-            few = many
-        step = self.step(few)
-        seconds = step.times_s(overlap=steps_overlap)
-        if few == many:
-            return step, seconds, []
-        if plan.pp == 1:
-            added_s, added = self.rest_without_pipeline(step, many)
-        else:
-            added_s, added = self.rest_of_pipeline(step, many, waits)
-        return step, seconds + added_s, added
+        return (few if waits_for(plan, software, few) == waits else many), many, waits
 
     def step(self, microbatches: int) -> _Step:
-        """A step of so many, written out.
+        """A step of so many, written out and priced.
 
         Raises:
             SpecError: The plan breaks rules, or a price cannot be had.
         """
         from simplan.sim.compiled import compile_program
 
+        program, cost = self.program(microbatches)
+        pricing = price_program(program, cost)
+        durations_s = np.array([pricing.durations_s, *self.moved(program, pricing)])
+        return _Step(microbatches, program, durations_s, compile_program(program).spans(durations_s))
+
+    def program(self, microbatches: int) -> tuple[Program, CostModel]:
+        """What a step of so many does, and the prices of all of it.
+
+        Raises:
+            SpecError: The plan breaks rules.
+        """
         model, cluster, plan, software = self.model, self.cluster, self.plan, self.software
         batch = microbatches * plan.dp * plan.microbatch_size
         training = self.training.model_copy(update={"global_batch_size": batch})
@@ -261,43 +277,65 @@ class _Job:
         cost = cost_model(cluster, self.training, plan, software, None)  # of all microbatches
         assignment, table = stages_and_table(model, training, plan, software, cost)
         how = Lowering(2, folding_of(model, plan, cluster, software, dealt_alike=True), expand_all=False)
-        program = lower(model, training, plan, software, assignment, table, how)
-        pricing = price_program(program, cost)
-        durations_s = np.array([pricing.durations_s, *self.moved(program, pricing)])
-        spans_s = compile_program(program).spans(durations_s)
-        return _Step(microbatches, program, durations_s, spans_s, rank_memory(program, cluster, software, None))
+        return lower(model, training, plan, software, assignment, table, how), cost
 
-    def rest_without_pipeline(self, step: _Step, many: int) -> tuple[_Floats, list[int]]:
-        """Seconds and bytes by rank that are written out, which further microbatches add: each as much as the last."""
-        less = self.step(step.microbatches - 1)
-        further = many - step.microbatches
-        added_s = further * (step.times_s(overlap=False) - less.times_s(overlap=False))
-        return added_s, [further * grown for grown in step.resting_more_than(less)]
+    def rest_of_pipeline(self, step: _Step, many: int, waits: Waits) -> _Floats:
+        """Seconds which further microbatches add to a pipeline.
 
-    def rest_of_pipeline(self, step: _Step, many: int, waits: Waits) -> tuple[_Floats, list[int]]:
-        """The same of a pipeline; where messages go in batches all rounds but the first take as long."""
-        from simplan.predict.pipeline_rest import added_bytes, added_s, round_s  # brings numba
+        Where messages go in batches all rounds but the first take as long.
+        """
+        from simplan.predict.pipeline_rest import added_s, round_s  # brings numba
 
         plan, program, few = self.plan, step.program, step.microbatches
         if waits == "batch":
-            seconds = (many - few) // plan.pp * round_s(program, step.spans_s[0], plan)
-        else:
-            seconds = added_s(
-                program,
-                step.durations_s,
-                step.spans_s,
-                plan,
-                few,
-                many,
-                blocking_sends=waits == "each",
-                received_ahead=plan.schedule in self.software.receives_ahead,
-            )
+            return (many - few) // plan.pp * round_s(program, step.spans_s[0], plan)
+        return added_s(
+            program,
+            step.durations_s,
+            step.spans_s,
+            plan,
+            few,
+            many,
+            blocking_sends=waits == "each",
+            received_ahead=plan.schedule in self.software.receives_ahead,
+        )
+
+    def added_bytes(self, program: Program, few: int, many: int, less: Program | None = None) -> list[int]:
+        """By rank that is written out, what it needs more with many microbatches than with the few of the program.
+
+        Without a pipeline that follows from the program of one microbatch less, written out here where it is not given.
+        """
+        from simplan.predict.pipeline_rest import added_bytes  # brings numba
+
+        plan = self.plan
+        if plan.pp == 1:
+            less = less or self.program(few - 1)[0]
+            return [(many - few) * grown for grown in _resting_more(program, less)]
         grows = self.software.holds_sends or plan.schedule in _KEEPS_ALL
         added = added_bytes(program, plan_table(plan, many if grows else min(many, _FILLS * plan.pp)))
         if self.software.preallocated_receives:
-            grown = self.step(few + 1).resting_more_than(step)
+            more, _ = self.program(few + 1)
+            grown = _resting_more(more, program)
             added = [own + (many - few) * each for own, each in zip(added, grown, strict=True)]
-        return seconds, added
+        return added
+
+    def memory(self, program: Program, added: list[int]) -> tuple[RankMemory, ...]:
+        """Peaks of all ranks, with what some need more."""
+        memory = rank_memory(program, self.cluster, self.software, None)
+        if not added:
+            return memory
+        by_rank = dict(zip(program.ranks, added, strict=True))
+        share = 1 + self.software.reserve_fraction
+        return tuple(
+            within_device(_with(rank, by_rank[other], share), self.cluster.device.memory_bytes)
+            for rank, other in zip(memory, program.stands_for, strict=True)
+        )
+
+
+def _resting_more(program: Program, less: Program) -> list[int]:
+    """By rank that is written out, what it holds between steps and the other program's does not."""
+    held = [[sum(of.resting_bytes[rank].values()) for rank in of.ranks] for of in (program, less)]
+    return [own - other for own, other in zip(*held, strict=True)]
 
 
 def _few(plan: ParallelPlan, many: int, *, steps_overlap: bool, waits: Waits, clips: bool, pairs: bool) -> int:

@@ -272,6 +272,9 @@ def _assumptions(
     short_bytes: int,
 ) -> tuple[str, ...]:
     found = []
+    if plan.zero_stage and plan.dp_shard * plan.cp == 1:
+        instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
+        found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:
@@ -289,7 +292,7 @@ def _assumptions(
             if share
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
         )
-        found.append("the device never waits for the host: launching counts as a time that every kernel takes")
+        found.append("the device never waits for the host to launch: that counts as a time that every kernel takes")
     if short_bytes:
         found.append(
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simplan.cost.base import CostModel
 from simplan.program.complete import complete_table
-from simplan.program.program import Message, Phase
+from simplan.program.program import HostWait, Message, Phase
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
 from simplan.program.script import Scripts
 from simplan.program.stage import Stages
@@ -60,8 +60,12 @@ def stage_times(
     backwards = [split(stage) for stage in range(plan.num_stages)]
     next_rank = stages.mapping.rank(stages.mapping.place(0)._replace(pp=1))
     largest = max(stages.boundary_bytes[:-1])
+    batch_s = cost.host_wait(HostWait("batch")).seconds
     times = StageTimes(
-        forward_s=tuple(seconds(stage, Phase.FORWARD) for stage in range(plan.num_stages)),
+        forward_s=tuple(
+            seconds(stage, Phase.FORWARD) + (batch_s if stages.waits_for_batch(stage) else 0.0)
+            for stage in range(plan.num_stages)
+        ),
         backward_input_s=tuple(input_s for input_s, _ in backwards),
         backward_weight_s=tuple(weight_s for _, weight_s in backwards),
         send_s=cost.message(Message(CollectiveKind.SEND, largest, (0, next_rank))).seconds,

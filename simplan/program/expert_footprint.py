@@ -13,6 +13,7 @@ from simplan.program.low_precision_footprint import kept_weight_bytes
 from simplan.program.moment import Moment
 from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise
 from simplan.spec.low_precision import linears
+from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
 __all__ = ["copied_weight_bytes", "expert_moments", "has_experts"]
@@ -40,21 +41,23 @@ def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> in
 
 
 def expert_moments(
-    layer: LayerSpec, b: int, state: StateBytes, *, drops: bool
+    layer: LayerSpec, b: int, state: StateBytes, recomputation: Recomputation
 ) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
     """Moments of forward, beside what it keeps, and of backward, beside what was kept.
 
     Forward has the results of all places beside the chosen rows that it keeps of them, and weighs these. Backward has
     gradients of the chosen rows, twice when it comes to their weights; of all places; of the last matrix; then of the
     three tensors around the product of gate and up. Exchanges hold what is sent beside what is received, and once more
-    where several experts have places for several ranks, whose order differs.
+    where several experts have places for several ranks, whose order differs. What runs again in backward has the
+    shared expert's output beside that, and what was kept of an exchange until it comes to it.
 
     Args:
         layer: The block.
         b: Sequences of a microbatch.
         state: Element widths.
-        drops: It runs again as a whole, so that forward keeps none of this.
+        recomputation: What of the block is kept; where it runs again as a whole, forward keeps none of this.
     """
+    drops = recomputation.from_start
     wide, narrow = state.residual, state.activation
     down = next(k for k in layer.kernels if isinstance(k, Gemm) and k.name == "experts_down")
     kernels = {kernel.name: kernel for kernel in layer.kernels}
@@ -83,6 +86,10 @@ def expert_moments(
         Moment(left - copied + inner),
         Moment(left - copied - inner + 3 * inner),
     ]
+    if drops:
+        shared = output * narrow if "shared_down" in kernels else 0
+        waiting = any(tensor.made_by == "expert outputs" for tensor in recomputation.saved) and "etp" in axes
+        moments.append(Moment(left + places + held_twice + shared + (sent if waiting else 0)))
     gathers = list(_gathering(layer, b, state))
     forward += [gathered - (0 if drops else later) for gathered, later in gathers]
     moments += [Moment(left + 2 * gathered - later) for gathered, later in gathers]

@@ -87,7 +87,7 @@ def layer_footprint(
         case LayerKind.BLOCK if has_adapters(layer):
             forward, backward = adapted_moments(layer, b, state, recomputation)
         case LayerKind.BLOCK if has_experts(layer):
-            forward, backward = expert_moments(layer, b, state, drops=whole_again)
+            forward, backward = expert_moments(layer, b, state, recomputation)
         case LayerKind.BLOCK:
             forward, backward = _block_moments(layer, b, state, recomputation)
     if layer.compiled:
@@ -159,12 +159,17 @@ def _block_moments(
     incoming = b * last.m * last.n * narrow if scattered else narrowed
     widened = weight * state.gradient if copied else 0
     incoming_gradient = output * wide - b * _kept_after(layer, last, state)
+    again = []
+    if recomputation.from_start and _keeps_sum(layer, last):  # it runs again up to the last sum
+        carried = output * wide if narrow < wide else 0  # of the norm before, which is kept in 16 bits alone
+        again.append(Moment(output * (wide + widened_branch) + carried))
     return (Moment(forward),), (
         Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * state.product),
         Moment(incoming_gradient + writes * narrow - copied),
         Moment(incoming_gradient, gradients=widened),
         *backward_moments(layer, last, b, state, incoming_gradient + incoming),
         *(Moment(b * workspace) for workspace in _norms_after(layer, last, state)),
+        *again,
     )
 
 

@@ -16,7 +16,7 @@ from simplan.program.optimizer_step import step_optimizer
 from simplan.program.pairs import pairs
 from simplan.program.program import (
     Excess,
-    HostStep,
+    HostWait,
     MemoryCategory,
     MemoryEffect,
     Message,
@@ -209,6 +209,8 @@ class _RankLowering:
 
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
+        if self.stages.waits_for_batch(action.stage):
+            self.writer.compute(action, f"{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
             self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
@@ -354,7 +356,7 @@ class _RankLowering:
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         if self.stages.software.trainer:
-            self.writer.compute(action, "host", (HostStep(),), kind=SpanKind.HOST)
+            self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
         in_one, waits = self.how.level == 1, self.how.host_waits
         step_optimizer(action, self.stages, self.states, self.writer, release, in_one=in_one, host_waits=waits)
 

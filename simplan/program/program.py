@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from simplan.program.action import Action, Table
 from simplan.program.timeline import SpanKind
@@ -23,7 +23,7 @@ __all__ = [
     "Excess",
     "HostCalls",
     "HostCopy",
-    "HostStep",
+    "HostWait",
     "LayerWork",
     "MemoryCategory",
     "MemoryEffect",
@@ -139,8 +139,15 @@ class HostCalls(NamedTuple):
     copies: bool
 
 
-class HostStep(NamedTuple):
-    """What the host of a trainer does once a step, while the device waits."""
+class HostWait(NamedTuple):
+    """What the device waits for its host for.
+
+    Attributes:
+        reason: Once a ``step`` a trainer takes the next batch, reads the loss and norms back and logs. Before a forward
+            a stage takes its ``batch``, whose sizes are read back from the device.
+    """
+
+    reason: Literal["step", "batch"]
 
 
 class Excess(NamedTuple):
@@ -155,7 +162,7 @@ class Excess(NamedTuple):
     beside: LayerWork
 
 
-Work = LayerWork | Message | HostCopy | HostCalls | HostStep | Excess
+Work = LayerWork | Message | HostCopy | HostCalls | HostWait | Excess
 
 
 class MemoryCategory(StrEnum):

@@ -11,7 +11,15 @@ from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_percent, format_time
+from simplan.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_flop_per_s,
+    format_number,
+    format_percent,
+    format_time,
+)
 
 __all__ = ["plan_words", "prediction_text", "short_of_reserve", "verdict"]
 
@@ -117,7 +125,7 @@ def _mfu(prediction: Prediction) -> str:
     counted_once = "causal attention, no recompute" if causal else "no recompute"
     counted_once += ", no padding" if prediction.model.document_share < 1 else ""
     return (
-        f"{format_percent(prediction.mfu)} = {flops / 1e12:,.4g} TFLOP ({counted_once}) / "
+        f"{format_percent(prediction.mfu)} = {format_number(flops / 1e12)} TFLOP ({counted_once}) / "
         f"({format_time(prediction.step_time_s)} x {counted(prediction.cluster.num_devices, 'device')} x "
         f"{format_flop_per_s(peak)} dense {precision} peak){beside}"
     )
@@ -184,6 +192,8 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
     if plan.cp > 1:
         parts.append(f"cp {plan.cp} ({plan.cp_comm})")
+    if plan.grad_sync == "microbatch":
+        parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recompute}")
     if plan.offload_optimizer:

@@ -6,7 +6,7 @@ It is a preset with overrides, or given inline::
     cluster: {preset: this-machine, num_devices: 2}
     cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, inter_link_gbit_per_device: 10}
     cluster:
-      device: {preset: a100-sxm-80gb, memory_bytes: 60_000_000_000}
+      device: {preset: a100-sxm-80gb, memory_bytes: 60000000000}
       devices_per_node: 4
       intra_link: pcie4
       inter_link_gbit_per_device: 100
@@ -23,6 +23,7 @@ from typing import Any
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
+from simplan.scenario.devices import read_device
 from simplan.spec import catalogue
 from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
@@ -66,7 +67,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         return None
     device = entry.device if entry else None
     if section.device is not None:
-        device = _device(sections, section, device)
+        device = read_device(sections, section.device, device)
     if device is None:
         return None
     intra_link, found = _intra_link(sections, section, device, entry)
@@ -135,7 +136,7 @@ def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -
 
 
 def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
-    device = _device(sections, section, None)
+    device = read_device(sections, section.device, None)
     if device is None:
         return None
     link, found = _intra_link(sections, section, device, None)
@@ -144,26 +145,6 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
         return None
     node = catalogue.NodeEntry(THIS_MACHINE, device, num_devices, link, None, "named in the scenario")
     return catalogue.make_cluster(node, num_devices)
-
-
-def _device(sections: Sections, section: _Cluster, default: DeviceSpec | None) -> DeviceSpec | None:
-    """A device by name, or a mapping: overrides of its ``preset`` (of the cluster's device when it has none)."""
-    path: Path = ("cluster", "device")
-    data = section.device
-    if not isinstance(data, dict):
-        return sections.look_up(path, catalogue.device, data)
-    overrides = {key: value for key, value in data.items() if key != "preset"}
-    if "preset" in data:
-        default = sections.look_up((*path, "preset"), catalogue.device, data["preset"])
-        if default is None:
-            return None
-    base: dict[str, Any] = default.model_dump() if default else {"id": "inline"}
-    sources = {**base.get("sources", {}), **dict.fromkeys(overrides, "the scenario")}
-    device = sections.read(DeviceSpec, {**base, "sources": sources, **overrides}, path)
-    if device is not None and device.host_link is not None:
-        found = sections.look_up((*path, "host_link"), catalogue.link, device.host_link)
-        return None if found is None else device
-    return device
 
 
 def _intra_link(

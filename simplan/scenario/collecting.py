@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from simplan.document import Document
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.problems import Path, find_place, in_file_order, render_value, validate
+from simplan.scenario.elsewhere import where_keys_belong
 
 __all__ = ["Sections"]
 
@@ -30,12 +31,15 @@ class Sections:
     def __init__(self, document: Document, file: str) -> None:
         self.file = file
         self._lines = document.lines
+        self._searches = isinstance(document.data, dict) and "search" in document.data
         self._problems: list[Problem] = []
         self._all_unmodelled = True
 
     def read(self, model: type[_Model], data: Any, path: Path) -> _Model | None:
         """Data as a spec; None, with the problems kept, when it is not one."""
-        result, problems = validate(model, data, self._lines, prefix=path)
+        is_section = len(path) <= 1
+        elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
+        result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
         self._keep(problems, modelled=True)
         return result
 

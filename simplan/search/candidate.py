@@ -29,6 +29,7 @@ class Candidate(NamedTuple):
     schedule: str = "none"
     microbatch_size: int = 1
     recompute: str = "none"
+    grad_sync: str = "step"
 
     @property
     def dp(self) -> int:

@@ -42,7 +42,8 @@ class Enumeration:
     """The candidates of a space on the devices of one cluster.
 
     Values that mean nothing in a plan are not candidates: a schedule without a pipeline, ZeRO with one shard,
-    sequence parallelism with tp = 1. ZeRO-3 that does not reshard is ZeRO-2, and is listed as that.
+    sequence parallelism with tp = 1, reductions after every microbatch where there is one. ZeRO-3 that does not reshard
+    is ZeRO-2, and is listed as that.
 
     Args:
         space: The ranges.
@@ -51,6 +52,7 @@ class Enumeration:
 
     def __init__(self, space: SearchSpace, question: Question) -> None:
         self._space, self._question = space, question
+        self._reduces_each = question.software.reduces_each_microbatch  # whatever a plan says
         self.rules = Rules(question, tp_across_nodes=space.tp_across_nodes)
         self.floor = MemoryFloor(question)
         self.meshes = list(self._meshes())
@@ -62,11 +64,8 @@ class Enumeration:
 
     def size(self, mesh: Mesh) -> int:
         """Candidates of one mesh."""
-        options = (self._shardings, self._pipelines, self._exchanges, self._microbatch_sizes, self._recomputes)
-        total = 1
-        for option in options:
-            total *= len(option(mesh))
-        return total
+        each = len(self._pipelines(mesh)) * len(self._exchanges(mesh))
+        return each * sum(self._inner(mesh, zero_stage) for zero_stage, _ in self._shardings(mesh))
 
     def num_microbatches(self, candidate: Candidate) -> int:
         """Microbatches of a step."""
@@ -95,23 +94,22 @@ class Enumeration:
         pipelines = self._pipelines(meshes[0])
         sharded: list[tuple[Mesh, int, bool]] = []
         for mesh in meshes:
-            each = len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh)
             for zero_stage, reshard in self._shardings(mesh):
                 why = self.rules.sharding(mesh.tp, mesh.cp, mesh.dp_shard, zero_stage, reshard, mesh.pp, mesh.ep)
                 if why is None:
                     sharded.append((mesh, zero_stage, reshard))
                 else:
-                    rejected[why] += each
+                    rejected[why] += len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh, zero_stage)
         for schedule, virtual_stages in pipelines:
             for mesh, zero_stage, reshard in sharded:
                 why = self._why_no_pipeline(mesh, schedule, virtual_stages, zero_stage, reshard)
                 if why is None:
                     yield from self._of_pipeline(mesh, zero_stage, reshard, schedule, virtual_stages, rejected)
                 else:
-                    rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh)
+                    rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh, zero_stage)
 
-    def _inner(self, mesh: Mesh) -> int:
-        return len(self._microbatch_sizes(mesh)) * len(self._recomputes(mesh))
+    def _inner(self, mesh: Mesh, zero_stage: int) -> int:
+        return len(self._microbatches(mesh, zero_stage)) * len(self._recomputes(mesh))
 
     def _why_no_pipeline(self, mesh: Mesh, schedule: str, v: int, zero_stage: int, reshard: bool) -> str | None:
         ranks = mesh.dp_replicate * mesh.dp_shard * mesh.cp
@@ -126,7 +124,7 @@ class Enumeration:
         tp, cp, pp, dp_replicate, dp_shard, ep = mesh
         rules, dp = self.rules, dp_replicate * dp_shard
         sharded = zero_stage >= 2 and dp_shard * cp > 1
-        sizes, recomputes = self._microbatch_sizes(mesh), self._recomputes(mesh)
+        microbatches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes(mesh)
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
             """The options that break no rule; the others are counted, ``each`` candidates for one."""
@@ -141,27 +139,27 @@ class Enumeration:
 
         exchanges = self._exchanges(mesh)
         for sequence_parallel, cp_comm in allowed(
-            exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), len(sizes) * len(recomputes)
+            exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), len(microbatches) * len(recomputes)
         ):
             layer_by_layer = (pp == 1 and sharded) or (cp > 1 and cp_comm == "ring")
-            kept_sizes = allowed(
-                sizes,
-                lambda size: rules.microbatches(dp, size, pp, layer_by_layer=layer_by_layer),  # noqa: B023 - at once
+            cut = allowed(
+                microbatches,
+                lambda each: rules.microbatches(dp, each[0], pp, layer_by_layer=layer_by_layer),  # noqa: B023 - at once
                 len(recomputes),
             )
-            kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(kept_sizes))
+            kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(cut))
             if kept and rules.in_low_precision:
                 one = Candidate(tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_comm=cp_comm, ep=ep)
-                kept_sizes = allowed(
-                    kept_sizes,
-                    lambda size: rules.low_precision(one._replace(microbatch_size=size)),  # noqa: B023
+                cut = allowed(
+                    cut,
+                    lambda each: rules.low_precision(one._replace(microbatch_size=each[0])),  # noqa: B023
                     len(kept),
                 )
-            for size in kept_sizes:
+            for size, grad_sync in cut:
                 for recompute in kept:
                     yield Candidate(
                         dp_replicate, dp_shard, zero_stage, reshard, tp, sequence_parallel, cp, cp_comm, ep, pp,
-                        virtual_stages, schedule, size, recompute,
+                        virtual_stages, schedule, size, recompute, grad_sync,
                     )  # fmt: skip
 
     def _meshes(self) -> Iterator[Mesh]:
@@ -220,6 +218,17 @@ class Enumeration:
 
     def _default_cp_comm(self) -> str:
         return "all_gather" if self._question.cluster.device.kind == "cpu" else "ring"
+
+    def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str]]:
+        """Sizes, and when gradients are reduced: by default also after each where whole ones would take room."""
+        dp, batch = mesh.dp_replicate * mesh.dp_shard, self._question.training.global_batch_size
+        sizes, syncs = self._microbatch_sizes(mesh), _unique(self._space.grad_sync)
+        if not syncs:
+            sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
+            syncs = ("step", "microbatch") if sharded and not self._reduces_each else ("step",)
+        if self.rules.grad_sync(mesh.pp, dp * mesh.cp, mesh.ep, mesh.tp) is not None:
+            syncs = ("step",)
+        return [(size, sync) for size in sizes for sync in (syncs if batch >= 2 * dp * size else ("step",))]
 
     def _microbatch_sizes(self, mesh: Mesh) -> list[int]:
         """Every divisor of the local batch; of a batch that cannot be dealt out, one candidate stands for all."""

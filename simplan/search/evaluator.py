@@ -13,6 +13,10 @@ __all__ = ["Evaluator"]
 class Evaluator(Protocol):
     """Numbers of many candidates, each as ``predict`` would give them. Candidates have passed the rules."""
 
+    def least_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Bounds that ``device_bytes`` are never below; cheap beside these, and 0 where they are cheap themselves."""
+        ...
+
     def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
         """Device memory of the worst rank at its worst instant, context and all of the allocator's reserve included.
 

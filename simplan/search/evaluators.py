@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from simplan.search.abridged import AbridgedEvaluator, abridges
 from simplan.search.candidate import Candidate
 from simplan.search.evaluator import Evaluator
 from simplan.search.question import Question
@@ -26,10 +27,9 @@ def make_evaluator(question: Question) -> Evaluator:
     """
     from simplan.search.fast import FastEvaluator, covers_job  # brings numba, which takes longer than a small search
 
-    slow = ReferenceEvaluator(question)
-    if not covers_job(question):
-        return slow
-    return _Both(FastEvaluator(question), slow)
+    if covers_job(question):
+        return _Both(FastEvaluator(question), ReferenceEvaluator(question))
+    return AbridgedEvaluator(question) if abridges(question) else ReferenceEvaluator(question)
 
 
 class _Both:
@@ -42,6 +42,10 @@ class _Both:
 
     def __init__(self, fast: FastEvaluator, slow: ReferenceEvaluator) -> None:
         self._fast, self._slow = fast, slow
+
+    def least_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """See ``Evaluator``."""
+        return self._asked(candidates, self._fast.least_bytes, self._slow.least_bytes)
 
     def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
         """See ``Evaluator``."""

@@ -59,6 +59,7 @@ def covers_job(question: Question) -> bool:
         and all(low.weights == "microbatch" for low in software.low_precision.values())
         and software.rebuilds_buckets
         and software.waits_for_gradients == "backward"
+        and software.waits_for_batch == "none"
         and software.optimizer_shards == "parameters"
         and software.layers == LayerStyle()
         and not (software.flat_updates or software.reserve_fraction)
@@ -86,7 +87,9 @@ class FastEvaluator:
         apart = c.ep > 1 or (c.tp > 1 and self._has_experts)
         if apart or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
             return False
-        return not c.shards_parameters or not self._is_uneven(c)
+        if not c.shards_parameters:
+            return c.grad_sync == "step"
+        return not self._is_uneven(c)
 
     def _is_uneven(self, c: Candidate) -> bool:
         """Whether ranks have unequal parts of gradients that are summed over tensor-parallel ranks."""
@@ -96,6 +99,10 @@ class FastEvaluator:
             return any(p.partial_gradient and p.shape[0] % (c.dp_shard * c.cp) for p in parameters)
 
         return self._uneven.get((*split_key(c), c.dp_shard), find)
+
+    def least_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """See ``Evaluator``."""
+        return [0] * len(candidates)
 
     def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
         """See ``Evaluator``."""

@@ -28,9 +28,10 @@ from simplan.spec.recompute import recomputation
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Layers", "Pass", "Way"]
+__all__ = ["WHOLE_MODEL", "Layers", "Pass", "Way"]
 
-_WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
+WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
+"""A table of one microbatch through all layers."""
 
 
 class Way(NamedTuple):
@@ -103,7 +104,7 @@ class Layers:
         self.way, self._prices = way, prices
         plan = way.plan()
         whole = StageAssignment((0, len(model.layers)))
-        self._stages = Stages(model, training, plan, software, whole, _WHOLE_MODEL)
+        self._stages = Stages(model, training, plan, software, whole, WHOLE_MODEL)
         self._scripts = Scripts(self._stages)
         self.specs: Sequence[LayerSpec] = self._stages.layers[0]
         self.state = self._stages.state

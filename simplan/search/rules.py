@@ -51,6 +51,8 @@ RULES: Mapping[str, str] = MappingProxyType(
         "recompute_modelled": "this recomputation of this model is not modelled",
         "sharded_precision_modelled": "FSDP of batch norms in half precision is not modelled",
         "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
+        "grad_sync_of_replicas": "grad_sync = microbatch is about data-parallel ranks, and there is one",
+        "grad_sync_modelled": "gradient reduction after every microbatch of a pipeline or of experts is not modelled",
         "layer_passes": f"microbatches x layers with collectives of their own must be at most {MAX_LAYER_PASSES:,}",
         "pipeline_cells": f"microbatches x pipeline ranks must be at most {MAX_PIPELINE_CELLS:,}",
         "low_precision_sizes": "matrix products in 8 or 4 bits need sizes that are whole blocks",
@@ -114,6 +116,7 @@ class Rules:
             self.tokens(c.tp, c.sequence_parallel, c.cp, c.cp_comm),
             self.microbatches(c.dp, c.microbatch_size, c.pp, layer_by_layer=_layer_by_layer(c)),
             self.recompute(c.schedule, c.recompute),
+            self.grad_sync(c.pp, c.dp * c.cp, c.ep, c.tp) if c.grad_sync == "microbatch" else None,
         )
         return next((why for why in whys if why is not None), None) or self.low_precision(c)
 
@@ -220,6 +223,12 @@ class Rules:
         if schedule in _SPLITS and recompute not in ("none", "selective"):
             return "split_backward_recompute"
         return None
+
+    def grad_sync(self, pp: int, num_replicas: int, ep: int, tp: int) -> str | None:
+        """Gradients that are reduced after every microbatch."""
+        if num_replicas == 1:
+            return "grad_sync_of_replicas"
+        return "grad_sync_modelled" if pp > 1 or (self._experts and ep * tp > 1) else None
 
     def low_precision(self, c: Candidate) -> str | None:
         """Sizes of matrix products in 8 and 4 bits, once nothing else is wrong; the same for most candidates."""

@@ -192,13 +192,8 @@ def _fitting(
     capacity = limits.device_bytes
     possible = batch
     if capacity is not None:
-        beyond = MORE_MEMORY * capacity
-        floors = [floor.bytes(candidate) for candidate in batch]
-        possible = [
-            candidate
-            for candidate, least in zip(batch, floors, strict=True)
-            if least <= beyond or not tally.is_far(least - capacity)
-        ]
+        possible = _near(batch, [floor.bytes(candidate) for candidate in batch], capacity, tally)
+        possible = _near(possible, evaluator.least_bytes(possible), capacity, tally)
     fits: list[tuple[Candidate, int]] = []
     nearly: list[tuple[Candidate, int]] = []
     misses: list[Miss] = []
@@ -212,6 +207,15 @@ def _fitting(
     tally.too_large(misses, len(batch) - len(possible))
     tally.almost(_bounds(nearly, evaluator, keep))
     return _bounds(fits, evaluator, keep)
+
+
+def _near(batch: Sequence[Candidate], least_bytes: Sequence[int], capacity: int, tally: Tally) -> list[Candidate]:
+    """Those that may fit, or may be among the nearest that do not."""
+    return [
+        candidate
+        for candidate, least in zip(batch, least_bytes, strict=True)
+        if least <= MORE_MEMORY * capacity or not tally.is_far(least - capacity)
+    ]
 
 
 def _bounds(sized: Sequence[tuple[Candidate, int]], evaluator: Evaluator, keep: Keep) -> list[Waiting]:

@@ -1,7 +1,7 @@
 """FSDP without a pipeline: forward and backward of one microbatch, unit by unit, as ``simplan.program.fsdp`` lowers it.
 
-Between microbatches nothing is under way: the gathers of a microbatch are all used in it, and reductions come with the
-last one only. So a step is as many equal microbatches as there are, and one that also reduces.
+Between microbatches nothing is under way: the gathers of a microbatch are all used in it, and reductions, which come
+with the last one or with each, are waited for at its end. So a step is equal microbatches, and one that also reduces.
 """
 
 from __future__ import annotations
@@ -109,7 +109,13 @@ def sharded_pass_s(layers: LayerArrays, units: UnitArrays, reshards: bool, prefe
 
 @jit
 def sharded_peak(
-    layers: LayerArrays, units: UnitArrays, reshards: bool, prefetch: int, num_microbatches: int, replicated: bool
+    layers: LayerArrays,
+    units: UnitArrays,
+    reshards: bool,
+    prefetch: int,
+    num_microbatches: int,
+    replicated: bool,
+    reduces_each: bool,
 ) -> int:
     """Most bytes above those between steps, over the first two microbatches and the last one."""
     num_layers, num_units = len(layers.forward_s), len(units.gather_s)
@@ -122,7 +128,7 @@ def sharded_peak(
     held = peak = 0
     forward_buffer = reduce_buffer = reduced = 0
     for microbatch in range(min(num_microbatches, 3)):
-        reduces = microbatch == min(num_microbatches, 3) - 1
+        reduces = reduces_each or microbatch == min(num_microbatches, 3) - 1
         for layer in range(num_layers):
             unit = layers.begins[layer]
             if unit >= 0 and not gathered[unit]:
@@ -192,5 +198,6 @@ def sharded_peak(
                 peak = max(peak, held)
         if reduces:
             held -= reduce_buffer + reduced
+            reduce_buffer = reduced = 0
             peak = max(peak, held)
     return peak

@@ -13,14 +13,14 @@ __all__ = ["peak_bytes", "step_time_s"]
 
 
 def step_time_s(numbers: Numbers, c: Candidate) -> float:
-    """The time of a step: nothing is under way between microbatches, and the last one reduces gradients."""
+    """The time of a step: nothing is under way between microbatches, and the last one, or each, reduces gradients."""
     part, layers, m, software = numbers.whole, numbers.layers(c), numbers.num_microbatches(c), numbers.software
     if c.shards_parameters:
         [stage] = numbers.sharded(c, [part])
         arrays = numbers.whole_model(c, stage.units)
         last_s = sharded_pass_s(arrays, stage.arrays, _reshards(c), software.backward_prefetch, True)
-        each_s = 0.0
-        if m > 1:
+        each_s = last_s
+        if m > 1 and not _reduces_each(c):
             each_s = sharded_pass_s(arrays, stage.arrays, _reshards(c), software.backward_prefetch, False)
     else:
         forward_s = layers.pass_s(part, Phase.FORWARD)
@@ -45,10 +45,15 @@ def peak_bytes(numbers: Numbers, c: Candidate) -> int:
     if c.shards_parameters:
         [stage] = numbers.sharded(c, [part])
         arrays, prefetch = numbers.whole_model(c, stage.units), numbers.software.backward_prefetch
-        return base + sharded_peak(arrays, stage.arrays, _reshards(c), prefetch, m, c.dp_replicate > 1)
+        replicated = c.dp_replicate > 1
+        return base + sharded_peak(arrays, stage.arrays, _reshards(c), prefetch, m, replicated, _reduces_each(c))
     runs = [run for phase in (Phase.FORWARD, Phase.BACKWARD) for run in pass_runs(layers, part, phase)]
     rebuilt = states.elements * widths.gradient if c.dp * c.cp > 1 else 0  # DDP's second buckets
     return base + max(rebuilt, walked(runs).during)
+
+
+def _reduces_each(c: Candidate) -> bool:
+    return c.grad_sync == "microbatch"
 
 
 def _reshards(c: Candidate) -> bool:

@@ -24,8 +24,8 @@ class SearchSpace(Spec):
     """Which plans to compare, and what makes one better. A range that is not given is the default one.
 
     A range holds where a plan has that choice: ``schedule`` for pipelines, ``sequence_parallel`` where tp > 1,
-    ``zero_stage`` where there are several shards, ``reshard_after_forward`` at ZeRO-3. One value may be written
-    without brackets.
+    ``zero_stage`` where there are several shards, ``reshard_after_forward`` at ZeRO-3, ``grad_sync`` where several
+    microbatches of a step follow each other without a pipeline. One value may be written without brackets.
 
     Attributes:
         objective: What is best: ``step_time``, ``tokens_per_s_per_device``, ``num_devices``, ``memory`` of the worst
@@ -39,7 +39,7 @@ class SearchSpace(Spec):
         num_devices: Numbers of devices to compare; else the cluster's.
         tp_across_nodes: Tensor-parallel groups may span nodes.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
-            sequence_parallel, microbatch_size, recompute: Ranges of the plan's keys of the same names.
+            sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
     """
 
     objective: Objective = "step_time"
@@ -65,6 +65,7 @@ class SearchSpace(Spec):
     sequence_parallel: tuple[bool, ...] | None = None
     microbatch_size: _Counts | None = None
     recompute: tuple[Recompute, ...] | None = None
+    grad_sync: tuple[Literal["step", "microbatch"], ...] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -104,6 +105,6 @@ class SearchSpace(Spec):
 
 RANGES = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "pp", "schedule", "virtual_stages", "dp_replicate", "dp_shard",
-    "zero_stage", "reshard_after_forward", "microbatch_size", "recompute",
+    "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "grad_sync",
 )  # fmt: skip
 """Keys of a plan that a search varies."""

@@ -26,6 +26,7 @@ __all__ = [
     "NodeEntry",
     "cluster",
     "device",
+    "kernel_fields",
     "kernel_rates",
     "link",
     "make_cluster",
@@ -86,10 +87,22 @@ def device(name: str) -> DeviceSpec:
         SpecError: No such device; names the nearest.
     """
     entry = _entry("devices", name)
-    architecture = entry.get("architecture", "other")
-    kernels = kernel_rates(architecture)
-    sources = _sources("devices", entry["sources"]) | _kernel_sources(architecture)
-    return DeviceSpec.model_validate({"id": name, **entry, "kernels": kernels, "sources": sources})
+    implied = kernel_fields(entry.get("architecture", "other"))
+    sources = _sources("devices", entry["sources"]) | implied["sources"]
+    return DeviceSpec.model_validate({"id": name, **entry, **implied, "sources": sources})
+
+
+def kernel_fields(architecture: str) -> dict[str, Any]:
+    """Fields of a device that its architecture implies: ``kernels``, and ``sources`` of them.
+
+    Raises:
+        SpecError: No such architecture; names the nearest.
+    """
+    known = ("other", *_parsed("kernels")["architectures"])
+    if architecture not in known:
+        fix = did_you_mean(architecture, known)
+        raise SpecError(Problem(field="architecture", value=architecture, rule="is not in the catalogue", fix=fix))
+    return {"kernels": kernel_rates(architecture).model_dump(), "sources": _kernel_sources(architecture)}
 
 
 @cache

@@ -20,7 +20,7 @@ def parallel_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec)
     yield from _tensor_rules(model, plan)
     yield from _context_rules(model, plan)
     yield from expert_parallel_rules(model, plan)
-    yield from _sharding_rules(plan)
+    yield from _sharding_rules(plan, software)
     yield from _stage_rules(plan, software)
 
 
@@ -135,7 +135,7 @@ def _context_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Problem]:
                 )
 
 
-def _sharding_rules(plan: ParallelPlan) -> Iterator[Problem]:
+def _sharding_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     if plan.dp_shard > 1 and plan.zero_stage == 0:
         yield Problem(
             field="plan.zero_stage",
@@ -157,6 +157,13 @@ def _sharding_rules(plan: ParallelPlan) -> Iterator[Problem]:
             value=str(plan.bucket_bytes),
             rule="is about DDP's buckets; FSDP reduces layer by layer",
             fix="remove it, or use zero_stage = 0 or 1",
+        )
+    if plan.bucket_bytes is not None and not software.grad_overlap:
+        yield Problem(
+            field="plan.bucket_bytes",
+            value=str(plan.bucket_bytes),
+            rule=f"is about reducing gradients while backward runs, and {software.id} reduces all of them after it",
+            fix="remove it",
         )
     if plan.bucket_bytes is not None and plan.dp * plan.cp == 1:
         yield Problem(

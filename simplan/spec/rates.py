@@ -68,6 +68,8 @@ class KernelRates(Spec):
             each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
             and norms back, logs.
+        batch_s: What it does before a forward where software waits for it there (``SoftwareSpec.waits_for_batch``): the
+            device runs dry, the host takes the microbatch, copies and broadcasts it, makes masks, and launches anew.
         unseen_std: How sure step times are under software that nothing was fitted to, or on another architecture.
         experts_std: How sure the time of layers with experts is, of which nothing was fitted: about nine in ten of 150
             published runs with experts are no further off than 1.645 of these.
@@ -100,6 +102,7 @@ class KernelRates(Spec):
     kernel_s: NonNegative = 10e-6
     split_s: NonNegative = 50e-6
     step_s: NonNegative = 0.01
+    batch_s: NonNegative = 0.5e-3
     unseen_std: NonNegative = 0.3
     experts_std: NonNegative = 0.25
     between_nodes_std: NonNegative | None = None

@@ -17,6 +17,7 @@ from simplan.spec.plan import Recompute
 __all__ = ["Recomputation", "recomputation"]
 
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
+_UNCOUNTED = ("router", "experts_")  # to selective_op: torchtitan's gate, and grouped products, which are no aten.mm
 
 
 class Recomputation(NamedTuple):
@@ -41,7 +42,8 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
 
     ``full`` keeps the input. ``selective`` keeps all but what the attention core keeps for itself alone
     (Korthikanti et al. 2022). ``selective_op`` keeps the results of every second matrix product beginning with the
-    first, of the attention core and of reduce-scatters (torchtitan's per-op policy), of which some are not needed.
+    first, of the attention core, of reduce-scatters and of what experts are sent and give back (torchtitan's per-op
+    policy), of which some are not needed; routers and products of experts run again and do not count.
     ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the results of
     matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has q, k and v
     on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes exchanges of
@@ -64,9 +66,10 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
         case "selective_layer":
             return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(layer.saved, ())
         case "selective_op":
-            kept = {index for number, index in enumerate(_gemms(layer)) if number % 2 == 0}
+            counted = [index for index in _gemms(layer) if not layer.kernels[index].name.startswith(_UNCOUNTED)]
+            kept = {index for number, index in enumerate(counted) if number % 2 == 0}
             kept |= _where(layer, lambda k: isinstance(k, Attention))
-            kept |= _where(layer, lambda k: _is_scattered(k))
+            kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.axis == "ep"))
             return _keeping(layer, sorted(kept))
         case "minimal":
             products = _gemms(layer)[:-1]
@@ -162,7 +165,9 @@ def _results(layer: LayerSpec, index: int) -> list[Saved]:
         case Gemm():
             return [Saved(f"{kernel.name} output", kernel.m * kernel.n, made_by=kernel.name)]
         case Exchange():
-            return [Saved(kernel.name, layer.output_elements, made_by=kernel.name)]
+            made = [tensor for tensor in layer.saved if tensor.made_by == kernel.name]
+            elements = kernel.elements if kernel.axis == "ep" else layer.output_elements
+            return made or [Saved(kernel.name, elements, made_by=kernel.name)]
         case _:
             return [tensor for tensor in layer.saved if tensor.made_by == kernel.name]
 

@@ -169,6 +169,8 @@ class SoftwareSpec(Spec):
         grad_overlap: Buckets are reduced while the backward pass still runs.
         waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
             sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
+        waits_for_batch: Which stages, before each of their forwards, let the device run dry to take the microbatch from
+            the host: ``none``, the ``ends`` of the pipeline, or all ``stages``, and all chunks of a rank.
         rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
         gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
         keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
@@ -242,6 +244,7 @@ class SoftwareSpec(Spec):
     first_bucket_bytes: Count
     grad_overlap: bool = True
     waits_for_gradients: Literal["backward", "step"] = "backward"
+    waits_for_batch: Literal["none", "ends", "stages"] = "none"
     rebuilds_buckets: bool = True
     gradient_as_bucket_view: bool = True
     keep_last_gathered: bool = True

@@ -13,6 +13,7 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
+from simplan.predict.brief import predict_brief
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
@@ -36,14 +37,78 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
     ],
 )
 def test_a_framework_and_its_date_name_a_profile(framework: str, version: str | None, name: str) -> None:
-    found = run(software__framework=framework, software__version=version).software
-    assert profile_name(found) == name
+    found = run(software__framework=framework, software__version=version)
+    assert profile_name(found.software, found.plan) == name
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        ({"tp": 2, "pp": 2, "dp_replicate": 1}, "megatron-core"),
+        ({"dp_replicate": 1, "dp_shard": 2, "zero_stage": 1}, "megatron-core"),
+        ({"dp_replicate": 1, "dp_shard": 2, "zero_stage": 3}, "torch"),
+        ({}, "torch"),
+    ],
+)
+def test_a_framework_that_is_not_named_is_of_the_lineage_that_such_plans_have(plan: dict[str, Any], name: str) -> None:
+    """Tensor parallelism in a pipeline, or optimizer states that are dealt out: as Megatron has them."""
+    changes = {f"plan__{key}": value for key, value in plan.items()}
+    found = run(software__framework="other", software__version=None, plan__num_microbatches=8, **changes)
+    assert profile_name(found.software, found.plan) == name
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "changes", "note"),
+    [
+        (
+            "deepspeed",
+            "2023",
+            {"zero_stage": 2},
+            "plan.zero_stage = 2 with megatron-deepspeed: parameters",
+        ),
+        ("megatron-lm", "2021", {"zero_stage": 1}, "plan.zero_stage = 1 with megatron-lm-2021: equal numbers"),
+        ("nemo", "24.07", {"zero_stage": 3}, "plan.zero_stage = 3 with nemo: parameters are gathered"),
+        (
+            "llm-foundry",
+            None,
+            {"zero_stage": 3, "precision": "fp16"},
+            "plan.precision = fp16 with llm-foundry: el",
+        ),
+        ("torchtitan", None, {"zero_stage": 2, "precision": "fp16"}, "plan.precision = fp16 with torchtitan-2025: el"),
+        (
+            "maxtext",
+            None,
+            {"zero_stage": 3, "precision": "fp8"},
+            "plan.precision = fp8 with maxtext: quantized",
+        ),
+        ("maxtext", None, {"zero_stage": 3, "grad_dtype": "bf16"}, "plan.grad_dtype = bf16 with maxtext: kept and red"),
+    ],
+)
+def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
+    framework: str, version: str | None, changes: dict[str, Any], note: str
+) -> None:
+    """In published runs alone: a scenario is refused."""
+    plan = {"dp_replicate": 1, "dp_shard": 4, "pp": 1, "schedule": "none", "num_microbatches": 4, **changes}
+    device = "h100-sxm-80gb" if changes.get("precision") == "fp8" else "a100-sxm-80gb"
+    asked = run(
+        software__framework=framework,
+        software__version=version,
+        cluster__device=device,
+        **{f"plan__{key}": value for key, value in plan.items()},
+    )
+    job = job_of_run(asked)
+    assert any(said.startswith(note) for said in job.notes), job.notes
+    brief = predict_brief(job.model, job.cluster, job.training, job.plan, job.software)
+    assert brief.step_time_s > 0
+    whole = catalogue.software(profile_name(asked.software, asked.plan))
+    with pytest.raises(ValueError, match="is not modelled"):
+        check_plan(job.model, job.cluster, job.training, job.plan, whole)
 
 
 def test_every_profile_name_is_known_to_the_catalogue() -> None:
     """As one that there is, or as one that is known to be missing: no other name is a stand-in's."""
     for stack in STACKS.values():
-        for _, name in stack.profiles:
+        for _, name in (*stack.profiles, *stack.combining):
             with suppress(NotModelledError):
                 assert catalogue.software(name).id == name
 

@@ -29,6 +29,6 @@ def page(chromium: Any) -> Iterator[Any]:
     """A fresh tab."""
     context = chromium.new_context(viewport={"width": 1440, "height": 1000}, accept_downloads=True)
     tab = context.new_page()
-    tab.set_default_timeout(60_000)
+    tab.set_default_timeout(180_000)  # only what fails, or a loaded machine, takes so long
     yield tab
     context.close()

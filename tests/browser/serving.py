@@ -18,6 +18,8 @@ from typing import Any
 __all__ = ["DRAWN", "LARGE", "PAGES", "SMALL", "browser", "opened", "serving", "settled"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PATIENCE_S = 180.0
+"""For what takes a second or two; only a failing test, or a loaded machine, takes so long."""
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("plan", "search", "timeline", "scale", "validate", "learn")
 SMALL = (
@@ -46,14 +48,15 @@ def serving(folder: Path) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "simplan", "dashboard", "--no-browser", "--port", str(port)]
     server = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + _PATIENCE_S
         while not _answers(port):
+            assert server.poll() is None, "the workbench has ended"
             assert time.monotonic() < deadline_s, "the workbench does not answer"
             time.sleep(0.1)
         yield f"http://localhost:{port}", server.pid
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(30)
+        server.wait(_PATIENCE_S)
 
 
 @contextmanager
@@ -62,7 +65,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        found = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"], timeout=1e3 * _PATIENCE_S
+        )
         yield found
         found.close()
 

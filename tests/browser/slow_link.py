@@ -34,13 +34,13 @@ class SlowLink:
     def open(self) -> None:
         """Starts to carry."""
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
 
     def close(self) -> None:
         """Carries no more."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

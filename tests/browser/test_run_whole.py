@@ -10,13 +10,13 @@ import pytest
 from tests.browser.serving import opened, settled
 from tests.browser.test_run import HERE
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = ("stMetricLabel", "stMetricValue")
 
 
 def test_a_run_is_compared_with_its_prediction(page: Any, served: str) -> None:
-    page.set_default_timeout(400_000)
+    page.set_default_timeout(900_000)
     opened(page, f"{served}/validate?{HERE}")
     main = page.locator("[data-testid=stMainBlockContainer]")
     main.get_by_role("button", name="Run it here").click()
@@ -32,4 +32,4 @@ def test_a_run_is_compared_with_its_prediction(page: Any, served: str) -> None:
     assert "predicted" in words
     assert "measured" in words
     assert main.get_by_test_id("stException").count() == 0
-    assert main.get_by_role("button", name="Run it here").is_visible()
+    main.get_by_role("button", name="Run it here").wait_for()

@@ -159,6 +159,14 @@ def test_a_broken_calibration(content: str, simplan: Simplan, scenario: Path, tm
     refused(simplan("predict", scenario, "--calibration", broken), str(broken))
 
 
+def test_compare_with_two_predictions(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    predicted = tmp_path / "predicted.json"
+    assert simplan("predict", scenario, "-o", predicted).returncode == 0
+    result = simplan("compare", predicted, predicted)
+    refused(result, f"{predicted}: is a prediction; give the measurement.json of a run as the second file")
+    assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"schema_version": 1, "kind": "prediction"}', "NaN"])
 def test_compare_with_broken_files(content: str, simplan: Simplan, tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"

@@ -63,6 +63,7 @@ def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path)
     result = simplan("predict", scenario)
     assert result.returncode == 0
     assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
+    assert f"simplan search {scenario} " in result.stdout.partition("\nNext\n")[2]
 
 
 def test_predict_json_is_one_document_and_the_file_is_the_same(

@@ -16,7 +16,10 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 
-from simplan.search import RANGES, SearchSpace
+from simplan.cli.search import slow_search
+from simplan.search import RANGES, Question, SearchSpace
+from simplan.spec import catalogue
+from simplan.spec.training import TrainingSpec
 from tests.interrupts import heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +162,16 @@ def test_search_then_predict_run_and_compare_the_plan_it_saved(simplan: Simplan,
     compared = simplan("compare", "prediction.json", "out/measurement.json")
     assert compared.returncode == 0
     assert "step time" in compared.stdout
+
+
+def test_a_search_that_takes_long_is_announced() -> None:
+    parts = catalogue.model("llama3-70b"), catalogue.cluster("dgx-h100", 128), TrainingSpec(global_batch_size=512)
+    torch, core = (Question(*parts, catalogue.software(name)) for name in ("torch", "megatron-core"))
+    assert slow_search(torch, SearchSpace()) == ""
+    assert re.match(
+        r"1\d\d,\d{3} plans under megatron-core are written out one by one", slow_search(core, SearchSpace())
+    )
+    assert slow_search(core, SearchSpace(tp=(8,), pp=(4,), schedule=("1f1b",))) == ""
 
 
 def test_the_readme_shows_what_is_printed(simplan: Simplan, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from simplan.cost.base import Price, Provenance
 from simplan.cost.pricing import price_program
 from simplan.program.action import Action
-from simplan.program.program import HostCalls, HostCopy, HostStep, LayerWork, Message, Op, Phase, Program, Stream, Work
+from simplan.program.program import HostCalls, HostCopy, HostWait, LayerWork, Message, Op, Phase, Program, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -34,8 +34,8 @@ class Tariff:
         self.asked.append(copy)
         return _price(copy.num_bytes / 10)
 
-    def host_step(self) -> Price:
-        self.asked.append(HostStep())
+    def host_wait(self, wait: HostWait) -> Price:
+        self.asked.append(wait)
         return _price(0.25)
 
 
@@ -96,7 +96,7 @@ def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
 
 def test_what_a_trainers_host_does_is_priced_once() -> None:
     tariff = Tariff()
-    pricing = price_program(program(*[op(SpanKind.HOST, HostStep())] * 3), tariff)
+    pricing = price_program(program(*[op(SpanKind.HOST, HostWait("step"))] * 3), tariff)
     assert pricing.durations_s == (0.25, 0.25, 0.25)
-    assert tariff.asked == [HostStep()]
+    assert tariff.asked == [HostWait("step")]
     assert [(term.name, term.count) for term in pricing.terms] == [("host, once a step", 3)]

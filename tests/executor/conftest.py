@@ -236,6 +236,11 @@ CASES: dict[str, Callable[[], Job]] = {
         plan={"tp": 2, "sequence_parallel": False, "recompute": "selective_op"},
         dtype="fp64",
     ),
+    "tp2-zero3-2-llama-recompute-by-products": lambda: _job(
+        model=_model("llama", vocab_size=96),
+        plan={"tp": 2, "dp_shard": 2, "recompute": "selective_op"},
+        dtype="fp64",
+    ),
     "zero3-2-llama-recompute-by-products": lambda: _job(
         model=_model("llama"), plan={"dp_shard": 2, "recompute": "selective_op"}, dtype="fp64"
     ),

@@ -63,10 +63,12 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
         assert timing.optimizer_s.mean_s > 0
         assert timing.gather_copy_s.mean_s > 0
         assert timing.reduce_copy_s.mean_s > 0
-    sizes = {4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20}
-    assert {(t.kind, t.num_ranks, t.num_bytes) for t in found.communication} == {
-        (kind, 2, num_bytes) for kind in CollectiveKind for num_bytes in sizes
-    }
+    sizes = [4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20]
+    for kind in CollectiveKind:  # on a machine that is slow at the moment the largest are left out
+        timed = sorted(t.num_bytes for t in found.communication if t.kind == kind and t.num_ranks == 2)
+        assert timed, kind
+        assert timed == sizes[: len(timed)], kind
+    assert {t.num_ranks for t in found.communication} == {2}
     assert all(t.seconds.mean_s > 0 for t in found.communication)
     # a process that has imported torch and trained takes hundreds of MB, and less than the machine
     assert 100e6 < found.context_bytes < found.memory_bytes

@@ -19,7 +19,7 @@ from simplan.spec.training import TrainingSpec
         {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 2},
         {"dp_shard": 2, "grad_sync": "microbatch"},
         {"tp": 2, "recompute": "selective"},
-        {"tp": 2, "sequence_parallel": False, "recompute": "selective_op"},
+        {"tp": 2, "recompute": "selective_op"},
         {"cp": 2, "cp_comm": "a2a"},
     ],
 )
@@ -42,13 +42,9 @@ def test_stages_may_be_anywhere(make_job: Any) -> None:
         ),
         ({"recompute": "minimal"}, "plan.recompute = minimal: the executor does not recompute like this"),
         (
-            {"tp": 2, "recompute": "selective_op"},
-            "plan.recompute = selective_op: the executor does not keep single products under sequence parallelism; use "
-            "selective or full, or sequence_parallel = false",
-        ),
-        (
             {"recompute": "selective_op", "offload_activations": True},
-            "the executor does not keep single products beside activations that are moved to the host",
+            "plan.recompute = selective_op: the executor does not keep single products beside activations that are "
+            "moved to the host; use selective or full, or offload_activations = false",
         ),
         ({"pp": 2, "schedule": "1f1b", "grad_sync": "microbatch"}, "plan.grad_sync = microbatch: torch's pipelines"),
         (
@@ -65,6 +61,14 @@ def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) 
     with pytest.raises(NotModelledError) as caught:
         check_job(job)
     assert said in str(caught.value)
+
+
+def test_products_around_experts_that_fsdp_gathers_by_themselves_are_not_kept(make_job: Any, make_model: Any) -> None:
+    model = make_model("moe", num_experts=4, top_k=2, moe_intermediate_size=40)
+    plan = {"dp_shard": 4, "recompute": "selective_op"}
+    check_job(make_job(model=model, plan={**plan, "ep": 4}))
+    with pytest.raises(NotModelledError, match=r"FSDP shards on their own; use selective or full, or ep = 4$"):
+        check_job(make_job(model=model, plan={**plan, "ep": 2}))
 
 
 def test_a_plan_that_cannot_split_the_model_is_refused(make_job: Any) -> None:

@@ -76,22 +76,27 @@ def quick(name: str, shard: str, precision: str, recompute: str = "none") -> lis
     return [] if quickly else [pytest.mark.slow]
 
 
+AT_THE_LAST_SUM = ("bert", "tensor", "full", "autocast")
+"""Its worst moment is at the end of what runs again: the sum that is normed then, beside all that it is made of."""
 KEPT = [
     pytest.param(name, shard, index, recompute, precision, marks=quick(name, shard, precision, recompute))
     for name in VARIANTS
     for shard in shards_of(name)
     for index, modes in ((0, ("none",)), (1, ("none", "selective", "selective_op", "full")), (-1, ("none",)))
     for recompute in modes
-    if recompute != "selective_op" or "sequence" not in shard  # which is refused
     for precision in STATES
 ]
 PEAKS = [
-    pytest.param(name, shard, recompute, precision, marks=quick(name, shard, precision))
+    pytest.param(
+        *case, marks=[] if case == AT_THE_LAST_SUM else [pytest.mark.slow] if shard == "tensor" else quick_marks
+    )
     for name in VARIANTS
-    for shard in ("whole", "sequence")
+    for shard in ("whole", "tensor", "sequence")
     if shard in shards_of(name)
-    for recompute in ("none", "full")
+    for recompute in ("none", "full", "selective_op")
     for precision in STATES
+    for case in [(name, shard, recompute, precision)]
+    for quick_marks in [quick(name, shard, precision, recompute)]
 ]
 
 

@@ -108,7 +108,7 @@ CASES = [
     for index in (1, 2)
     if index == 2 or VARIANTS[name].get("num_dense_layers")
     for ep in ((1, 2, 8) if index == 2 else (1,))
-    for recompute in ("none", "selective", "full")
+    for recompute in ("none", "selective", "selective_op", "full")
     for precision in STATES_OF_EXPERTS
     if ep > 1 or precision in STATES
     for quick in [recompute == "none" and (precision == "fp32" or (precision not in STATES and ep == 2))]
@@ -138,7 +138,7 @@ SPLITS = {
         pytest.param(split, name, recompute, precision, marks=[] if quick else [pytest.mark.slow])
         for split in SPLITS
         for name in VARIANTS
-        for recompute in ("none", "full")
+        for recompute in ("none", "selective_op", "full")
         for precision in ("fp32", "autocast")
         for quick in [recompute == "none" and precision == "fp32" and name == "roomy"]
     ],

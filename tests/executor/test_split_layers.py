@@ -52,6 +52,12 @@ RECORDED = {
     for recompute in ("none", "selective", "full")
     if recompute != "selective" or name in ("gpt", "llama")
 }
+KEEPING = {
+    f"{name}-sequence-selective_op": Case(MODELS[name], SEQUENCE, "selective_op", torch.float32)
+    for name in ("gpt", "llama")
+}
+EXACT |= {f"{name}-exact": case._replace(dtype=torch.float64) for name, case in KEEPING.items()}
+RECORDED |= KEEPING
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,20 @@ def test_mfu_shows_a_numerator_and_a_denominator_that_give_it(prediction: Predic
     assert float(tflop.replace(",", "")) * 1e12 == pytest.approx(6 * 124.4e6 * 1024 * 64, rel=0.1)
 
 
+def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
+    larger = TrainingSpec(global_batch_size=64 * 1024)  # 1024 times 55.2 TFLOP
+    line = next(line for line in prediction_text(replace(prediction, training=larger)).splitlines() if "MFU" in line)
+    assert re.search(r" = \d\d,\d{3} TFLOP ", line)
+
+
+def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
+    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=64))
+    torch = catalogue.software("torch")
+    found = predict("", *asked, ParallelPlan(dp_replicate=8, zero_stage=3), torch).assumptions
+    assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1: dp_shard = 8 in place of dp_replicate shards"
+    assert "shards nothing" not in " ".join(predict("", *asked, ParallelPlan(dp_shard=8), torch).assumptions)
+
+
 def test_ranks_that_read_the_same_share_a_line(prediction: Prediction) -> None:
     text = prediction_text(prediction)
     assert len(re.findall(r"^  0-3 ", text, re.MULTILINE)) == 2  # where the step goes, and memory

@@ -67,7 +67,7 @@ def some(asked: Question, number: int, seed: int) -> list[Candidate]:
     kinds = Counter[object]()
 
     def nth(c: Candidate) -> int:
-        kind = c.schedule, c.zero_stage, c.tp > 1, c.cp > 1
+        kind = c.schedule, c.zero_stage, c.tp > 1, c.cp > 1, c.grad_sync
         kinds[kind] += 1
         return kinds[kind]
 
@@ -104,6 +104,28 @@ def test_numbers_are_those_of_predict(name: str, precision: Precision, number: i
         assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
         assert size == max(memory.device_bytes for memory in found.memory), candidate
         assert bound_s <= seconds * (1 + 1e-12), candidate
+
+
+def test_gradients_reduced_after_every_microbatch_need_no_room_and_more_time() -> None:
+    asked = question("llama", "bf16", num_devices=4)
+    ways: list[dict[str, Any]] = [
+        {"dp_shard": 4, "zero_stage": 3},
+        {"dp_shard": 4, "zero_stage": 2, "microbatch_size": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3, "recompute": "full"},
+        {"dp_shard": 2, "zero_stage": 3, "tp": 2, "sequence_parallel": True, "microbatch_size": 8},
+    ]
+    each, once = ([Candidate(grad_sync=sync, **way) for way in ways] for sync in ("microbatch", "step"))
+    fast = FastEvaluator(asked)
+    assert all(fast.covers(candidate) for candidate in each)
+    found = zip(each, fast.step_times_s(each), fast.allocated_bytes(each), strict=True)
+    for (candidate, seconds, size), least_s, whole in zip(
+        found, fast.step_times_s(once), fast.allocated_bytes(once), strict=True
+    ):
+        predicted = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        assert seconds == pytest.approx(predicted.step_time_s, rel=1e-9), candidate
+        assert size == max(memory.allocated_bytes for memory in predicted.memory), candidate
+        assert seconds > least_s, candidate
+        assert size < whole, candidate
 
 
 def test_a_way_that_tells_blocks_apart_has_stages_of_its_own() -> None:

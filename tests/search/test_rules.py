@@ -49,6 +49,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         schedule=schedule,
         microbatch_size=draw(st.integers(1, 2)),
         recompute=draw(st.sampled_from(["none", "none", "selective", "full", "selective_op"])),
+        grad_sync=draw(st.sampled_from(["step", "step", "microbatch"])),
     )
 
 
@@ -122,13 +123,19 @@ def test_the_candidates_are_all_plans_of_the_ranges(family: str) -> None:
         if pp > 1:
             pipelines = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
             pipelines += [("interleaved_1f1b", v) for v in range(2, asked.model.num_blocks + 1)]
-        for sharding, pipeline, split, size, recompute in product(
-            shardings, pipelines, {False, tp > 1}, (1, 2, 4), ("none", "selective", "full")
+        for sharding, pipeline, split, size, recompute, grad_sync in product(
+            shardings, pipelines, {False, tp > 1}, (1, 2, 4), ("none", "selective", "full"), ("step", "microbatch")
         ):
+            if grad_sync == "microbatch" and (sharding[0] < 2 or dp_replicate * dp_shard * size == 4):
+                continue  # whole gradients are there anyway, or there is one microbatch
             one = Candidate(dp_replicate, dp_shard, *sharding, tp, split, 1, "ring", ep, pp)
             every.add(
                 one._replace(
-                    schedule=pipeline[0], virtual_stages=pipeline[1], microbatch_size=size, recompute=recompute
+                    schedule=pipeline[0],
+                    virtual_stages=pipeline[1],
+                    microbatch_size=size,
+                    recompute=recompute,
+                    grad_sync=grad_sync,
                 )
             )
     assert set(found) == {candidate for candidate in every if is_plan(asked, candidate)}

@@ -144,7 +144,8 @@ def test_torch_profile() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "sentence"),
     [
-        ("device", "h100-sxm-80g", "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb or"),
+        ("device", "h100-sxm-80g", "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb?"),
+        ("device", "H100", "device = H100: is not in the catalogue; did you mean h100-sxm-80gb or h100-pcie-80gb or"),
         ("link", "nvlink", "link = nvlink: is not in the catalogue; did you mean nvlink5"),
         ("link", "network-0gbit", "link = network-0gbit: is not in the catalogue; did you mean network-50gbit"),
         ("model", "zzzzz", "model = zzzzz: is not in the catalogue; `simplan show models` lists them"),

@@ -26,6 +26,18 @@ MODEL = ModelSpec(
 )
 
 
+def test_buckets_are_refused_where_nothing_is_reduced_in_buckets() -> None:
+    plan = ParallelPlan(dp_replicate=2, bucket_bytes=1000)
+    asked = (MODEL, catalogue.cluster("dgx-h100", num_devices=2), TrainingSpec(global_batch_size=24), plan)
+    check_plan(*asked, catalogue.software("megatron-bridge"))
+    with pytest.raises(SpecError) as caught:
+        check_plan(*asked, catalogue.software("megatron-core"))
+    assert str(caught.value) == (
+        "plan.bucket_bytes = 1000: is about reducing gradients while backward runs, "
+        "and megatron-core reduces all of them after it; remove it"
+    )
+
+
 def check(plan: dict[str, Any], **fields: Any) -> None:
     made = ParallelPlan.model_validate(plan)
     model = MODEL.model_copy(update=fields)

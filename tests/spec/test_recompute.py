@@ -83,6 +83,18 @@ def test_selective_op_keeps_every_second_product_attention_and_scattered_sums() 
     assert "proj output" not in again(split, "selective_op")
 
 
+def test_selective_op_keeps_what_experts_are_sent_and_give_back_and_no_product_of_theirs() -> None:
+    """Nor the router's; products of the shared expert count on after the attention's: gate is the fifth."""
+    fields = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 32}
+    model = ModelSpec(**{**LLAMA.model_dump(exclude_unset=True), "family": "moe", **fields})
+    layer = model.layers_of(Shard(ep=2))[1]
+    products = ["q output", "v output", "attention output", "attention logsumexp", "shared_gate output"]
+    assert kept(layer, "selective_op") == ["input", *products, "shared_down output", "expert inputs", "expert outputs"]
+    runs = again(layer, "selective_op")
+    assert {"shared_up", "router", "dispatch", "experts_gate", "experts_up", "experts_down", "combine"} < set(runs)
+    assert {"shared_gate", "expert inputs", "expert outputs"}.isdisjoint(runs)
+
+
 def test_selective_layer_repeats_every_second_block() -> None:
     for index in range(4):
         like: Recompute = "full" if index % 2 else "none"

@@ -1,0 +1,79 @@
+"""What a software profile refuses and a published run has all the same: predicted as other profiles have it, and said.
+
+A scenario whose plan is not modelled is refused, so that its author changes it. A published run is what it is, and a
+prediction that says what it took for granted is worth more than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from simplan.accuracy.schema import RunPlan
+from simplan.spec import catalogue
+from simplan.spec.software import SoftwareSpec
+
+__all__ = ["with_stand_ins"]
+
+_TORCH = "torch"  # has most
+_AS_WIDE: Mapping[str, str] = MappingProxyType({"fp16": "bf16", "bf16": "fp16", "tf32": "fp32"})
+"""Precisions whose weights and states are as wide."""
+
+
+def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> SoftwareSpec:
+    """The profile with what the plan asks for besides.
+
+    Args:
+        profile: Of the run's framework.
+        plan: Of the run.
+        notes: Gets a sentence for everything that was added.
+    """
+    if profile.id == _TORCH:
+        profile = _torch(profile)
+    changes: dict[str, object] = {}
+    if plan.zero_stage not in profile.zero_stages and plan.dp_shard * plan.cp > 1:
+        changes["zero_stages"] = (*profile.zero_stages, plan.zero_stage)
+        how = "parameters are gathered and gradients reduced as FSDP2 does"
+        if plan.zero_stage == 1:
+            changes["optimizer_shards"] = "elements"
+            how = "equal numbers of elements are dealt out, as Megatron's distributed optimizer does"
+        notes.append(f"plan.zero_stage = {plan.zero_stage} with {profile.id}: {how}")
+    if plan.grad_dtype is not None and plan.grad_dtype not in profile.grad_dtypes:
+        changes["grad_dtypes"] = (*profile.grad_dtypes, plan.grad_dtype)
+        notes.append(f"plan.grad_dtype = {plan.grad_dtype} with {profile.id}: kept and reduced as others do")
+    changes |= _precision(profile, plan, notes)
+    return profile.model_copy(update=changes)
+
+
+def _torch(profile: SoftwareSpec) -> SoftwareSpec:
+    """With what torch's own runtime refuses, since it stands for frameworks that have it."""
+    low = profile.low_precision
+    return profile.model_copy(
+        update={
+            "ddp_stages": True,
+            "ddp_splits": True,
+            "low_precision": low | {"nvfp4": low["nvfp4"].model_copy(update={"kept": "wide"})},
+            "grad_dtypes": ("fp32", "bf16", "fp16"),
+        }
+    )
+
+
+def _precision(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> dict[str, object]:
+    """How it is quantized, and element widths, where the profile has none: those of a precision that is as wide."""
+    changes: dict[str, object] = {}
+    wide = plan.precision
+    if wide in ("fp8", "mxfp8", "nvfp4"):
+        if wide not in profile.low_precision:
+            low = catalogue.software(_TORCH).low_precision
+            changes["low_precision"] = profile.low_precision | {wide: low[wide]}
+            notes.append(f"plan.precision = {wide} with {profile.id}: quantized as torch does")
+        wide = "bf16"
+    field = "sharded_state_bytes" if plan.zero_stage in (2, 3) and plan.dp_shard * plan.cp > 1 else "state_bytes"
+    known = [getattr(profile, name) for name in (field, "state_bytes")]
+    if wide not in known[0]:
+        like = _AS_WIDE.get(wide, wide)
+        found = [widths[name] for widths in known for name in (wide, like) if name in widths]
+        if found:
+            changes[field] = known[0] | {wide: found[0]}
+            notes.append(f"plan.precision = {wide} with {profile.id}: elements as wide as elsewhere")
+    return changes

@@ -1,0 +1,93 @@
+"""The device of a scenario's cluster: a name, or a mapping that overrides fields of a named one.
+
+::
+
+    device: h100-sxm-80gb
+    device: {preset: h100-sxm-80gb, memory_bytes: 100000000000}
+    device: {peak_flop_per_s: {bf16: 2e14}, memory_bandwidth_bytes_per_s: 1e12, memory_bytes: 34359738368}
+
+What was measured on the named device goes with what it was measured of: another peak drops the best product found, and
+another architecture brings its own kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simplan.problems import Path
+from simplan.scenario.collecting import Sections
+from simplan.spec import catalogue
+from simplan.spec.hardware import DeviceSpec
+
+__all__ = ["read_device"]
+
+_PATH: Path = ("cluster", "device")
+_LEAST: dict[str, tuple[float, str]] = {
+    "memory_bytes": (1e6, "bytes: 80 GiB is 85899345920"),
+    "memory_bandwidth_bytes_per_s": (1e8, "bytes per second: 3.35 TB/s is 3.35e12"),
+    "peak_flop_per_s": (1e9, "FLOP per second: 989 TFLOP/s is 989e12"),
+    "matmul_flop_per_s": (1e9, "FLOP per second: 795 TFLOP/s is 795e12"),
+}
+"""Below these no device is, so that the number is of another unit."""
+
+
+def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> DeviceSpec | None:
+    """The device that is written; None, its problems kept, when it is not one.
+
+    Args:
+        sections: Of the file.
+        data: What ``cluster.device`` says.
+        default: Whose fields a mapping without ``preset`` overrides: the device of the cluster's preset.
+    """
+    if not isinstance(data, dict):
+        return sections.look_up(_PATH, catalogue.device, data)
+    given = {key: value for key, value in data.items() if key != "preset"}
+    if "preset" in data:
+        default = sections.look_up((*_PATH, "preset"), catalogue.device, data["preset"])
+        if default is None:
+            return None
+    implied = _implied(sections, given, default)
+    if implied is None:
+        return None
+    base = default.model_dump() if default else {"id": "inline"}
+    device = sections.read(DeviceSpec, {**base, **implied, **given}, _PATH)
+    if device is None or not _plausible(sections, device, given):
+        return None
+    if device.host_link is not None:
+        found = sections.look_up((*_PATH, "host_link"), catalogue.link, device.host_link)
+        return None if found is None else device
+    return device
+
+
+def _implied(sections: Sections, given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any] | None:
+    """Fields that follow from those that are given, and all sources; None for an architecture that is not known."""
+    implied: dict[str, Any] = {}
+    sources = {} if default is None else default.sources
+    if default is None or "architecture" in given:
+        name = given.get("architecture", "other")
+        of_kernels = sections.look_up((*_PATH, "architecture"), catalogue.kernel_fields, name)
+        if of_kernels is None:
+            return None
+        sources = {key: source for key, source in sources.items() if not key.startswith("kernels.")}
+        sources |= of_kernels["sources"]
+        implied["kernels"] = of_kernels["kernels"]
+    peak = given.get("peak_flop_per_s")
+    if default is not None and isinstance(peak, dict):
+        before, measured = default.peak_flop_per_s, default.matmul_flop_per_s
+        kept = {dtype: rate for dtype, rate in measured.items() if peak.get(dtype) == before.get(dtype)}
+        implied["matmul_flop_per_s"] = kept
+    return implied | {"sources": sources | dict.fromkeys(given, "the scenario")}
+
+
+def _plausible(sections: Sections, device: DeviceSpec, given: dict[str, Any]) -> bool:
+    """Whether no number is far below what any device has; says which is."""
+    plausible = True
+    for field in _LEAST.keys() & given.keys():
+        least, unit = _LEAST[field]
+        value = getattr(device, field)
+        for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
+            if number is not None and number < least:
+                path = (*_PATH, field) if key is None else (*_PATH, field, key)
+                sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
+                plausible = False
+    return plausible

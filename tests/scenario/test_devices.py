@@ -1,0 +1,74 @@
+"""The device of a cluster as it is written: what follows from what is given, and numbers of another unit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simplan.errors import SpecError
+from simplan.scenario import load_scenario
+from simplan.spec import catalogue
+from simplan.spec.hardware import DeviceSpec
+
+SCENARIO = (
+    "model: {{preset: gpt2-124m}}\ncluster: {{preset: dgx-h100, num_devices: 2, device: {}}}\n"
+    "training: {{global_batch_size: 24}}\nplan: {{dp_replicate: 2}}\n"
+)
+H100 = catalogue.device("h100-sxm-80gb")
+
+
+def device(folder: Path, written: str) -> DeviceSpec:
+    path = folder / "case.yaml"
+    path.write_text(SCENARIO.format(written))
+    return load_scenario(path).cluster.device
+
+
+def test_another_peak_drops_what_was_measured_of_the_old_one(tmp_path: Path) -> None:
+    slower = device(tmp_path, "{peak_flop_per_s: {bf16: 1.48e14, fp8: 1.979e15}}")
+    assert slower.matmul_flop_per_s == {"fp8": H100.matmul_flop_per_s["fp8"]}
+    assert device(tmp_path, "{memory_bytes: 100000000000}").matmul_flop_per_s == H100.matmul_flop_per_s
+    given = device(tmp_path, "{peak_flop_per_s: {bf16: 1.48e14}, matmul_flop_per_s: {bf16: 1.2e14}}")
+    assert given.matmul_flop_per_s == {"bf16": 1.2e14}
+
+
+def test_another_architecture_brings_its_kernels(tmp_path: Path) -> None:
+    other = device(tmp_path, "{architecture: ampere}")
+    assert other.kernels == catalogue.device("a100-sxm-80gb").kernels != H100.kernels
+    assert "A100" in other.sources["kernels.attention.flash2"]
+    own = device(tmp_path, "{id: mine, architecture: hopper, peak_flop_per_s: {bf16: 2e14}}")
+    assert own.kernels == H100.kernels
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (
+            "{memory_bytes: 80}",
+            "cluster.device.memory_bytes = 80: is less than any device has; write it in bytes: 80 GiB is 85899345920",
+        ),
+        (
+            "{peak_flop_per_s: {bf16: 989}}",
+            "cluster.device.peak_flop_per_s.bf16 = 989.0: is less than any device has; "
+            "write it in FLOP per second: 989 TFLOP/s is 989e12",
+        ),
+        (
+            "{memory_bandwidth_bytes_per_s: 3350}",
+            "cluster.device.memory_bandwidth_bytes_per_s = 3350.0: is less than any device has; "
+            "write it in bytes per second: 3.35 TB/s is 3.35e12",
+        ),
+        (
+            "{memory_bytes: 60_000_000_000}",
+            'cluster.device.memory_bytes = "60_000_000_000": must be a whole number; '
+            "write 60000000000, as YAML has no _ in numbers",
+        ),
+        (
+            "{architecture: amper}",
+            "cluster.device.architecture = amper: is not in the catalogue; did you mean ampere?",
+        ),
+    ],
+)
+def test_what_no_device_is(tmp_path: Path, written: str, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        device(tmp_path, written)
+    assert str(caught.value).endswith(sentence)
