@@ -23,7 +23,7 @@ from simplan.cost.calibration import CommunicationTiming
 from simplan.spec.layer import CollectiveKind
 from simplan.units import KIB, MIB
 
-__all__ = ["Link", "group_shapes", "time_links", "warmed_up"]
+__all__ = ["Link", "group_shapes", "receiving_s", "time_links", "warmed_up"]
 
 _SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 _MESSAGES_PER_TIMING = 4  # of up to a quarter of a MiB, else 1
@@ -148,7 +148,15 @@ def _time(link: Link, watch: Stopwatch, number: int) -> None:
     elif link.root is None and link.place == late:
         link.seconds.append(took_s)
     elif link.root is not None and link.place != late:  # the root is done when it has sent
-        link.seconds.append(max(0.0, took_s - _LATE_S))
+        link.seconds.append(receiving_s(took_s))
+
+
+def receiving_s(took_s: float) -> float:
+    """Seconds of a message whose root set out a millisecond late, from how long a receiver was at it.
+
+    A receiver that was even later than the root, on a busy machine, waited for nothing: all it took is the message's.
+    """
+    return took_s - _LATE_S if took_s > _LATE_S else took_s
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from executor.calibrate import calibrate
 from executor.layer_timing import time_layers
-from executor.link_timing import Link, group_shapes, warmed_up
+from executor.link_timing import Link, group_shapes, receiving_s, warmed_up
 from executor.timing import Stopwatch, sample_of, wide
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
@@ -214,6 +214,11 @@ def test_an_interval_is_narrow_once_there_are_enough_timings() -> None:
     spread = [0.98, 0.98, 1.0, 1.02, 1.02]
     assert wide(spread * 3)
     assert not wide(spread * 4)
+
+
+def test_a_receiver_later_than_the_root_still_has_a_time() -> None:
+    assert receiving_s(1.25e-3) == pytest.approx(0.25e-3)
+    assert receiving_s(0.25e-3) == 0.25e-3
 
 
 @pytest.mark.usefixtures("alone")
