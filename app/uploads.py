@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from simplan.accuracy.reading import ReadFile, parse_published
 from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
-from simplan.io import MAX_YAML_BYTES, parse_json, parse_model
+from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.program.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
+from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
+from simplan.validate.reading import parse_measured
 
 __all__ = [
     "MAX_BYTES",
     "compared",
+    "compared_logged",
     "config_fields",
+    "measured_of",
     "measurement_of",
     "prediction_of",
     "published_of",
@@ -92,14 +98,25 @@ def prediction_of(name: str, content: bytes) -> dict[str, Any]:
     return parse_json(text_of(name, content), name, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
 
 
+def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:
+    """A measurement, or what a log says.
+
+    Raises:
+        SpecError: It is neither.
+    """
+    return parse_measured(text_of(name, content), name)
+
+
 def measurement_of(name: str, content: bytes) -> Measurement:
     """A measurement.
 
     Raises:
         SpecError: It is not one.
     """
-    version = Measurement.model_fields["schema_version"].default
-    return parse_model(Measurement, parse_json(text_of(name, content), name, schema_version=version), file=name)
+    found = measured_of(name, content)
+    if isinstance(found, LoggedRun):
+        raise SpecError(Problem(field="job", rule="is missing", fix="drop a file that `simplan run` wrote"), file=name)
+    return found
 
 
 def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison:
@@ -108,8 +125,25 @@ def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison
     Raises:
         SpecError: They are of different jobs, or the prediction is not whole.
     """
-    try:
+    with _whole_prediction():
         return compare(prediction, measurement)
+
+
+def compared_logged(prediction: dict[str, Any], logged: LoggedRun) -> LoggedComparison:
+    """The same of what a log says.
+
+    Raises:
+        SpecError: What the log says contradicts itself or the prediction, or the prediction is not whole.
+    """
+    with _whole_prediction():
+        return compare_logged(prediction, logged)
+
+
+@contextmanager
+def _whole_prediction() -> Iterator[None]:
+    """What a damaged prediction leads to, as a sentence."""
+    try:
+        yield
     except KeyError as error:
         fix = "write the file with `simplan predict -o FILE`"
         raise SpecError(Problem(field=str(error.args[0]), rule="is missing in the prediction", fix=fix)) from None

@@ -7,7 +7,7 @@ from typing import Any
 
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
-from simplan.program.timeline import Split, Timeline
+from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -59,6 +59,7 @@ class Term:
 
     Attributes:
         name: E.g. ``block forward``, ``all_reduce over 2 ranks``.
+        kind: What its time counts as in the split of a step.
         seconds: Time of one occurrence.
         count: Occurrences on a rank, mean over ranks.
         provenance: ``datasheet``, ``published``, ``calibrated`` or ``extrapolated``.
@@ -67,6 +68,7 @@ class Term:
     """
 
     name: str
+    kind: SpanKind
     seconds: float
     count: float
     provenance: str
@@ -234,6 +236,7 @@ class Prediction:
             "terms": [
                 {
                     "name": term.name,
+                    "kind": str(term.kind),
                     "seconds": term.seconds,
                     "count": term.count,
                     "provenance": term.provenance,

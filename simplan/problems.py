@@ -170,6 +170,7 @@ _TYPES = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
+    "too_short": "must not be empty",
     "tuple_type": "must be a list",
     "list_type": "must be a list",
     "dict_type": "must be a mapping (key: value)",

@@ -13,11 +13,13 @@ from app.components.problems import escaped
 from app.figures.validation import steps_figure, terms_figure
 from simplan.io import json_text
 from simplan.program.measurement import Measurement
+from simplan.report.logged import could_come_from
 from simplan.units import format_percent, format_time
 from simplan.validate.compare import Comparison
+from simplan.validate.logged import LoggedRun
 from simplan.validate.measured import measured_timeline, predicted_timeline
 
-__all__ = ["show_comparison_of", "show_uploaded"]
+__all__ = ["show_comparison_of", "show_logged", "show_uploaded"]
 
 
 def show_uploaded() -> None:
@@ -26,16 +28,56 @@ def show_uploaded() -> None:
     with left:
         prediction = st.file_uploader("prediction.json", type=["json"], key="prediction file")
     with right:
-        measurement = st.file_uploader("measurement.json", type=["json"], key="measurement file")
+        measurement = st.file_uploader(
+            "measurement.json, or what a log says", type=["json", "yaml", "yml"], key="measurement file"
+        )
     if prediction is None or measurement is None:
         st.caption(
-            "`simplan run SCENARIO -o FOLDER` writes both files. They are read as data and not stored; a measurement "
-            "of another job than the prediction is refused by name."
+            "`simplan run SCENARIO -o FOLDER` writes both files. Of a run elsewhere a file with "
+            "`step_times_s: [2.41, 2.39, 2.44]` and, if known, `peak_reserved_gib: 71.2` will do. Files are read as "
+            "data and not stored; a measurement of another job than the prediction is refused by name."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
-    measured = None if measurement is None else uploads.measurement_of(measurement.name, measurement.getvalue())
+    measured = None if measurement is None else uploads.measured_of(measurement.name, measurement.getvalue())
     if predicted is not None and measured is not None:
-        show_comparison_of(predicted, measured)
+        if isinstance(measured, LoggedRun):
+            show_logged(predicted, measured)
+        else:
+            show_comparison_of(predicted, measured)
+
+
+def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
+    """What a log says beside the prediction: how far it is off, and what of it could be to blame."""
+    found = uploads.compared_logged(prediction, logged)
+    step = found.rows[0]
+    low_s, high_s = (format_time(seconds) for seconds in found.interval_s)
+    cells = [
+        ("Predicted step", format_time(step.predicted), f"{low_s} to {high_s} in 9 of 10 cases"),
+        ("Measured step", format_time(step.measured), "As the log has it"),
+        ("Error", f"{step.signed_error or 0:+.1%}", "Predicted over measured, less one"),
+        ("Spread", "unknown" if step.spread is None else f"+/- {format_percent(step.spread)}", "Of the steps"),
+        ("In the interval", "yes" if found.interval_holds else "no", "Whether the measured step lies in it"),
+    ]
+    for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
+        column.metric(label, value, help=about)
+    show_figure(terms_figure(found.rows), "errors", alt="Errors beside the spread of the steps")
+    st.subheader("What is least sure", help="Parts of the predicted critical path and what their prices may be off by")
+    st.caption(escaped(f"{could_come_from(found)}."))
+    parts = [
+        {
+            "part": part.part,
+            "predicted, ms": part.predicted_s * 1e3,
+            "hidden beside computing, ms": part.hidden_s * 1e3,
+            "one standard deviation, ms": part.std_s * 1e3,
+            "alone: times as long": part.times_as_long,
+        }
+        for part in found.parts
+    ]
+    st.dataframe(pd.DataFrame(parts).round(3), hide_index=True, placeholder="")
+    st.caption(escaped(". ".join(found.notes)))
+    with st.container(horizontal=True):
+        download("Parts", "unsure parts", "csv", csv_text(parts))
+        download("Comparison", "comparison", "json", lambda: json_text(found.to_json()))
 
 
 def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> None:

@@ -10,7 +10,7 @@ from simplan.accuracy.outcome import RunOutcome
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import Span, Timeline
 from simplan.units import format_number
-from simplan.validate.compare import ComparisonRow
+from simplan.validate.rows import ComparisonRow
 
 __all__ = ["errors_figure", "runs_figure", "steps_figure", "terms_figure"]
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from simplan.cli.output import print_json, print_result, say
 from simplan.errors import Problem, SpecError
-from simplan.io import read_json, read_model, write_text
+from simplan.io import MAX_JSON_BYTES, read_json, read_text, write_text
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.program.measurement import Measurement
 from simplan.report.comparison import comparison_text
 from simplan.report.comparison_drawing import draw_comparison
 from simplan.report.comparison_svg import comparison_html, comparison_svg
-from simplan.validate.compare import compare
+from simplan.report.logged import logged_text
+from simplan.validate.compare import Comparison, compare
+from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
+from simplan.validate.reading import parse_measured
 
 __all__ = ["compare_command"]
 
@@ -25,23 +30,35 @@ def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: b
         fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
         raise SpecError(Problem(field="--plot", value=str(plot), rule="must end in .svg or .html", fix=fix))
     prediction = read_json(prediction_file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
-    measured = read_json(measurement_file)
-    if isinstance(measured, dict) and measured.get("kind") == "prediction":
-        problem = Problem(field="", rule="is a prediction", fix="give the measurement.json of a run as the second file")
-        raise SpecError(problem, file=str(measurement_file))
-    measurement = read_model(measurement_file, Measurement)
+    measured = parse_measured(read_text(measurement_file, MAX_JSON_BYTES), str(measurement_file))
     try:
-        comparison = compare(prediction, measurement)
+        comparison = _compared(prediction, measured, str(measurement_file))
     except KeyError as error:
         problem = Problem(
             field=str(error.args[0]), rule="is missing", fix="write the file with `simplan predict -o FILE`"
         )
         raise SpecError(problem, file=str(prediction_file)) from None
     if plot is not None:
-        write_text(plot, _WRITERS[plot.suffix.lower()](draw_comparison(prediction, measurement)))
+        if isinstance(measured, LoggedRun):
+            fix = "leave it out, or measure with `simplan run`"
+            raise SpecError(Problem(field="--plot", rule="draws a timeline, and a log has none", fix=fix))
+        write_text(plot, _WRITERS[plot.suffix.lower()](draw_comparison(prediction, measured)))
         say(f"wrote {plot}; any browser opens it")
     if as_json:
         print_json(comparison.to_json())
+    elif isinstance(comparison, LoggedComparison):
+        print_result(logged_text(comparison))
     else:
         print_result(comparison_text(comparison))
     return 0
+
+
+def _compared(
+    prediction: Mapping[str, Any], measured: Measurement | LoggedRun, file: str
+) -> Comparison | LoggedComparison:
+    if isinstance(measured, Measurement):
+        return compare(prediction, measured)
+    try:
+        return compare_logged(prediction, measured)
+    except SpecError as error:
+        raise error.in_file(file) from None

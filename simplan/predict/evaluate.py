@@ -244,6 +244,7 @@ def _terms(pricing: Pricing, num_ranks: int) -> tuple[Term, ...]:
         count = term.count / num_ranks + (merged[key].count if key in merged else 0.0)
         merged[key] = Term(
             name=term.name,
+            kind=term.kind,
             seconds=term.price.seconds,
             count=count,
             provenance=str(term.price.provenance),

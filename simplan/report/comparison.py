@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from simplan.report.table import format_table_text
 from simplan.units import GIB, format_bytes, format_time
 from simplan.validate.activity import Share
-from simplan.validate.compare import Comparison, ComparisonRow
+from simplan.validate.compare import Comparison
+from simplan.validate.rows import ComparisonRow
 
-__all__ = ["comparison_text", "format_error", "format_spread"]
+__all__ = ["comparison_rows", "comparison_text", "format_error", "format_spread", "signed_time"]
 
 _MOST_RANKS = 8
 
 
 def comparison_text(comparison: Comparison) -> str:
     """The table, then what to know when reading it."""
-    headers = ["", "predicted", "measured", "error", "spread", ""]
-    rows = [
-        [
-            row.name,
-            _value(row.predicted, row.unit),
-            _value(row.measured, row.unit),
-            format_error(row.signed_error),
-            format_spread(row.spread),
-            _reading(row),
-        ]
-        for row in comparison.rows
-    ]
     interval = "lies in" if comparison.interval_holds else "lies outside of"
     actions = "exactly those predicted" if comparison.structure_equal else "NOT those predicted"
     notes = [
@@ -38,8 +27,25 @@ def comparison_text(comparison: Comparison) -> str:
         "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
     ]
-    parts = [format_table_text(headers, rows, indent=0), *_terms(comparison), *_splits(comparison)]
+    parts = [comparison_rows(comparison.rows), *_terms(comparison), *_splits(comparison)]
     return "\n\n".join((*parts, "\n".join(f"- {note}" for note in notes)))
+
+
+def comparison_rows(rows: Sequence[ComparisonRow]) -> str:
+    """One quantity a line."""
+    headers = ["", "predicted", "measured", "error", "spread", ""]
+    cells = [
+        [
+            row.name,
+            _value(row.predicted, row.unit),
+            _value(row.measured, row.unit),
+            format_error(row.signed_error),
+            format_spread(row.spread),
+            _reading(row),
+        ]
+        for row in rows
+    ]
+    return format_table_text(headers, cells, indent=0)
 
 
 def format_error(signed_error: float | None) -> str:
@@ -73,13 +79,14 @@ def _terms(comparison: Comparison) -> Iterator[str]:
         return
     step = comparison.rows[0]
     rows = [
-        [term.part, format_time(term.predicted_s), format_time(term.measured_s), _signed(term.difference_s)]
+        [term.part, format_time(term.predicted_s), format_time(term.measured_s), signed_time(term.difference_s)]
         for term in terms
         if term.predicted_s or term.measured_s
     ]
     difference_s = step.predicted - step.measured
-    rows.append(["step time", format_time(step.predicted), format_time(step.measured), _signed(difference_s)])
-    carries = f"most of the difference: {terms[0].part} ({_signed(terms[0].difference_s)} of {_signed(difference_s)})"
+    rows.append(["step time", format_time(step.predicted), format_time(step.measured), signed_time(difference_s)])
+    most, whole = signed_time(terms[0].difference_s), signed_time(difference_s)
+    carries = f"most of the difference: {terms[0].part} ({most} of {whole})"
     headers = ["on the critical path", "predicted", "measured", "difference"]
     yield f"{format_table_text(headers, rows, indent=0)}\n{carries}"
 
@@ -99,7 +106,12 @@ def _splits(comparison: Comparison) -> Iterator[str]:
     yield format_table_text(headers, rows, indent=0, left=2) + more
 
 
-def _signed(seconds: float) -> str:
+def signed_time(seconds: float) -> str:
+    """A difference of times.
+
+    >>> signed_time(-0.0123)
+    '-12.3 ms'
+    """
     return f"{'-' if seconds < 0 else '+'}{format_time(abs(seconds))}"
 
 

@@ -16,35 +16,13 @@ from simplan.units import GIB
 from simplan.validate.activity import UNEXPLAINED, Share
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline
+from simplan.validate.rows import ComparisonRow, compared, relative_spread
 from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_predicted
 
-__all__ = ["AT_THIS_SPEED", "Comparison", "ComparisonRow", "compare"]
+__all__ = ["AT_THIS_SPEED", "Comparison", "compare"]
 
 AT_THIS_SPEED = "step time, computing as fast as in the run"
 """The row in which what is predicted of computing is slowed down as the reference product was."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonRow:
-    """One quantity.
-
-    Attributes:
-        name: What it is.
-        predicted, measured: In ``unit``.
-        unit: ``s`` or ``GiB``.
-        signed_error: (predicted - measured) / measured; None when the measured value is 0.
-        spread: Half the distance of the 10th and 90th percentile, relative: of the steps for the step time, of the
-            microbatches and ranks of one step for its parts; None for fewer than five.
-        within_spread: Whether the error is no larger than the spread, so that nothing can be read off it.
-    """
-
-    name: str
-    predicted: float
-    measured: float
-    unit: str
-    signed_error: float | None
-    spread: float | None
-    within_spread: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +68,12 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     """
     _same_job(prediction, measurement)
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
-    rows = [_row("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
+    rows = [compared("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
     terms, splits = attribute(predicted, measurement)
     slowdown = _slowdown(prediction, measurement)
     if slowdown is not None:
         predicted_s = prediction["step_time_s"] + (slowdown - 1) * _computing_s(terms)
-        rows.append(_row(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
+        rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
     predicted_s, measured_s = _action_times(predicted), _action_times(measured)
     for stage_kind in sorted(
@@ -103,12 +81,12 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     ):
         stage, kind = stage_kind
         rows.append(
-            _row(
+            compared(
                 f"{kind.value} of stage {stage}",
                 statistics.fmean(predicted_s[stage_kind]),
                 statistics.fmean(measured_s[stage_kind]),
                 "s",
-                _relative_spread(measured_s[stage_kind]),
+                relative_spread(measured_s[stage_kind]),
             )
         )
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
@@ -172,12 +150,6 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
         raise SpecError(problems)
 
 
-def _row(name: str, predicted: float, measured: float, unit: str, spread: float | None) -> ComparisonRow:
-    error = (predicted - measured) / measured if measured else None
-    within = None if error is None or spread is None else abs(error) <= spread
-    return ComparisonRow(name, predicted, measured, unit, error, spread, within)
-
-
 def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
     """Peaks of the rank that was measured to need most, by column."""
     for column in ("allocated", "reserved", "device"):
@@ -190,7 +162,7 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
             continue
         value, rank = max(known)
         predicted = {r["rank"]: r["peak_memory_gib"][column] for r in prediction["ranks"]}[rank]
-        yield _row(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
+        yield compared(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
 
 
 def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float]]:
@@ -220,11 +192,3 @@ def _hulls(timeline: Timeline) -> dict[tuple[int, Action], tuple[float, float]]:
             start_s, end_s = hulls.get((span.rank, action), (span.start_s, span.end_s))
             hulls[span.rank, action] = (min(start_s, span.start_s), max(end_s, span.end_s))
     return hulls
-
-
-def _relative_spread(values: list[float]) -> float | None:
-    if len(values) < 5:
-        return None
-    ordered = sorted(values)
-    tenth = int(0.1 * (len(ordered) - 1))
-    return (ordered[-1 - tenth] - ordered[tenth]) / 2 / statistics.median(ordered)

@@ -110,3 +110,22 @@ def test_terms_of_a_comparison_sum_to_its_error() -> None:
     assert terms["difference, ms"].sum() == pytest.approx(1e3 * (prediction["step_time_s"] - measured_s), abs=0.01)
     for _, split in splits.groupby("rank"):
         assert split["predicted, ms"].sum() == pytest.approx(1e3 * prediction["step_time_s"], abs=0.01)
+
+
+def test_a_log_is_shown_beside_the_prediction() -> None:
+    def page() -> None:
+        from app import uploads
+        from app.components.measured import show_logged
+        from simplan.validate.logged import LoggedRun
+        from tests.app.test_uploads import made
+
+        logged = uploads.measured_of("log.yaml", b"step_times_s: [0.4, 0.4]\npeak_device_gib: 20\n")
+        assert isinstance(logged, LoggedRun)
+        show_logged(uploads.prediction_of("p", made()[0]), logged)
+
+    shown = AppTest.from_function(page, default_timeout=120).run()
+    assert_no_bug(shown)
+    assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
+    [parts] = [table.value for table in shown.dataframe]
+    prediction_s = json.loads(made()[0])["step_time_s"]
+    assert parts["predicted, ms"].sum() == pytest.approx(1e3 * prediction_s, rel=0.02)

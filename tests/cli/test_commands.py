@@ -225,3 +225,20 @@ def test_run_refuses_software_that_it_does_not_run(
     result = simplan("run", path)
     assert (result.returncode, result.stdout) == (2, "")
     assert f"software = megatron-core: {sentence}" in result.stderr
+
+
+def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    predicted, log = tmp_path / "predicted.json", tmp_path / "log.yaml"
+    assert simplan("predict", scenario, "-o", predicted).returncode == 0
+    log.write_text("step_times_s: [0.02, 0.02, 0.02]\npeak_device_gib: [1.5, 1.25]\n")
+    found = json.loads(simplan("compare", predicted, log, "--json").stdout)
+    assert found["kind"] == "logged_comparison"
+    assert [row["measured"] for row in found["rows"]] == [0.02, 1.5]
+    assert "could come from" in simplan("compare", predicted, log).stdout
+    refused = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
+    assert refused.returncode == 2
+    assert "--plot: draws a timeline, and a log has none" in refused.stderr
+    log.write_text("step_times_s: [0.02]\npeak_device_gib: [1, 2, 3]\n")
+    refused = simplan("compare", predicted, log)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks")

@@ -15,7 +15,8 @@ from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
-from simplan.validate.compare import Comparison, ComparisonRow
+from simplan.validate.compare import Comparison
+from simplan.validate.rows import ComparisonRow
 
 
 @pytest.fixture(scope="module")

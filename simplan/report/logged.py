@@ -1,0 +1,68 @@
+"""A prediction beside what a log says, in words: how far it is off, and what of it could be to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.report.comparison import comparison_rows, signed_time
+from simplan.report.table import format_table_text
+from simplan.units import format_time
+from simplan.validate.activity import Share
+from simplan.validate.logged import LoggedComparison, UnsurePart
+
+__all__ = ["could_come_from", "logged_text"]
+
+_NAMED = 3
+_ALL = 0.95  # of what all parts may be off by: the rest is not named
+
+
+def logged_text(comparison: LoggedComparison) -> str:
+    """The table, the verdict, the parts that are least sure, then what to know when reading."""
+    low, high = (format_time(seconds) for seconds in comparison.interval_s)
+    where = "lies in" if comparison.interval_holds else "lies outside of"
+    notes = [
+        "error = (predicted - measured) / measured; spread = half of p10 to p90 of the steps",
+        "std: one standard deviation of the prices; those of computing err together, those of communication too",
+        "hidden: communication beside computing, part of which comes to light where it is slower than predicted",
+        "alone: so many times as long a part would have to take to make up the whole difference",
+        *comparison.notes,
+    ]
+    return "\n\n".join(
+        (
+            comparison_rows(comparison.rows),
+            f"the measured step time {where} the predicted interval of 9 in 10 cases, {low} to {high}\n"
+            f"{could_come_from(comparison)}",
+            _parts(comparison.parts),
+            "\n".join(f"- {note}" for note in notes),
+        )
+    )
+
+
+def could_come_from(comparison: LoggedComparison) -> str:
+    """One sentence: the parts that are least sure, and by how much."""
+    most_s = sum(part.std_s for part in comparison.parts)
+    named: list[str] = []
+    told_s = 0.0
+    for part in comparison.parts[:_NAMED]:
+        if told_s < _ALL * most_s:
+            share = f"{format_time(part.predicted_s)} of the step, +/- {100 * part.relative_std:.0f} %"
+            named.append(f"{part.part} ({share})")
+        told_s += part.std_s
+    difference = f"the difference of {signed_time(comparison.difference_s)}"
+    if comparison.rows[0].within_spread:
+        return f"{difference} is within the spread of the steps: nothing can be read off it"
+    return f"{difference} could come from: {', '.join(named)}"
+
+
+def _parts(parts: tuple[UnsurePart, ...]) -> str:
+    headers = ["least sure first", "predicted", "hidden", "std", "", "alone"]
+    return format_table_text(headers, [list(_cells(part)) for part in parts], indent=0)
+
+
+def _cells(part: UnsurePart) -> Iterator[str]:
+    yield part.part
+    yield format_time(part.predicted_s)
+    yield format_time(part.hidden_s) if part.share is Share.EXPOSED_COMMUNICATION else ""
+    yield f"+/- {100 * part.relative_std:.0f} %"
+    yield f"+/- {format_time(part.std_s)}"
+    yield "" if part.times_as_long is None else f"x {part.times_as_long:.2f}" if part.times_as_long < 100 else "x > 100"

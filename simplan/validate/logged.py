@@ -1,0 +1,283 @@
+"""What the log of any framework says of a run, and a prediction beside it.
+
+A log has step times, or a throughput, and perhaps a peak of memory; it has no timeline. So it says how far a prediction
+is off and not where: what can be told is which parts of the predicted step are large and unsure enough.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from simplan.errors import Problem, SpecError
+from simplan.program.timeline import SpanKind, Timeline
+from simplan.spec.base import Positive, Spec
+from simplan.units import format_time
+from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity, stream_words
+from simplan.validate.measured import predicted_timeline
+from simplan.validate.path import critical_pieces
+from simplan.validate.rows import ComparisonRow, compared, relative_spread
+
+__all__ = ["LoggedComparison", "LoggedRun", "UnsurePart", "compare_logged"]
+
+_COLUMNS = ("allocated", "reserved", "device")
+_KINDS = {
+    Share.COMPUTE: SpanKind.COMPUTE,
+    Share.RECOMPUTE: SpanKind.RECOMPUTE,
+    Share.EXPOSED_COMMUNICATION: SpanKind.COMMUNICATION,
+    Share.OPTIMIZER: SpanKind.OPTIMIZER,
+    Share.HOST: SpanKind.HOST,
+}
+_OWN_WORDS = {Share.RECOMPUTE: "recomputation", Share.HOST: "the host"}  # whatever the action they are part of
+_WARMUP = 1.5  # times the median
+_SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
+
+
+def _as_tuple(value: Any) -> Any:
+    """One number is a list of one."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_Peaks = Annotated[tuple[Positive, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+"""GiB: one number for the rank that needs most, or one for each rank."""
+
+
+class LoggedRun(Spec):
+    """A run as its log has it. Something must tell the step time; all the rest is optional.
+
+    Attributes:
+        step_times_s: Steps, best those after warm-up; see ``warmup_steps``.
+        step_time_s: In place of them, where the log has one number only.
+        tokens_per_s_per_device: Throughput of one device; alone, the step time follows from the batch of the
+            predicted job.
+        peak_allocated_gib: By tensors (``torch.cuda.max_memory_allocated``).
+        peak_reserved_gib: By the caching allocator (``torch.cuda.max_memory_reserved``).
+        peak_device_gib: On the device (``nvidia-smi``).
+    """
+
+    schema_version: Literal[1] = 1
+    step_times_s: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
+    step_time_s: Positive | None = None
+    tokens_per_s_per_device: Positive | None = None
+    peak_allocated_gib: _Peaks | None = None
+    peak_reserved_gib: _Peaks | None = None
+    peak_device_gib: _Peaks | None = None
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps at the beginning that took much longer than the median: compilation, the first batches."""
+        times_s = self.step_times_s or ()
+        most_s = _WARMUP * statistics.median(times_s) if times_s else 0.0
+        return sum(1 for _ in takewhile(lambda time_s: time_s > most_s, times_s))
+
+    @property
+    def steady_steps_s(self) -> tuple[float, ...]:
+        """The steps without those."""
+        return (self.step_times_s or ())[self.warmup_steps :]
+
+
+@dataclass(frozen=True, slots=True)
+class UnsurePart:
+    """A part of the predicted critical path, and how sure its price is.
+
+    Attributes:
+        part: What it is, e.g. ``backward``.
+        share: Which share of a step it belongs to.
+        predicted_s: Time on the critical path.
+        relative_std: Relative standard deviation of the prices of its kind, weighted by their time.
+        times_as_long: So many times as long it would have to take to make up the whole difference alone; None where
+            no time would be short enough.
+        hidden_s: Communication only: what of it, on the rank where that is most, runs beside computing.
+    """
+
+    part: str
+    share: Share
+    predicted_s: float
+    relative_std: float
+    times_as_long: float | None
+    hidden_s: float = 0.0
+
+    @property
+    def std_s(self) -> float:
+        """One standard deviation."""
+        return self.predicted_s * self.relative_std
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedComparison:
+    """A prediction beside what a log says.
+
+    Attributes:
+        rows: Step time first, then memory.
+        interval_s: Predicted to hold the step time in 9 of 10 cases.
+        interval_holds: It does.
+        difference_s: Step time, predicted minus measured.
+        parts: Of the predicted critical path, those first that are least sure in seconds.
+        notes: What to know when reading, and what a log cannot say.
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    interval_s: tuple[float, float]
+    interval_holds: bool
+    difference_s: float
+    parts: tuple[UnsurePart, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON document."""
+        document = asdict(self)
+        for part, written in zip(self.parts, document["parts"], strict=True):
+            written["std_s"] = part.std_s
+        return {"schema_version": 1, "kind": "logged_comparison", **document}
+
+
+def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedComparison:
+    """Lines up a prediction with what a log says. Whether both are of the same job is for the reader to know.
+
+    Args:
+        prediction: A prediction's JSON document.
+        logged: A run of the same job.
+
+    Raises:
+        SpecError: No field tells the step time, two contradict each other, or there are peaks of other ranks than the
+            predicted ones.
+    """
+    predicted_s = prediction["step_time_s"]
+    measured_s = _step_time_s(prediction, logged)
+    low_s, high_s = prediction["step_time_interval_s"]
+    return LoggedComparison(
+        rows=(
+            compared("step time", predicted_s, measured_s, "s", relative_spread(logged.steady_steps_s)),
+            *_memory_rows(prediction, logged),
+        ),
+        interval_s=(low_s, high_s),
+        interval_holds=low_s <= measured_s <= high_s,
+        difference_s=predicted_s - measured_s,
+        parts=_unsure_parts(prediction, measured_s - predicted_s),
+        notes=tuple(_notes(logged)),
+    )
+
+
+def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
+    """What was measured, from the field that tells it most directly."""
+    if logged.step_times_s is not None and logged.step_time_s is not None:
+        raise SpecError(Problem(field="step_time_s", rule="says the same as step_times_s", fix="keep one of them"))
+    told_s = logged.step_time_s if logged.step_times_s is None else statistics.median(logged.steady_steps_s)
+    tokens_per_s = logged.tokens_per_s_per_device
+    if tokens_per_s is None:
+        if told_s is None:
+            fix = "write step_times_s: [2.41, 2.39, ...], step_time_s or tokens_per_s_per_device"
+            raise SpecError(Problem(field="step_times_s", rule="is missing, and nothing else tells a time", fix=fix))
+        return told_s
+    if not prediction["tokens_per_s_per_device"]:
+        rule, fix = "is for models of tokens, and the predicted one has none", "write step_times_s"
+        raise SpecError(Problem(field="tokens_per_s_per_device", value=f"{tokens_per_s:g}", rule=rule, fix=fix))
+    follows_s = prediction["step_time_s"] * prediction["tokens_per_s_per_device"] / tokens_per_s
+    if told_s is not None and abs(follows_s / told_s - 1) > _SAME_JOB:
+        rule = (
+            f"is a step of {format_time(follows_s)} in the predicted job, and the log has steps of "
+            f"{format_time(told_s)}: another batch, sequence length or number of devices was run, or it is the "
+            "throughput of all devices"
+        )
+        fix = "predict the job that was run, or remove one of the two"
+        raise SpecError(Problem(field="tokens_per_s_per_device", value=f"{tokens_per_s:g}", rule=rule, fix=fix))
+    return float(follows_s) if told_s is None else told_s
+
+
+def _memory_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[ComparisonRow]:
+    """Peaks of the rank that was measured to need most; where one number is known, of the rank predicted to."""
+    ranks = prediction["ranks"]
+    for column in _COLUMNS:
+        peaks: tuple[float, ...] | None = getattr(logged, f"peak_{column}_gib")
+        if peaks is None:
+            continue
+        predicted = {rank["rank"]: rank["peak_memory_gib"][column] for rank in ranks}
+        if len(peaks) == 1:
+            yield compared(f"peak memory, {column}", max(predicted.values()), peaks[0], "GiB", None)
+        elif len(peaks) == len(predicted):
+            measured_gib, rank = max((value, -rank) for rank, value in enumerate(peaks))
+            yield compared(f"peak memory, {column}, rank {-rank}", predicted[-rank], measured_gib, "GiB", None)
+        else:
+            rule = f"has {len(peaks)} numbers, and the predicted job has {len(predicted)} ranks"
+            fix = "give one number, of the rank that needs most, or one for each rank"
+            raise SpecError(Problem(field=f"peak_{column}_gib", rule=rule, fix=fix))
+
+
+def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UnsurePart, ...]:
+    """Parts of the critical path that have a price, least sure first.
+
+    Args:
+        prediction: The document.
+        longer_s: By so much the measured step is longer; negative where it is shorter.
+    """
+    timeline = predicted_timeline(prediction)
+    activity = predicted_activity(timeline)
+    rows = {rank: pieces_of(busy, timeline.step_time_s) for rank, busy in activity.items()}
+    hidden_s = _hidden_s(timeline, rows)
+    on_path_s = dict.fromkeys(((Share.EXPOSED_COMMUNICATION, part) for part in hidden_s), 0.0)
+    for piece in critical_pieces(rows, timeline.step_time_s):
+        key = piece.share, _OWN_WORDS.get(piece.share, piece.part)
+        on_path_s[key] = on_path_s.get(key, 0.0) + piece.duration_s
+    stds = _relative_stds(prediction)
+    found = (
+        UnsurePart(
+            part=part,
+            share=share,
+            predicted_s=seconds,
+            relative_std=stds.get(_KINDS[share], 0.0),
+            times_as_long=1 + longer_s / seconds if seconds and seconds + longer_s > 0 else None,
+            hidden_s=hidden_s.get(part, 0.0) if share is Share.EXPOSED_COMMUNICATION else 0.0,
+        )
+        for (share, part), seconds in on_path_s.items()
+        if share in _KINDS
+    )
+    told = (part for part in found if part.predicted_s or part.hidden_s)
+    return tuple(sorted(told, key=lambda part: (-part.std_s, -part.hidden_s)))
+
+
+def _hidden_s(timeline: Timeline, rows: Mapping[int, Sequence[Piece]]) -> dict[str, float]:
+    """By what moves: how long it does so beside computing, on the rank where that is longest."""
+    beside_s: dict[tuple[str, int], float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.kind is SpanKind.COMMUNICATION:
+            beside_s[stream_words(span.stream), span.rank] += span.end_s - span.start_s
+    for rank, pieces in rows.items():
+        for piece in pieces:
+            if piece.share is Share.EXPOSED_COMMUNICATION:
+                beside_s[piece.part, rank] -= piece.duration_s
+    longest_s: dict[str, float] = {}
+    for (part, _), seconds in beside_s.items():
+        longest_s[part] = max(longest_s.get(part, 0.0), seconds)
+    return longest_s
+
+
+def _relative_stds(prediction: Mapping[str, Any]) -> dict[SpanKind, float]:
+    """How sure the prices of a kind are: they err together, so their deviations add."""
+    time_s: dict[SpanKind, float] = defaultdict(float)
+    deviation_s: dict[SpanKind, float] = defaultdict(float)
+    for term in prediction["terms"]:
+        kind, seconds = SpanKind(term["kind"]), term["seconds"] * term["count"]
+        time_s[kind] += seconds
+        deviation_s[kind] += seconds * term["relative_std"]
+    return {kind: deviation_s[kind] / total_s for kind, total_s in time_s.items() if total_s > 0}
+
+
+def _notes(logged: LoggedRun) -> Iterator[str]:
+    if number := logged.warmup_steps:
+        first = "the first step is" if number == 1 else f"the first {number} steps are"
+        yield f"{first} left out as warm-up: more than {_WARMUP:g} times the median"
+    if not any(getattr(logged, f"peak_{column}_gib") for column in _COLUMNS):
+        yield "peak memory is not compared: peak_allocated_gib, peak_reserved_gib or peak_device_gib would tell it"
+    yield (
+        "a log has no timeline: which part made the difference, whether actions and collectives were those predicted "
+        "and what was left unexplained only `simplan run` can say, which records them"
+    )
+    yield "that the log is of the predicted job cannot be checked"

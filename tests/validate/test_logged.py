@@ -1,0 +1,144 @@
+"""What a log says beside a prediction: read strictly, and told apart from what only a timeline shows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from simplan.errors import SpecError
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.program.measurement import Measurement
+from simplan.report.logged import could_come_from, logged_text
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+from simplan.validate.compare import compare
+from simplan.validate.logged import LoggedRun, compare_logged
+from simplan.validate.reading import parse_measured
+from tests.validate.test_compare import measure
+
+
+@pytest.fixture(scope="module")
+def prediction() -> Prediction:
+    plan = ParallelPlan(pp=2, stage_layers=(2, 2))
+    model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 4, "tied_embeddings": False})
+    cluster = catalogue.cluster("dgx-h100", num_devices=2)
+    return predict("test", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
+
+
+def test_step_time_is_that_of_the_full_measurement(prediction: Prediction) -> None:
+    """The log of a run and its measurement have the same error, spread and verdict."""
+    full = measure(prediction, factor=1.5)
+    whole = compare(prediction.to_json(), full)
+    bare = compare_logged(prediction.to_json(), LoggedRun(step_times_s=full.step_times_s))
+    assert bare.rows[0] == whole.rows[0]
+    assert bare.interval_holds == whole.interval_holds
+    assert bare.difference_s == pytest.approx(-0.5 * prediction.step_time_s)
+
+
+def test_steps_of_the_warm_up_are_left_out() -> None:
+    logged = LoggedRun(step_times_s=(20.0, 5.0, 2.0, 2.1, 3.5, 2.0))
+    assert logged.steady_steps_s == (2.0, 2.1, 3.5, 2.0)  # the median of all is 2.8
+    assert LoggedRun(step_times_s=(1.0,)).steady_steps_s == (1.0,)
+
+
+def test_parts_are_those_of_the_predicted_critical_path(prediction: Prediction) -> None:
+    whole = compare(prediction.to_json(), measure(prediction))
+    bare = compare_logged(prediction.to_json(), LoggedRun(step_time_s=2 * prediction.step_time_s))
+    on_path = {term.part: term.predicted_s for term in whole.terms if term.predicted_s}
+    assert {part.part: part.predicted_s for part in bare.parts} == pytest.approx(on_path)
+    assert sum(part.predicted_s for part in bare.parts) == pytest.approx(prediction.step_time_s)
+    stds_s = [part.std_s for part in bare.parts]
+    assert stds_s == sorted(stds_s, reverse=True)
+    for part in bare.parts:
+        assert part.times_as_long == pytest.approx(1 + prediction.step_time_s / part.predicted_s)
+
+
+def test_deviations_of_computing_add_up_to_the_interval(prediction: Prediction) -> None:
+    """A pipeline of two with small messages: the interval is 1.645 deviations of computing, which errs together."""
+    bare = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0))
+    computing_s = sum(part.std_s for part in bare.parts if part.share != "exposed_communication")
+    low_s, high_s = prediction.step_time_interval_s
+    assert (high_s - low_s) / 2 / 1.645 == pytest.approx(computing_s, rel=0.15)
+
+
+def test_a_throughput_is_a_step_time(prediction: Prediction) -> None:
+    """124 M parameters do not matter here: 4 sequences of 1,024 tokens on 2 devices."""
+    found = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=1024.0))
+    assert found.rows[0].measured == pytest.approx(4 * 1024 / 2 / 1024.0)
+
+
+def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
+    one = LoggedRun(step_time_s=1.0, peak_device_gib=(6.0,))
+    row = compare_logged(prediction.to_json(), one).rows[1]
+    assert (row.name, row.measured) == ("peak memory, device", 6.0)
+    assert row.predicted == prediction.worst_memory.device_bytes / 2**30
+    each = LoggedRun(step_time_s=1.0, peak_reserved_gib=(5.0, 6.0))
+    row = compare_logged(prediction.to_json(), each).rows[1]
+    assert (row.name, row.measured) == ("peak memory, reserved, rank 1", 6.0)
+    assert row.predicted == prediction.memory[1].reserved_bytes / 2**30
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "step_times_s: is missing, and nothing else tells a time"),
+        ({"step_time_s": 1.0, "step_times_s": (1.0,)}, "step_time_s: says the same as step_times_s"),
+        ({"step_time_s": 1.0, "tokens_per_s_per_device": 1024.0}, "is a step of 2.000 s in the predicted job"),
+        ({"step_time_s": 1.0, "peak_device_gib": (1.0, 2.0, 3.0)}, "has 3 numbers, and the predicted job has 2 ranks"),
+    ],
+)
+def test_what_contradicts_itself_or_the_prediction_is_refused(
+    fields: dict[str, float], words: str, prediction: Prediction
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        compare_logged(prediction.to_json(), LoggedRun(**fields))  # type: ignore[arg-type]
+
+
+def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
+    logged = LoggedRun(step_times_s=(1.99, 2.0, 2.02), tokens_per_s_per_device=1024.0)
+    assert compare_logged(prediction.to_json(), logged).rows[0].measured == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("peak_memory_gib: 70", "log.yaml:1:1: peak_memory_gib: is not a known key; write peak_reserved_gib"),
+        ("step_time_ms: 70", "write step_time_s, in seconds"),
+        ("tps: 70", "write tokens_per_s_per_device"),
+        ("step_times_s: 3", "step_times_s = 3: must be a list"),
+        ("step_times_s: []", "step_times_s = \\[\\]: must not be empty"),
+        ("step_times_s: [1.0, -1.0]", "step_times_s.1 = -1.0: must be greater than 0"),
+        ("peak_device_gib: x", 'peak_device_gib = "x": must be a list'),
+        ("schema_version: 2\nstep_time_s: 1", "schema_version = 2"),
+        ("meta: {}\nruns: []", "holds published runs; `simplan accuracy`"),
+        ("model: {}\ncluster: {}", "is a scenario; give the measurement.json"),
+        ("- 1", "must be a mapping"),
+    ],
+)
+def test_a_log_is_read_strictly(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_measured(text, "log.yaml")
+
+
+def test_yaml_and_json_say_the_same(prediction: Prediction) -> None:
+    expected = LoggedRun(step_times_s=(2.0, 3.0), peak_reserved_gib=(71.5,))
+    assert parse_measured("step_times_s: [2.0, 3]\npeak_reserved_gib: 71.5\n", "log.yml") == expected
+    assert parse_measured('{"step_times_s": [2.0, 3], "peak_reserved_gib": [71.5]}', "log.json") == expected
+    full = measure(prediction)
+    assert parse_measured(full.model_dump_json(), "measurement.json") == full
+    assert isinstance(full, Measurement)
+
+
+def test_words(prediction: Prediction) -> None:
+    slow = LoggedRun(step_times_s=(9.0, *[1.5 * prediction.step_time_s] * 5))
+    text = logged_text(compare_logged(prediction.to_json(), slow))
+    assert re.search(
+        r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- 13 %\)", text
+    )
+    assert "the first step is left out as warm-up: more than 1.5 times the median" in text
+    assert "only `simplan run` can say" in text
+    noisy = LoggedRun(step_times_s=tuple(prediction.step_time_s * f for f in (0.8, 0.9, 1.01, 1.1, 1.3, 1.01)))
+    assert "nothing can be read off it" in could_come_from(compare_logged(prediction.to_json(), noisy))
