@@ -51,8 +51,8 @@ def text_of(name: str, content: bytes, most: int = MAX_BYTES) -> str:
         ) from None
 
 
-def config_fields(name: str, content: bytes) -> dict[str, Any]:
-    """A Hugging Face ``config.json`` as the section ``model`` of a scenario.
+def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
+    """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens.
 
     Raises:
         SpecError: It is no JSON object, or no model that simplan knows.
@@ -60,7 +60,9 @@ def config_fields(name: str, content: bytes) -> dict[str, Any]:
     config = parse_json(text_of(name, content, _MAX_CONFIG_BYTES), name)
     title = config.get("_name_or_path")
     return model_fields_from_config(
-        config, name=title[:_MOST_CHARS] if isinstance(title, str) and title else "own model"
+        config,
+        name=title[:_MOST_CHARS] if isinstance(title, str) and title else "own model",
+        seq_len=seq_len,
     )
 
 

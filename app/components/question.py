@@ -68,8 +68,15 @@ def _model() -> None:
     with st.popover("Hugging Face config.json", width="stretch"):
         st.caption("Read as data; its shapes become the scenario's model. Nothing is stored.")
         file = st.file_uploader("config.json", type=["json"], key="question config", label_visibility="collapsed")
+        length = st.number_input(
+            "Tokens of a sequence",
+            1,
+            10**8,
+            4096,
+            help="Those you train on: a config has the longest that the model takes, often many times as many",
+        )
         if file is not None and st.button("Use it", key="question use config"):
-            _take_config(file.name, file.getvalue())
+            _take_config(file.name, file.getvalue(), length)
 
 
 def _take_preset(key: str) -> None:
@@ -88,9 +95,9 @@ def _preset_length() -> int | None:
     return catalogue.model(preset).seq_len or None
 
 
-def _take_config(name: str, content: bytes) -> None:
+def _take_config(name: str, content: bytes, seq_len: int) -> None:
     try:
-        fields = config_fields(name, content)
+        fields = config_fields(name, content, seq_len)
     except SpecError as error:
         show_problems(error)
         return

@@ -15,6 +15,8 @@ from simplan.problems import render_value
 
 __all__ = ["MODEL_TYPES", "model_fields_from_config"]
 
+_USUAL_LENGTH = 4096
+
 
 def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: int | None = None) -> dict[str, Any]:
     """Fields of a ``ModelSpec`` from a Hugging Face config, for ``ModelSpec`` to check and complete.
@@ -22,10 +24,11 @@ def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: i
     Args:
         config: The content of ``config.json``.
         name: Name for the model.
-        seq_len: Tokens of one sequence; None means the longest the model knows.
+        seq_len: Tokens of one sequence; None for images only. The longest that a model knows is often many times
+            what anybody trains on (131,072 of Llama 3.1), so it is no default.
 
     Raises:
-        SpecError: Keys are missing or ``model_type`` is unknown.
+        SpecError: Keys or ``seq_len`` are missing or ``model_type`` is unknown.
         NotModelledError: The config uses options that are not modelled.
     """
     word = config.get("model_type")
@@ -41,12 +44,22 @@ def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: i
         raise SpecError([Problem(field=key, rule="is missing", fix=f"a {word} config has it") for key in missing])
     fields = {**kind.fixed, **{field: value for field, value in given.items() if value is not None}}
     if kind.has_sequences:
-        if (longest := fields.get("max_position_embeddings")) is not None:
-            fields["seq_len"] = longest
-        if seq_len is not None:
-            fields["seq_len"] = seq_len
+        if seq_len is None:
+            raise SpecError(_no_length(fields.get("max_position_embeddings"), kind))
+        fields["seq_len"] = seq_len
     _refuse_unmodelled(config, kind, fields.get("seq_len"))
     return {"name": name, "family": kind.family, **fields}
+
+
+def _no_length(longest: Any, kind: ModelType) -> Problem:
+    """How long sequences of the training are is for the user to say; a usual length is offered."""
+    if not isinstance(longest, int):
+        return Problem(field="seq_len", rule="is missing", fix=f"add seq_len: {_USUAL_LENGTH}")
+    key = kind.keys["max_position_embeddings"]
+    usual = min(longest, _USUAL_LENGTH)
+    fix = f"add seq_len: {usual}" + (f", or seq_len: {longest} if they are so long" if longest > usual else "")
+    rule = f"is missing: {key} = {longest} is the longest the model takes, not how long yours are"
+    return Problem(field="seq_len", rule=rule, fix=fix)
 
 
 def _refuse_unmodelled(config: Mapping[str, Any], kind: ModelType, length: Any) -> None:

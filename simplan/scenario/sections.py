@@ -3,7 +3,7 @@
 A model is a preset or a Hugging Face configuration with overrides, or given inline::
 
     model: {preset: gpt2-124m, seq_len: 512, num_hidden_layers: 4}
-    model: {hf_config: llama/config.json}
+    model: {hf_config: llama/config.json, seq_len: 4096}
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any) -> dict[str, Any] | 
         path = Path(sections.file).parent / name
         try:
             config = read_json(path)
-            length = seq_len if isinstance(seq_len, int) else None
+            length = seq_len if seq_len is None or isinstance(seq_len, int) else 1  # refused with the other fields
             return model_fields_from_config(config, name=path.parent.name or path.stem, seq_len=length)
         except SpecError as error:
             shown = render_value(name)

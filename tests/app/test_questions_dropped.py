@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,12 @@ CONFIG = {
 
 
 def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None:
-    fields = config_fields("config.json", json.dumps(CONFIG).encode())
+    fields = config_fields("config.json", json.dumps(CONFIG).encode(), 1024)
     document = {**SMALL, "model": fields}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "scenario.yaml").write_text(document_text({**SMALL, "model": {"hf_config": "config.json"}}))
+    (tmp_path / "scenario.yaml").write_text(
+        document_text({**SMALL, "model": {"hf_config": "config.json", "seq_len": 1024}})
+    )
     loaded = load_scenario(tmp_path / "scenario.yaml").model
     assert parse_scenario(document_text(document)).model == loaded.model_copy(update={"name": "someone/tiny"})
 
@@ -53,12 +56,12 @@ def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None
 )
 def test_other_files_are_refused_in_a_sentence(content: bytes, said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        config_fields("config.json", content)
+        config_fields("config.json", content, 1024)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_data_or_refused(content: bytes) -> None:
-    for read in (config_fields, scenario_data):
+    for read in (partial(config_fields, seq_len=1024), scenario_data):
         with suppress(SpecError):
             assert isinstance(read("file", content), dict)
 

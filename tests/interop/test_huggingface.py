@@ -76,14 +76,14 @@ def model(config: dict[str, Any], seq_len: int | None = None) -> ModelSpec:
 @pytest.mark.parametrize(
     ("config", "seq_len", "count"),
     [
-        (GPT2, None, 124_439_808),
-        (LLAMA3, None, 8_030_261_248),
+        (GPT2, 1024, 124_439_808),
+        (LLAMA3, 8192, 8_030_261_248),
         (LLAMA32_1B, 8192, 1_235_814_400),
-        (MISTRAL, None, 7_241_732_096),
+        (MISTRAL, 8192, 7_241_732_096),
         (QWEN25, 4096, 494_032_768),
         (QWEN3, 4096, 596_049_920),
         (MPT, 2048, 6_649_286_656),
-        (BERT, None, 109_514_298),
+        (BERT, 512, 109_514_298),
         (VIT, None, 86_567_656),
     ],
     ids=["gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "mpt-7b", "bert", "vit"],
@@ -95,11 +95,33 @@ def test_parameter_counts_equal_the_published_ones(config: dict[str, Any], seq_l
 @pytest.mark.parametrize(("config", "preset"), [(GPT2, "gpt2-124m"), (LLAMA3, "llama3-8b")])
 def test_a_config_equals_the_preset(config: dict[str, Any], preset: str) -> None:
     ignored = {"name", "sources"}
-    assert model(config).model_dump(exclude=ignored) == catalogue.model(preset).model_dump(exclude=ignored)
+    length = catalogue.model(preset).seq_len
+    assert model(config, length).model_dump(exclude=ignored) == catalogue.model(preset).model_dump(exclude=ignored)
 
 
-def test_the_sequence_length_is_the_longest_unless_given() -> None:
-    assert model(GPT2).seq_len == 1024
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            LLAMA32_1B,
+            "seq_len: is missing: max_position_embeddings = 131072 is the longest the model takes, not how long yours "
+            "are; add seq_len: 4096, or seq_len: 131072 if they are so long",
+        ),
+        (
+            GPT2,
+            "seq_len: is missing: n_positions = 1024 is the longest the model takes, not how long yours are; "
+            "add seq_len: 1024",
+        ),
+        ({key: MPT[key] for key in MPT if key != "max_seq_len"}, "seq_len: is missing; add seq_len: 4096"),
+    ],
+)
+def test_the_sequence_length_has_no_default(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        model(config)
+    assert str(caught.value) == sentence
+
+
+def test_the_sequence_length_is_that_given() -> None:
     assert model(GPT2, 128).seq_len == 128
     assert model(GPT2, 128).max_position_embeddings == 1024
 
@@ -134,16 +156,16 @@ def test_the_sequence_length_is_the_longest_unless_given() -> None:
 )
 def test_options_that_change_the_model_are_refused_by_name(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(NotModelledError) as caught:
-        model(config)
+        model(config, 32768)
     assert str(caught.value).startswith(sentence)
 
 
 def test_switches_of_a_config() -> None:
     """Biases of all four matrices, a window, and no window where it is switched off."""
-    assert model({**LLAMA3, "attention_bias": True}).attention_bias
-    assert model(MISTRAL).sliding_window == 4096
-    assert model({**MISTRAL, "sliding_window": None}).sliding_window is None
-    assert model(QWEN25).sliding_window is None
+    assert model({**LLAMA3, "attention_bias": True}, 8192).attention_bias
+    assert model(MISTRAL, 8192).sliding_window == 4096
+    assert model({**MISTRAL, "sliding_window": None}, 8192).sliding_window is None
+    assert model(QWEN25, 8192).sliding_window is None
     assert model({key: value for key, value in VIT.items() if key != "num_channels"}).seq_len == 197
 
 
@@ -179,3 +201,17 @@ def test_a_bad_config_is_told_in_the_scenario(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f'{path}:1:9: model.hf_config = "llama/config.json": mlp_bias = true: is not modelled yet; only false is'
     )
+
+
+def test_a_scenario_says_how_long_sequences_are(tmp_path: Path) -> None:
+    path = scenario(tmp_path, LLAMA3)
+    path.write_text(path.read_text().replace(", seq_len: 512", ""))
+    with pytest.raises(SpecError) as caught:
+        load_scenario(path)
+    assert str(caught.value) == (
+        f'{path}:1:9: model.hf_config = "llama/config.json": seq_len: is missing: max_position_embeddings = 8192 is '
+        "the longest the model takes, not how long yours are; add seq_len: 4096, or seq_len: 8192 if they are so long"
+    )
+    path.write_text(path.read_text().replace("config.json", 'config.json, seq_len: "8k"'))
+    with pytest.raises(SpecError, match=r'model\.seq_len = "8k": must be a whole number'):
+        load_scenario(path)
