@@ -133,6 +133,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     'did you mean gpipe?'
     >>> did_you_mean("H100", ["a100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-80gb"])
     'did you mean h100-sxm-80gb or h100-pcie-80gb?'
+    >>> did_you_mean("H20", ["h200-sxm", "h20-sxm-96gb"])
+    'did you mean h20-sxm-96gb?'
     >>> did_you_mean("meta-llama/Meta-Llama-3-8B", ["llama3-8b", "llama3-70b"])
     'did you mean llama3-8b?'
     >>> did_you_mean("h200-sxm-80gb", ["h100-sxm-80gb", "a100-sxm-80gb"])
@@ -144,9 +146,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     bare = _bare(small)
     same = [name for name in names if _bare(name) == bare]
     begin = [name for name in names if len(bare) > 2 and _bare(name).startswith(bare)]
+    whole = [name for name in begin if bare[-1].isdigit() and _bare(name.split("-")[0]) == bare]  # H20 is no H200
     hold = [name for name in names if len(bare) > 2 and bare in _bare(name)]
     held = [name for name in names if len(_bare(name)) > 4 and _bare(name) in bare]
-    close = same or difflib.get_close_matches(small, begin or hold, n=4, cutoff=0.0)
+    close = same or difflib.get_close_matches(small, whole or begin or hold, n=4, cutoff=0.0)
     close = close or difflib.get_close_matches(small, names, n=3, cutoff=0.7) or held
     if close:
         return f"did you mean {' or '.join(close)}?"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from simplan.predict import predict
 from simplan.program.check import check_table
 from simplan.program.schedules import StageTimes
 from simplan.program.schedules.bubble import bubble_rate
@@ -19,6 +20,19 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
+    found = blocks((DOCS / "own-device.md").read_text(), "yaml")
+    assert len(found) == 2
+    for number, text in enumerate(found):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text)
+        asked = load_scenario(file)
+        prediction = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+        assert prediction.fits is not None
+        assert prediction.mfu is not None
+        assert 0.1 < prediction.mfu < 0.7
 
 
 def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

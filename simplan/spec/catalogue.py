@@ -347,6 +347,8 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
         rule = f"{missing[name]} is not modelled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=known))
     fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
+    if kind == "devices":
+        fix += "; docs/own-device.md says how to describe one"
     raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
 
 

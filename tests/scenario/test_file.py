@@ -157,8 +157,8 @@ def test_this_machine(tmp_path: Path) -> None:
             "case.yaml:2:1: cluster.devices_per_node: is missing; give preset, or device and devices_per_node",
         ),
         (
-            "{device: t4, devices_per_node: 2}",
-            "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does not say what joins t4 devices of one "
+            "{device: mi250, devices_per_node: 2}",
+            "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does not say what joins mi250 devices of one "
             "node; name a link, e.g. pcie4 (`simplan show links` lists them)",
         ),
         (

@@ -54,7 +54,8 @@ DEVICES = {
     "mi250", "a100-sxm-80gb", "a100-pcie-80gb", "tpu-v4", "tpu-v5e", "mi455x", "rubin-sxm", "ascend-950dt",
     "v100-sxm2-32gb", "v100-sxm2-16gb", "v100-pcie-16gb", "v100-pcie-32gb", "a100-sxm-40gb", "a100-pcie-40gb",
     "a10g", "a10", "a6000", "l4", "rtx-4090", "t4", "a40", "tpu-v2", "tpu-v3", "h100-sxm-96gb-500w",
-    "v100-sxm3-32gb",
+    "v100-sxm3-32gb", "h20-sxm-96gb", "h20-sxm-141gb", "h800-sxm-80gb", "a800-sxm-80gb", "h100-nvl-94gb", "l20", "l40",
+    "rtx-6000-ada", "rtx-3090",
 }  # fmt: skip
 CLUSTERS = {
     "dgx-v100", "dgx-a100-40gb", "dgx-a100-80gb", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "this-machine",
@@ -104,6 +105,24 @@ def test_datasheet_values() -> None:
     assert catalogue.link("nvlink4").bytes_per_s == 900e9 / 2
 
 
+def test_devices_that_are_others_with_fewer_links() -> None:
+    """H800 and A800 are H100 and A100 whose NVLink has 400 GB/s both ways together (DeepSeek: 160 GB/s in use)."""
+    for cut, whole in (("h800-sxm-80gb", "h100-sxm-80gb"), ("a800-sxm-80gb", "a100-sxm-80gb")):
+        same = {"peak_flop_per_s", "matmul_flop_per_s", "memory_bytes", "memory_bandwidth_bytes_per_s", "kernels"}
+        one, other = catalogue.device(cut), catalogue.device(whole)
+        assert one.model_dump(include=same) == other.model_dump(include=same)
+        link = catalogue.link(str(one.intra_link))
+        assert link.bytes_per_s == 200e9
+        assert link.bytes_per_s * link.bandwidth_share == 160e9
+
+
+def test_consumer_cards_have_half_the_rate_when_they_add_up_in_32_bits() -> None:
+    """Dense fp16 products over fp32 ones outside of tensor cores: 2 on GeForce, 4 on the datacentre's Ada."""
+    for name, ratio in (("rtx-4090", 2), ("rtx-3090", 2), ("l40s", 4), ("rtx-6000-ada", 4), ("l4", 4), ("a40", 4)):
+        peak = catalogue.device(name).peak_flop_per_s
+        assert peak["bf16"] / peak["fp32"] == pytest.approx(ratio, rel=0.02), name
+
+
 def test_a_measured_matmul_rate_is_below_the_peak() -> None:
     for name in catalogue.names("devices"):
         device = catalogue.device(name)
@@ -144,8 +163,18 @@ def test_torch_profile() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "sentence"),
     [
-        ("device", "h100-sxm-80g", "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb?"),
-        ("device", "H100", "device = H100: is not in the catalogue; did you mean h100-sxm-80gb or h100-pcie-80gb or"),
+        (
+            "device",
+            "h100-sxm-80g",
+            "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb?; docs/own-device.md says how",
+        ),
+        ("device", "H100", "device = H100: is not in the catalogue; did you mean h100-sxm-80gb or h100-nvl-94gb or"),
+        ("device", "H20", "device = H20: is not in the catalogue; did you mean h20-sxm-96gb or h20-sxm-141gb?; "),
+        (
+            "device",
+            "MTT-S4000",
+            "device = MTT-S4000: is not in the catalogue; `simplan show devices` lists them; ",
+        ),
         ("link", "nvlink", "link = nvlink: is not in the catalogue; did you mean nvlink5"),
         ("link", "network-0gbit", "link = network-0gbit: is not in the catalogue; did you mean network-50gbit"),
         ("model", "zzzzz", "model = zzzzz: is not in the catalogue; `simplan show models` lists them"),
