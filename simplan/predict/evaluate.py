@@ -125,6 +125,7 @@ def predict(
         assumptions=(
             *_assumptions(
                 cluster,
+                training,
                 plan,
                 software,
                 simulated.pricing,
@@ -264,8 +265,18 @@ def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
     return f"{name} is priced from datasheets and rates fitted on published runs of {device.architecture}, {own}"
 
 
+def _idle_of_experts(software: SoftwareSpec) -> list[str]:
+    """Options that are about the way of tokens to experts on other ranks, and that are not the plain way."""
+    ways = {
+        "expert_dispatch": software.expert_dispatch in ("deepep", "hybridep"),
+        "expert_overlap": software.expert_overlap,
+    }
+    return [option for option, chosen in ways.items() if chosen]
+
+
 def _assumptions(
     cluster: ClusterSpec,
+    training: TrainingSpec,
     plan: ParallelPlan,
     software: SoftwareSpec,
     pricing: Pricing,
@@ -276,6 +287,13 @@ def _assumptions(
     if plan.zero_stage and plan.dp_shard * plan.cp == 1:
         instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
         found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
+    if training.precision == "fp16":
+        found.append(
+            "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "
+            "written once a step) and steps that it skips"
+        )
+    if plan.ep == 1 and (idle := _idle_of_experts(software)):
+        found.append(f"every rank has all experts, as ep = 1: software.{' and software.'.join(idle)} change nothing")
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:

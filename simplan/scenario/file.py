@@ -31,7 +31,9 @@ from simplan.problems import find_place, in_file_order
 from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
+from simplan.scenario.idle import refuse_idle_options
 from simplan.scenario.sections import read_expectations, read_model, read_software
+from simplan.spec import catalogue
 from simplan.spec.base import Spec
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -177,16 +179,13 @@ def parts_of(document: Document, file: str) -> Parts:
     sections.read(_File, data, ())  # unknown keys and missing sections
     if not isinstance(data, dict):
         sections.raise_problems()
-    return Parts(
-        data.get("name", Path(file).stem),
-        data,
-        document.lines,
-        sections,
-        read_model(sections, data["model"]) if "model" in data else None,
-        read_cluster(sections, data["cluster"]) if "cluster" in data else None,
-        sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None,
-        read_software(sections, data.get("software", "torch")),
-    )
+    model = read_model(sections, data["model"]) if "model" in data else None
+    cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
+    training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
+    software = read_software(sections, data.get("software", "torch"))
+    if model is not None and software is not None:
+        refuse_idle_options(sections, data, model, software, catalogue.software(software.id))
+    return Parts(data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software)
 
 
 def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:

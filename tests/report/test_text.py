@@ -76,6 +76,25 @@ def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
     assert "shards nothing" not in " ".join(predict("", *asked, ParallelPlan(dp_shard=8), torch).assumptions)
 
 
+def test_options_without_effect_are_noted() -> None:
+    bridge = catalogue.software("megatron-bridge").model_copy(update={"expert_overlap": True})
+    small = catalogue.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
+    asked = (small, catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
+    found = [predict("", *asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge).assumptions for ep in (1, 8)]
+    note = "every rank has all experts, as ep = 1: software.expert_overlap change nothing"
+    assert note in found[0]
+    assert note not in found[1]
+
+
+@pytest.mark.parametrize("software", ["torch", "megatron-core"])
+def test_fp16_says_what_of_the_loss_scaler_is_missing(software: str) -> None:
+    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"))
+    for precision in ("fp16", "bf16"):
+        training = TrainingSpec(global_batch_size=64, precision=precision)
+        found = predict("", *asked, training, ParallelPlan(dp_replicate=8), catalogue.software(software)).assumptions
+        assert any("of the loss scaler" in text for text in found) == (precision == "fp16")
+
+
 def test_ranks_that_read_the_same_share_a_line(prediction: Prediction) -> None:
     text = prediction_text(prediction)
     assert len(re.findall(r"^  0-3 ", text, re.MULTILINE)) == 2  # where the step goes, and memory

@@ -238,3 +238,47 @@ def test_software_with_an_option(tmp_path: Path) -> None:
 def test_what_compiled_blocks_do_not_go_with(tmp_path: Path, plan: str, said: str) -> None:
     training = "training: {global_batch_size: 24}\nsoftware: {compiled: true}\n"
     assert said.replace('"', "") in refusal(tmp_path, MODEL + TWO + training + f"plan: {plan}\n").replace('"', "")
+
+
+@pytest.mark.parametrize(
+    ("model", "software", "sentence"),
+    [
+        (
+            "{preset: gpt2-124m}",
+            "{preset: megatron-bridge, expert_overlap: true}",
+            "case.yaml:1:37: software.expert_overlap = true: is for models with experts, and family gpt has none; "
+            "remove it",
+        ),
+        (
+            "{preset: gpt2-124m}",
+            "{preset: megatron-bridge, expert_dispatch: deepep}",
+            'case.yaml:1:37: software.expert_dispatch = "deepep": is for models with experts, and family gpt has none; '
+            "remove it",
+        ),
+        (
+            "{preset: mixtral-8x7b, intermediate_size: 4096}",
+            "megatron-bridge",
+            "case.yaml:2:31: model.intermediate_size = 4096: is the width of leading dense layers, and "
+            "num_dense_layers = 0; experts have 14,336; use moe_intermediate_size for experts, or remove it",
+        ),
+    ],
+)
+def test_options_that_could_change_nothing_are_refused(
+    tmp_path: Path, model: str, software: str, sentence: str
+) -> None:
+    text = f"software: {software}\nmodel: {model}\n" + TWO + REST
+    assert refusal(tmp_path, text) == sentence
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "{preset: mixtral-8x7b, moe_intermediate_size: 4096}",
+        "{preset: mixtral-8x7b, intermediate_size: 14336}",
+        "{preset: mixtral-8x7b, intermediate_size: 4096, num_dense_layers: 1}",
+    ],
+)
+def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "case.yaml"
+    path.write_text(f"model: {model}\n" + TWO + REST)
+    assert load_scenario(path).model.num_experts == 8
