@@ -85,6 +85,7 @@ def build_stage(
     parallel: Parallel = _SINGLE,
     recompute: Recompute = "none",
     *,
+    recompute_layers: int | None = None,
     fp8: bool = False,
     frozen_dtype: torch.dtype | None = None,
 ) -> Stage:
@@ -101,10 +102,13 @@ def build_stage(
         parallel: Which part of each layer this rank has.
         recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block but for some products),
             ``full`` (every block) or ``selective_layer`` (every second one, the first not).
+        recompute_layers: Of how many of these blocks, the first ones; None of all.
         fp8: Linear layers of blocks are in fp8.
         frozen_dtype: Of weights that are not trained; None for the same.
     """
     modes = {layer: of_block(recompute, number) for number, layer in enumerate(spec.block_indices())}
+    here = [layer for layer in modes if layer in layer_range]
+    modes |= dict.fromkeys(here[recompute_layers:] if recompute_layers is not None else (), "none")
     attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
     layers: dict[int, nn.Module] = {}
     for index in layer_range:

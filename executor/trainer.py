@@ -176,6 +176,7 @@ class Trainer:
             None if self._groups.alone else job.seed,
             self._parallel,
             plan.recompute,
+            recompute_layers=plan.recompute_layers,
             fp8=computes_in_fp8(job),
             frozen_dtype=compute_dtype(job),
         )

@@ -26,7 +26,7 @@ def step_flops(job: RunJob) -> float:
     for number, layer in enumerate(job.model.layers):
         if layer.kind is LayerKind.BLOCK and job.plan.recompute != "none":
             is_full = job.plan.recompute == "full"
-            indices = recomputation(layer, job.plan.recompute, number - 1).kernels
+            indices = recomputation(layer, job.plan.recompute, number - 1, job.plan.recompute_modules).kernels
             kernels = layer.kernels if is_full else [layer.kernels[index] for index in indices]
             again += sum(kernel.flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
     return float(job.training.global_batch_size * (job.model.flops_per_sequence() + again))

@@ -282,6 +282,12 @@ def _plan(run: PublishedRun, notes: list[str]) -> ParallelPlan:
     for recipe in recipes_of(run):
         if recipe.offload_layers is not None:
             fields |= {"offload_activations": True, "offload_layers": recipe.offload_layers}
+        if recipe.recompute_modules is not None and given.recompute == "none":
+            fields |= {"recompute": "none", "recompute_modules": None}
+            if recipe.recompute_modules:
+                fields |= {"recompute": "selective", "recompute_modules": recipe.recompute_modules}
+        if recipe.recompute_layers is not None and given.recompute == "none":
+            fields |= {"recompute": "full", "recompute_layers": recipe.recompute_layers}
         if recipe.virtual_stages is not None and schedule == "1f1b":
             schedule, virtual_stages = "interleaved_1f1b", recipe.virtual_stages
             facts = SCHEDULE_FACTS[schedule]

@@ -10,6 +10,7 @@ from typing import Literal
 from simplan.accuracy.schema import Framework, PublishedRun
 from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.low_precision import QuantizedWeights
+from simplan.spec.plan import RecomputeModule
 
 __all__ = ["Recipe"]
 
@@ -26,7 +27,8 @@ class Recipe:
     Attributes:
         framework: Whose.
         since: The first release.
-        tasks, models, devices, precisions, num_devices, zero_stages: Of which runs.
+        before: The first release that no longer is of it; None for none.
+        tasks, models, devices, precisions, num_devices, zero_stages, ep: Of which runs.
         experts: Experts, those of a token, and hidden size of which models; names of such models are spelled in many
             ways.
         grad_dtype: In which precision gradients are reduced; None where it is not set.
@@ -36,6 +38,8 @@ class Recipe:
         lora_rank: Of adapters; None where it is not set.
         lora_targets: The matrices that have some; empty where that is not set.
         virtual_stages: Stages of a pipeline rank, of a table that has no column for them; None where it is not set.
+        recompute_modules: Of which backward runs again what they made; None where it is not set.
+        recompute_layers: How many blocks of every stage run again; None where it is not set.
         expert_dispatch: How tokens come to their experts; None where it is not set.
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
@@ -45,12 +49,14 @@ class Recipe:
 
     framework: Framework
     since: _Container = (0, 0)
+    before: _Container | None = None
     tasks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     num_devices: tuple[int, ...] = ()
     zero_stages: tuple[int, ...] = ()
+    ep: tuple[int, ...] = ()
     experts: tuple[tuple[int, int, int], ...] = ()
     grad_dtype: Literal["bf16"] | None = None
     weights: QuantizedWeights | None = None
@@ -59,6 +65,8 @@ class Recipe:
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     virtual_stages: int | None = None
+    recompute_modules: tuple[RecomputeModule, ...] | None = None
+    recompute_layers: int | None = None
     expert_dispatch: ExpertDispatch | None = None
     expert_overlap: bool = False
     fused_experts: bool = False
@@ -76,6 +84,10 @@ class Recipe:
             f"adapters of rank {self.lora_rank}": self.lora_rank is not None,
             f"adapters of {', '.join(self.lora_targets)} alone": bool(self.lora_targets),
             f"{self.virtual_stages} stages a pipeline rank": self.virtual_stages is not None,
+            f"backward runs again {', '.join(self.recompute_modules or ()) or 'nothing'}": self.recompute_modules
+            is not None,
+            f"backward runs the first {self.recompute_layers} blocks of each stage again": self.recompute_layers
+            is not None,
             f"tokens brought to experts by {self.expert_dispatch}": self.expert_dispatch is not None,
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,
@@ -92,11 +104,13 @@ class Recipe:
             (self.precisions, run.plan.precision),
             (self.num_devices, run.cluster.num_devices),
             (self.zero_stages, run.plan.zero_stage),
+            (self.ep, run.plan.ep),
             (self.experts, _experts(run)),
         )
         return (
             run.software.framework == self.framework
             and _release(run) >= self.since
+            and (self.before is None or _release(run) < self.before)
             and all(value in allowed for allowed, value in named if allowed)
         )
 

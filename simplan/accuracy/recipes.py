@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simplan.accuracy.recipe import Recipe
+from simplan.accuracy.recompute_recipes import DEEPSEEK_V3, GPT_OSS_120B, KIMI_K2, RECOMPUTE_RECIPES
 from simplan.accuracy.schema import PublishedRun
 from simplan.spec.software import SoftwareSpec
 
@@ -23,7 +24,6 @@ _STORES = (
 _LAUNCHER = "NVIDIA/NeMo-Framework-Launcher at 24.07"
 
 _QWEN3_30B, _QWEN3_235B = (128, 8, 2048), (128, 8, 4096)
-_DEEPSEEK_V3, _KIMI_K2, _GPT_OSS_120B = (256, 8, 7168), (384, 8, 7168), (128, 4, 2880)
 _WORKLOADS = (
     "scripts/performance/configs/*/workload_base_configs.py at v0.2.0 and *_workload_base_configs.py at v0.3.0 to "
     "v0.5.0, whose containers are 25.11, 26.02, 26.04, 26.06"
@@ -90,10 +90,10 @@ RECIPES: tuple[Recipe, ...] = (
             source=f'{_BRIDGE}: moe_flex_dispatcher_backend = "hybridep" in {_WORKLOADS}',
         )
         for since, devices, experts in (
-            ((25, 11), ("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, _DEEPSEEK_V3, _KIMI_K2)),
-            ((26, 2), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (_DEEPSEEK_V3,)),
+            ((25, 11), ("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, DEEPSEEK_V3, KIMI_K2)),
+            ((26, 2), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (DEEPSEEK_V3,)),
             ((26, 4), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (_QWEN3_30B,)),
-            ((26, 4), ("b200-sxm", "b300-sxm", "gb200"), (_GPT_OSS_120B,)),
+            ((26, 4), ("b200-sxm", "b300-sxm", "gb200"), (GPT_OSS_120B,)),
         )
     ),
     *(
@@ -108,7 +108,41 @@ RECIPES: tuple[Recipe, ...] = (
         )
         for since, device, model in (
             ((25, 11), "h100-sxm-80gb", _QWEN3_235B),
-            ((26, 4), "gb200", _GPT_OSS_120B),
+            ((26, 4), "gb200", GPT_OSS_120B),
+        )
+    ),
+    *(
+        Recipe(
+            framework="megatron-bridge",
+            since=since,
+            before=before,
+            tasks=("pretrain",),
+            experts=(DEEPSEEK_V3,),
+            devices=(device,),
+            precisions=precisions,
+            ep=(ep,),
+            expert_dispatch="deepep",
+            expert_overlap=True,
+            source=f"{_BRIDGE}: {where}",
+        )
+        for since, before, device, precisions, ep, where in (
+            (
+                (25, 9),
+                (26, 2),
+                "h100-sxm-80gb",
+                (),
+                64,
+                "enable_deepep and A2A_1F1B in scripts/performance/run_script.py at v0.1.0rc4; "
+                "DEEPSEEK_V3_H100_BASE_CONFIG at v0.2.0",
+            ),
+            (
+                (26, 4),
+                None,
+                "b200-sxm",
+                ("mxfp8",),
+                32,
+                "DEEPSEEK_V3_PRETRAIN_CONFIG_B200_FP8_MX_V2 at v0.4.2 and v0.5.0",
+            ),
         )
     ),
     *(
@@ -126,10 +160,11 @@ RECIPES: tuple[Recipe, ...] = (
             "src/megatron/bridge/perf_recipes at v0.6.0: use_transformer_engine_op_fuser",
         )
         for devices, experts in (
-            (("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, _DEEPSEEK_V3, _GPT_OSS_120B)),
+            (("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, DEEPSEEK_V3, GPT_OSS_120B)),
             (("b300-sxm",), (_QWEN3_30B,)),
         )
     ),
+    *RECOMPUTE_RECIPES,
     Recipe(
         framework="megatron-bridge",
         tasks=("lora",),

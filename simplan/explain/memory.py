@@ -112,7 +112,7 @@ def _activations(prediction: Prediction, program: Program, rank: int) -> str:
         f"{count} microbatch{'es' if count > 1 else ''} of stage {stage} x {format_bytes(num_bytes)}"
         for (stage, num_bytes), count in sorted(sizes.items(), key=lambda item: -item[0][1] * item[1])[:4]
     ]
-    how = "" if prediction.plan.recompute == "none" else f" (recompute {prediction.plan.recompute})"
+    how = "" if prediction.plan.recompute == "none" else f" (recompute {prediction.plan.recomputed})"
     return (" + ".join(parts) or "of the layer that runs then") + how
 
 

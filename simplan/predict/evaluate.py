@@ -25,7 +25,7 @@ from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_p
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm, LayerSpec
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
+from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
 from simplan.spec.rules import check_plan, num_microbatches
 from simplan.spec.schedules import is_own_schedule
@@ -118,7 +118,7 @@ def predict(
         tokens_per_s_per_device=sequences_per_s * model.seq_len / cluster.num_devices,
         mfu=mfu,
         mfu_full_attention=mfu_full,
-        hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan)),
+        hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan, software, assignment)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
         reference_s=_reference_s(cost, software.layers_of(model, plan), plan),
@@ -148,11 +148,17 @@ def _reference_s(cost: CostModel, layers: Sequence[LayerSpec], plan: ParallelPla
     return cost.reference_s({layer.key for layer in layers}, plan.microbatch_size)
 
 
-def recomputed_share(model: ModelSpec, plan: ParallelPlan) -> float:
+def recomputed_share(
+    model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, assignment: StageAssignment
+) -> float:
     """FLOPs that are computed again over those of forward and backward."""
     again = total = 0
-    for number, layer in enumerate(model.layers_of(plan.shard)):
-        kernels = recomputation(layer, plan.recompute, number - 1).kernels
+    first = {max(1, boundary) for boundary in assignment.boundaries}
+    place = 0  # among the blocks of a stage
+    for number, layer in enumerate(software.layers_of(model, plan)):
+        place = 0 if number in first else place + 1
+        mode = plan.recompute if plan.recompute_layers is None or place < plan.recompute_layers else "none"
+        kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
         total += layer.flops() + layer.backward_flops()
     return again / total

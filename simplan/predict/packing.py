@@ -93,7 +93,7 @@ def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel) -> float:
     cores = tuple(index for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Attention))
     if not cores:
         return 0.0
-    again = set(cores) & set(recomputation(layer, plan.recompute).kernels)
+    again = set(cores) & set(recomputation(layer, plan.recompute, modules=plan.recompute_modules).kernels)
     phases = (Phase.FORWARD, Phase.BACKWARD, *([Phase.RECOMPUTE] * bool(again)))
     works = [LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters, cores) for phase in phases]
     return sum(cost.compute(work).seconds for work in works)

@@ -62,7 +62,7 @@ def expert_moments(
     down = next(k for k in layer.kernels if isinstance(k, Gemm) and k.name == "experts_down")
     kernels = {kernel.name: kernel for kernel in layer.kernels}
     places, inner = b * down.m * down.n * narrow, b * down.m * down.k * narrow
-    chosen = b * next(t.elements for t in layer.saved if t.name == "outputs of chosen experts") * narrow
+    chosen = b * sum(t.elements for t in layer.saved if t.name == "outputs of chosen experts") * narrow
     output = b * layer.output_elements
     copied = copied_weight_bytes(layer, down, state)
     axes = {kernel.axis for kernel in layer.kernels if isinstance(kernel, Exchange)}

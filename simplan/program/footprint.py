@@ -92,9 +92,10 @@ def layer_footprint(
             forward, backward = _block_moments(layer, b, state, recomputation)
     if layer.compiled:
         backward += tuple(compiled_moments(layer, b, state, recomputation))
-    # a part that runs again alone is needed after the worst moment, unless that is its own
-    again = rebuilt if whole_again else 0
-    alone = () if whole_again else dropped
+    # a part that runs again alone is needed after the worst moment, unless that is its own, or it is of the second half
+    late = [] if whole_again else _of_second_half(layer, dropped)
+    again = rebuilt if whole_again else b * _bytes(late, state)
+    alone = () if whole_again else [tensor for tensor in dropped if tensor not in late]
     backward += tuple(Moment(workspace) for workspace in eager_attention_bytes(layer, b, state, alone))
     made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
     again += b * passed_bytes  # their gradients
@@ -112,6 +113,13 @@ def _used_up(layer: LayerSpec, recomputation: Recomputation) -> Iterator[Saved]:
     """Kept results that only what runs again has a use for: they are gone when it has run."""
     before = [kernel.name for kernel in layer.kernels[: max(recomputation.kernels, default=0)]]
     return (t for t in recomputation.saved if t.made_by in before and t not in layer.saved)
+
+
+def _of_second_half(layer: LayerSpec, tensors: Iterable[Saved]) -> list[Saved]:
+    """Those that are made after the sum in the middle of a block, whose worst moment comes after that."""
+    names = [kernel.name for kernel in layer.kernels]
+    after = names[names.index("residual1") :] if "residual1" in names else []
+    return [tensor for tensor in tensors if tensor.made_by in after]
 
 
 def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:

@@ -173,13 +173,15 @@ class Scripts:
             return [*again, self._computing(layer, range(end), phase)]
         # what does not need the dropped tensors runs before they are made again, but for what runs beside a product
         # that needs them
-        overlaps, needed_by = self._overlaps(layer, phase), kept.needed_by
-        while needed_by + 1 < end and isinstance(then := layer.kernels[needed_by + 1], Exchange) and overlaps(then):
-            needed_by += 1
-        segments = self._pieces(layer, range(end - 1, needed_by, -1), phase)
-        segments += self._pieces(layer, kept.kernels, Phase.RECOMPUTE)
-        segments += self._pieces(layer, range(needed_by, -1, -1), phase)
-        return segments
+        overlaps, segments = self._overlaps(layer, phase), list[Segment]()
+        for rerun in kept.reruns:
+            needed_by = rerun.needed_by
+            while needed_by + 1 < end and isinstance(then := layer.kernels[needed_by + 1], Exchange) and overlaps(then):
+                needed_by += 1
+            segments += self._pieces(layer, range(end - 1, needed_by, -1), phase)
+            segments += self._pieces(layer, rerun.kernels, Phase.RECOMPUTE)
+            end = needed_by + 1
+        return segments + self._pieces(layer, range(end - 1, -1, -1), phase)
 
     def _pieces(self, layer: LayerSpec, order: Sequence[int], phase: Phase) -> list[Segment]:
         """The kernels in this order, those without an exchange between them in one piece."""

@@ -19,7 +19,7 @@ from simplan.program.units import Unit, fsdp_units
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec
 from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.plan import ParallelPlan, RankMapping, Recompute, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
@@ -127,7 +127,7 @@ class Stages:
         head = model_layers[-1]
         tied = [p for p in head.parameters if p.name in head.tied and not p.frozen]
         self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
-        self._facts: dict[tuple[str, int, tuple[bool, bool]], LayerFacts] = {}
+        self._facts: dict[tuple[str, Recompute, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
         self.held: dict[tuple[int, int, bool], int] = {}
         self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
@@ -217,22 +217,28 @@ class Stages:
         """What a layer keeps, and for how long."""
         layer = self.layers[stage][position]
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
-        # with torchtitan's selective_layer every second block is recomputed; in all other modes they are alike
+        # with torchtitan's selective_layer every second block is recomputed, else the first ones, or all
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
+        mode = self.plan.recompute if self._is_recomputed(stage, position) else "none"
         buffered = self.software.preallocated_receives  # else a receive makes its tensor, as a layer would
         ends = (
             buffered and position == 0 and self._crosses(stage - 1),
             buffered and position == len(self.layers[stage]) - 1 and self._crosses(stage),
         )
-        key = (layer.key, variant, ends)
+        key = (layer.key, mode, variant, ends)
         found = self._facts.get(key)
         if found is None:
             shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
-            kept = recomputation(layer, self.plan.recompute, number)
+            kept = recomputation(layer, mode, number, self.plan.recompute_modules)
             b, way = self.plan.microbatch_size, self.software.layers.split_backward
             found = self._facts[key] = layer_facts(layer, b, self.state, kept, ends, left, way)
         return found
+
+    def _is_recomputed(self, stage: int, position: int) -> bool:
+        """Whether a layer is one of the first blocks of its stage, of which backward runs something again."""
+        most = self.plan.recompute_layers
+        return most is None or position - (self.layers[stage][0].kind is LayerKind.EMBEDDING) < most
 
     def _crosses(self, boundary: int) -> bool:
         """Whether the stages on both sides of a boundary are on different ranks."""

@@ -195,7 +195,7 @@ def plan_words(plan: ParallelPlan) -> str:
     if plan.grad_sync == "microbatch":
         parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
-        parts.append(f"recompute {plan.recompute}")
+        parts.append(f"recompute {plan.recomputed}")
     if plan.offload_optimizer:
         parts.append("optimizer states on the host")
     if plan.offload_activations:

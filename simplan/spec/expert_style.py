@@ -12,7 +12,9 @@ hybridep     the same                                                 none: the 
 ===========  =======================================================  ================================================
 
 ``all_to_all`` is Megatron Core's dispatcher with moe_permute_fusion, whose kernels are Transformer Engine's
-(transformer_engine/pytorch/permutation.py); weights of experts are multiplied where their activation is computed.
+(transformer_engine/pytorch/permutation.py); weights of experts are multiplied where their activation is computed
+(megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), in all ways but ``copies``,
+so that what experts give is not kept for backward.
 ``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the backends of its flex dispatcher
 (megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token takes k at random, it goes to
 R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes it is sent once to each of these, in
@@ -58,8 +60,9 @@ def dispatched(layer: LayerSpec, way: ExpertDispatch) -> tuple[tuple[Kernel, ...
         return layer.kernels, list(layer.saved)
     tokens, whole = router.m, router.m * router.k
     num_ranks = router.n // gate.num_groups
+    saved = [tensor for tensor in layer.saved if tensor.made_by != "combine"]
     if way == "all_to_all" or num_ranks == 1:
-        return tuple(_in_one_kernel(kernel, whole) for kernel in layer.kernels), list(layer.saved)
+        return tuple(_in_one_kernel(kernel, whole) for kernel in layer.kernels), saved
     top_k = next(tensor.elements for tensor in layer.saved if tensor.name == "chosen experts") // tokens
     draw = ExpertDraw(router.n, top_k)
     sent = round(whole * draw.places(num_ranks))
@@ -79,9 +82,9 @@ def dispatched(layer: LayerSpec, way: ExpertDispatch) -> tuple[tuple[Kernel, ...
             case _:
                 found.append(kernel)
     if way == "deepep":
-        return tuple(found), list(layer.saved)
+        return tuple(found), saved
     inputs = next(k.name for k in reversed(found) if isinstance(k, Exchange) and k.name in _INPUTS)
-    return tuple(found), [replace(t, made_by=inputs) if t.made_by in _MOVES else t for t in layer.saved]
+    return tuple(found), [replace(t, made_by=inputs) if t.made_by in _MOVES else t for t in saved]
 
 
 def one_by_one(kernels: tuple[Kernel, ...], streams: int) -> tuple[Kernel, ...]:

@@ -129,6 +129,7 @@ class LayerSpec:
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
         compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
+        reruns_to_end: What backward runs again of it, it runs to its end, though nothing asks for the last results.
     """
 
     key: str
@@ -145,6 +146,7 @@ class LayerSpec:
     tied: tuple[str, ...] = ()
     gradient_order: tuple[int, ...] = field(default=())
     compiled: bool = False
+    reruns_to_end: bool = False
 
     def __hash__(self) -> int:
         return hash(self.key)

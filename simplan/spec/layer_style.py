@@ -78,6 +78,8 @@ class LayerStyle(Spec):
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
             torch 2.13, torch/_functorch/config.py: ban_recompute_materialized_backward).
+        reruns_to_end: A block that backward runs again runs to its end, as an autograd function that calls it has it
+            (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is needed.
     """
 
     attention: Literal["fused", "unfused"] = "fused"
@@ -95,6 +97,7 @@ class LayerStyle(Spec):
     expert_streams: Count | None = None
     fused_experts: bool = Field(default=False, exclude=True)
     compiled: bool = False
+    reruns_to_end: bool = False
 
 
 def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -> tuple[LayerSpec, ...]:
@@ -157,14 +160,24 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     constants = layer.constants
     if skips or (style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != "attention mask")
-    if not compiled and (kernels, tuple(saved), constants) == (layer.kernels, layer.saved, layer.constants):
+    to_end = style.reruns_to_end and layer.kind is LayerKind.BLOCK
+    changed = (kernels, tuple(saved), constants) != (layer.kernels, layer.saved, layer.constants)
+    if not (compiled or to_end or changed):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
     words += ["one call" * in_one_call, _expert_words(style) * other_experts]
-    words += ["by rank" * (constants != layer.constants), COMPILED * compiled]
+    words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
-    return replace(layer, key=key, kernels=kernels, saved=tuple(saved), constants=constants, compiled=compiled)
+    return replace(
+        layer,
+        key=key,
+        kernels=kernels,
+        saved=tuple(saved),
+        constants=constants,
+        compiled=compiled,
+        reruns_to_end=to_end,
+    )
 
 
 def _expert_words(style: LayerStyle) -> str:

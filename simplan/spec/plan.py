@@ -14,9 +14,10 @@ from simplan.spec.base import Count, Spec
 from simplan.spec.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.spec.shard import Shard
 
-__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "StageAssignment"]
+__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "RecomputeModule", "StageAssignment"]
 
 Recompute = Literal["none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"]
+RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"]
 
 
 class ParallelPlan(Spec):
@@ -28,7 +29,9 @@ class ParallelPlan(Spec):
     that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
     file with a table of actions. ``None`` in ``grad_dtype``, ``bucket_bytes`` and ``prefetch_depth`` means the
     software's own value; in ``stage_layers``, a balanced split; its first and last may be 0, for
-    stages that have the embedding or the head alone. ``offload_optimizer`` keeps optimizer states in memory
+    stages that have the embedding or the head alone. ``recompute_modules`` says which modules of a block ``selective``
+    runs again, ``None`` the attention core, and ``recompute_layers`` of how many blocks of every stage backward runs
+    anything again, the first ones, ``None`` of all. ``offload_optimizer`` keeps optimizer states in memory
     of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
     from forward to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
 
@@ -52,6 +55,8 @@ class ParallelPlan(Spec):
     schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
     microbatch_size: Count = 1
     recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] | None = None
+    recompute_layers: Count | None = None
     stage_layers: tuple[Annotated[int, Field(ge=0, le=10**12)], ...] | None = None
     grad_sync: Literal["step", "microbatch"] = "step"
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -77,8 +82,9 @@ class ParallelPlan(Spec):
         if above_one("pp"):
             filled.setdefault("schedule", "interleaved_1f1b" if above_one("virtual_stages") else "1f1b")
             filled.setdefault("virtual_stages", _stages_of(filled["schedule"]))
-        if isinstance(filled.get("stage_layers"), list):  # a file has lists, and strict mode wants the tuple itself
-            filled["stage_layers"] = tuple(filled["stage_layers"])
+        for name in ("stage_layers", "recompute_modules"):  # a file has lists, and strict mode wants the tuple itself
+            if isinstance(filled.get(name), list):
+                filled[name] = tuple(filled[name])
         return filled
 
     @property
@@ -123,6 +129,13 @@ class ParallelPlan(Spec):
     def shards_optimizer_only(self) -> bool:
         """ZeRO-1: only optimizer states are sharded."""
         return self.zero_stage == 1 and self.dp_shard * self.cp > 1
+
+    @property
+    def recomputed(self) -> str:
+        """What backward runs again, in words."""
+        of_modules = "" if self.recompute_modules is None else f" of {', '.join(self.recompute_modules)}"
+        first = "" if self.recompute_layers is None else f" in the first {self.recompute_layers} blocks of each stage"
+        return f"{self.recompute}{of_modules}{first}"
 
     @property
     def num_stages(self) -> int:

@@ -1,70 +1,57 @@
 """Recomputation of activations: what a layer still keeps in each mode, and what its backward runs again.
 
 The modes ``none``, ``selective`` and ``full`` are those of the executor's modules, the others those of the frameworks
-whose published runs use them. Embedding and head are never recomputed.
+whose published runs use them. Embedding and head are never recomputed. What single modules of a block keep is in
+``simplan.spec.recompute_modules``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Lookup, Saved
-from simplan.spec.plan import Recompute
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Saved
+from simplan.spec.plan import Recompute, RecomputeModule
+from simplan.spec.recompute_modules import Recomputation, Rerun, recomputed_modules
 
-__all__ = ["Recomputation", "recomputation"]
+__all__ = ["Recomputation", "Rerun", "recomputation"]
 
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
 _UNCOUNTED = ("router", "experts_")  # to selective_op: torchtitan's gate, and grouped products, which are no aten.mm
 
 
-class Recomputation(NamedTuple):
-    """What recomputation makes of a layer.
-
-    Attributes:
-        saved: What forward keeps for backward.
-        kernels: Indices into ``LayerSpec.kernels`` of what runs again in backward, in order.
-        needed_by: Index of the kernel before whose backward they run: the first that asks for a tensor that was not
-            kept. Backward of the kernels after it comes first.
-        from_start: The layer runs again from its input on, but for what was kept; else parts of it alone.
-    """
-
-    saved: tuple[Saved, ...]
-    kernels: tuple[int, ...]
-    needed_by: int = -1
-    from_start: bool = False
-
-
-def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Recomputation:
+def recomputation(
+    layer: LayerSpec, mode: Recompute, block_index: int = 0, modules: Sequence[RecomputeModule] | None = None
+) -> Recomputation:
     """What a layer keeps and repeats.
 
-    ``full`` keeps the input. ``selective`` keeps all but what the attention core keeps for itself alone
-    (Korthikanti et al. 2022). ``selective_op`` keeps the results of every second matrix product beginning with the
-    first, of the attention core, of reduce-scatters and of what experts are sent and give back (torchtitan's per-op
-    policy), of which some are not needed; routers and products of experts run again and do not count.
-    ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the results of
-    matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has q, k and v
-    on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes exchanges of
-    tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with these.
+    ``full`` keeps the input. ``selective`` keeps all but what some modules keep for themselves alone: the attention
+    core (Korthikanti et al. 2022), or others that are named. ``selective_op`` keeps the results of every second matrix
+    product beginning with the first, of the attention core, of reduce-scatters and of what experts are sent and give
+    back (torchtitan's per-op policy), of which some are not needed; routers and products of experts run again and do
+    not count. ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the
+    results of matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has
+    q, k and v on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes exchanges
+    of tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with these.
 
     Args:
         layer: The layer.
         mode: ``ParallelPlan.recompute``.
         block_index: Which of the model's blocks it is, from 0; matters to ``selective_layer`` only.
+        modules: ``ParallelPlan.recompute_modules``.
     """
     if layer.kind is not LayerKind.BLOCK:
-        return Recomputation(layer.saved, ())
+        return Recomputation(layer.saved)
     match mode:
         case "none":
-            return Recomputation(layer.saved, ())
+            return Recomputation(layer.saved)
         case "full":
             return _keeping(layer, ())
         case "selective":
-            return _selective(layer)
+            return recomputed_modules(layer, ("core_attn",) if modules is None else modules)
         case "selective_layer":
-            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(layer.saved, ())
+            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(layer.saved)
         case "selective_op":
             counted = [index for index in _gemms(layer) if not layer.kernels[index].name.startswith(_UNCOUNTED)]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
@@ -81,25 +68,6 @@ def recomputation(layer: LayerSpec, mode: Recompute, block_index: int = 0) -> Re
             first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
             on_host = [index for index in _gemms(layer) if index < first_attention]
             return _without_lone_exchanges(layer, _keeping(layer, (), on_host))
-
-
-def _selective(layer: LayerSpec) -> Recomputation:
-    """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
-    cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
-    if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
-        return Recomputation(layer.saved, ())
-    first, last = min(cores), max(cores)
-    again = tuple(
-        index
-        for index in range(first, last + 1)
-        if index in cores or getattr(layer.kernels[index], "forward", None) is not None
-    )
-    names = {layer.kernels[index].name for index in cores}
-    reader = next(kernel for kernel in layer.kernels[last:] if isinstance(kernel, Gemm))
-    keeps = reader.trained or any(kernel.name == f"{reader.name}.lora_a" for kernel in layer.kernels)
-    keeps &= not layer.compiled  # torch.compile computes the projection's input again as well
-    saved = tuple(t for t in layer.saved if t.made_by not in names or (keeps and t.name == f"{t.made_by} output"))
-    return Recomputation(saved, again, last)
 
 
 def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: list[int] | None = None) -> Recomputation:
@@ -119,8 +87,8 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
     for index in kept:
         saved += _results(layer, index)
     makers = {tensor.made_by for tensor in layer.saved} - names
-    # torch ends the second forward with the last tensor that backward needs
-    last = max(index for index, kernel in enumerate(layer.kernels) if kernel.name in makers)
+    # torch ends the second forward with the last tensor that backward needs, others with its result
+    last = max(index for index, kernel in enumerate(layer.kernels) if layer.reruns_to_end or kernel.name in makers)
     if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
         last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
     skipped = {*kept, *(elsewhere or ())}
@@ -130,7 +98,8 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
     )
     # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
-    return Recomputation(tuple(dict.fromkeys(saved)), again, max(last, _gemms(layer)[-1]), from_start=True)
+    rerun = Rerun(again, max(last, _gemms(layer)[-1]))
+    return Recomputation(tuple(dict.fromkeys(saved)), (rerun,), from_start=True)
 
 
 def _is_summed(kernel: object) -> bool:
@@ -155,7 +124,8 @@ def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputat
         products = takewhile(lambda other: isinstance(layer.kernels[other], Gemm), near)
         return any(product in kept.kernels for product in products)
 
-    return kept._replace(kernels=tuple(index for index in kept.kernels if runs(index)))
+    reruns = (rerun._replace(kernels=tuple(filter(runs, rerun.kernels))) for rerun in kept.reruns)
+    return kept._replace(reruns=tuple(reruns))
 
 
 def _results(layer: LayerSpec, index: int) -> list[Saved]:

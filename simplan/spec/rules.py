@@ -22,6 +22,7 @@ from simplan.spec.offload_rules import offload_rules, unmodelled_offload
 from simplan.spec.optimizer_rules import unmodelled_optimizers
 from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.recompute_rules import recompute_rules, unmodelled_recompute
 from simplan.spec.schedule_rules import schedule_rules, stage_rules
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
@@ -54,6 +55,7 @@ def check_plan(
         *unmodelled_parallelism(model, plan, software),
         *unmodelled_convolutions(model, training, plan),
         *unmodelled_offload(model, plan),
+        *unmodelled_recompute(model, plan, software),
         *unmodelled_documents(model, plan, software),
         *unmodelled_adapters(model, training, plan, software),
         *_unmodelled_training(training, plan, software),
@@ -75,6 +77,7 @@ def check_plan(
         *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
         *offload_rules(cluster, training, plan),
+        *recompute_rules(model, plan, software),
     ]
     if violated:
         raise SpecError([*violated, *unmodelled])

@@ -82,6 +82,13 @@ def _split_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem
             rule=f"would run layers again in both parts of a backward, which {name} splits in two",
             fix="use none or selective, or schedule = 1f1b",
         )
+    if plan.recompute_modules not in (None, ("core_attn",)):
+        yield Problem(
+            field="plan.recompute_modules",
+            value=f"[{', '.join(plan.recompute_modules or ())}]",
+            rule=f"would run modules again in both parts of a backward, which {name} splits in two",
+            fix="remove it, or use schedule = 1f1b",
+        )
     if plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
         yield Problem(
             field="plan.reshard_after_forward",

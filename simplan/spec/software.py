@@ -20,7 +20,7 @@ from simplan.spec.low_precision import (
     linear_format,
 )
 from simplan.spec.optimizer import OPTIMIZERS, OptimizerName
-from simplan.spec.plan import ParallelPlan
+from simplan.spec.plan import ParallelPlan, RecomputeModule
 from simplan.spec.rates import StackRates
 from simplan.spec.training import TrainingSpec
 
@@ -223,6 +223,8 @@ class SoftwareSpec(Spec):
             as wide as those.
         flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
             what layers left.
+        recompute_modules: Modules of a block besides the attention core that it can run again alone.
+        recompute_layers: It can run only the first blocks of every stage again.
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
@@ -274,6 +276,8 @@ class SoftwareSpec(Spec):
     scales_loss: bool = False
     adds_apart: bool = False
     flat_updates: bool = False
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False)] = ()
+    recompute_layers: bool = False
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     trainer: bool = False
     executable: bool = False

@@ -229,6 +229,13 @@ CASES: dict[str, Callable[[], Job]] = {
         plan={"recompute": "selective_layer"},
         dtype="fp64",
     ),
+    "1f1b-pp2-llama-recompute-first-block": lambda: _job(
+        "1f1b",
+        pp=2,
+        model=_model("llama", num_hidden_layers=4),
+        plan={"recompute": "full", "recompute_layers": 1},
+        dtype="fp64",
+    ),
     "tp2-1f1b-pp2-gpt-tied-recompute-by-products": lambda: _job(
         "1f1b",
         pp=2,

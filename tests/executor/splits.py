@@ -97,10 +97,12 @@ def wanted_exchanges(case: Case) -> list[Issued]:
     for layer in layers:
         issued += _messages(layer, range(len(layer.kernels)), backward=False)
     for layer in reversed(layers):
-        again = recomputation(layer, case.recompute)
-        issued += _messages(layer, range(len(layer.kernels) - 1, again.needed_by, -1), backward=True)
-        issued += _messages(layer, again.kernels, backward=False)
-        issued += _messages(layer, range(again.needed_by, -1, -1), backward=True)
+        end = len(layer.kernels)
+        for rerun in recomputation(layer, case.recompute).reruns:
+            issued += _messages(layer, range(end - 1, rerun.needed_by, -1), backward=True)
+            issued += _messages(layer, rerun.kernels, backward=False)
+            end = rerun.needed_by + 1
+        issued += _messages(layer, range(end - 1, -1, -1), backward=True)
     return issued
 
 

@@ -68,6 +68,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zero3-accumulation": (FSDP, 2, 0),
     "zero3-every-microbatch": ({**FSDP, "grad_sync": "microbatch"}, 2, 0),
     "selective_layer": ({"recompute": "selective_layer", "microbatch_size": 4}, 1, 0),
+    "full-first-block": ({"recompute": "full", "recompute_layers": 1, "microbatch_size": 4}, 1, 0),
+    "pp-full-first-block": ({**PP, "schedule": "1f1b", "recompute": "full", "recompute_layers": 1}, 3, 1),
     "zero3-full": ({**FSDP, "recompute": "full", "microbatch_size": 8}, 1, 0),
     "hsdp": (HSDP, 1, 0),
     "hsdp-accumulation": (HSDP, 2, 0),

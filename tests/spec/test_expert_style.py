@@ -77,7 +77,8 @@ def test_without_other_ranks_nothing_is_sent() -> None:
 def test_every_kept_tensor_has_a_maker(way: ExpertDispatch, ep: int, fused: bool) -> None:
     layer = block(way, ep=ep, fused_experts=fused, expert_streams=4)
     assert {tensor.made_by for tensor in layer.saved if tensor.made_by} <= {kernel.name for kernel in layer.kernels}
-    assert sum(t.elements for t in layer.saved) == sum(t.elements for t in block(ep=ep).saved)
+    eager = [t for t in block(ep=ep).saved if way == "copies" or t.made_by != "combine"]  # results that are weighed
+    assert sum(t.elements for t in layer.saved) == sum(t.elements for t in eager)
 
 
 def test_layers_that_differ_have_keys_that_do() -> None:

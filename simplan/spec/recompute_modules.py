@@ -1,0 +1,201 @@
+"""Modules of a block that backward runs again alone: what they keep of forward, and when they run.
+
+The names are Megatron Core's (NVIDIA/Megatron-LM at d98e8a6, 2026-08: megatron/core/transformer/transformer_config.py,
+recompute_modules). A module that discards its output (``CheckpointWithoutOutput``) runs again when the gradient of what
+was made of that output arrives, and gives only what it made; one that is checkpointed as usual keeps its input, and
+runs again to its end when the gradient of its output arrives.
+
+===============  ==================================================================================================
+core_attn        the attention core; of a fused kernel only the sums that it keeps for backward are gone
+mla_up_proj      of latent attention, the products from narrow vectors to heads, and the rotation (output discarded)
+layernorm        the norms before attention and before the second half of a block (output discarded)
+moe_act          the activation between the products of experts (output discarded)
+mlp              the second half of a block without experts
+moe              the second half of a block with experts, with what is sent to them and back
+shared_experts   the expert that all tokens go to
+===============  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise, Saved
+from simplan.spec.plan import RecomputeModule
+
+__all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules"]
+
+_UP_PROJECTIONS = ("q", "q_b", "kv_b", "rotary", "assemble heads")
+_UP_PROJECTION_INPUTS = ("q_a_norm output", "kv_a_norm output", "rotated part of keys")
+_EXPERTS_IN, _EXPERTS_OUT = ("experts_gate", "experts_up"), "experts_down"
+_SHARED = "shared_"
+
+
+class Rerun(NamedTuple):
+    """What runs again in backward at one time.
+
+    Attributes:
+        kernels: Indices into ``LayerSpec.kernels`` of what runs again, in order.
+        needed_by: Index of the kernel before whose backward they run: the first that asks for a tensor that was not
+            kept. Backward of the kernels after it comes first.
+    """
+
+    kernels: tuple[int, ...]
+    needed_by: int
+
+
+class Recomputation(NamedTuple):
+    """What recomputation makes of a layer.
+
+    Attributes:
+        saved: What forward keeps for backward.
+        reruns: What runs again, in the order in which backward comes to it.
+        from_start: The layer runs again from its input on, but for what was kept; else parts of it alone.
+    """
+
+    saved: tuple[Saved, ...]
+    reruns: tuple[Rerun, ...] = ()
+    from_start: bool = False
+
+    @property
+    def kernels(self) -> tuple[int, ...]:
+        """Indices of all that runs again, in the order of forward."""
+        return tuple(sorted(index for rerun in self.reruns for index in rerun.kernels))
+
+
+class _Part(NamedTuple):
+    """What one module makes of a block: tensors that are not kept, and what runs again for them."""
+
+    dropped: tuple[Saved, ...]
+    rerun: Rerun
+
+
+def has_module(layer: LayerSpec, module: RecomputeModule) -> bool:
+    """Whether a block has such a module."""
+    return any(True for _ in _MODULES[module](layer))
+
+
+def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> Recomputation:
+    """What a block keeps and repeats when single modules of it run again; those that it does not have are none.
+
+    Args:
+        layer: The block.
+        modules: Their names.
+    """
+    parts = [part for module in modules for part in _MODULES[module](layer)]
+    dropped = {tensor for part in parts for tensor in part.dropped}
+    together: dict[int, set[int]] = {}
+    for part in parts:
+        together.setdefault(part.rerun.needed_by, set()).update(part.rerun.kernels)
+    reruns = (Rerun(tuple(sorted(together[needed_by])), needed_by) for needed_by in sorted(together, reverse=True))
+    return Recomputation(tuple(tensor for tensor in layer.saved if tensor not in dropped), tuple(reruns))
+
+
+def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
+    """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
+    cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
+    if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
+        return
+    first, last = min(cores), max(cores)
+    again = [index for index in range(first, last + 1) if index in cores or _is_exchange_of_forward(layer, index)]
+    names = {layer.kernels[index].name for index in cores}
+    reader = next(kernel for kernel in layer.kernels[last:] if isinstance(kernel, Gemm))
+    keeps = reader.trained or any(kernel.name == f"{reader.name}.lora_a" for kernel in layer.kernels)
+    keeps &= not layer.compiled  # torch.compile computes the projection's input again as well
+    dropped = (t for t in layer.saved if t.made_by in names and not (keeps and t.name == f"{t.made_by} output"))
+    yield _Part(tuple(dropped), Rerun(tuple(again), last))
+
+
+def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
+    """Its results are gone when the attention core has used them, and are made again for the core's backward."""
+    names = {kernel.name for kernel in layer.kernels}
+    if "kv_b" not in names:
+        return
+    core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
+    again = [
+        index
+        for index, kernel in enumerate(layer.kernels[:core])
+        if kernel.name in _UP_PROJECTIONS
+        or (kernel.name in _UP_PROJECTION_INPUTS and _is_exchange_of_forward(layer, index))
+    ]
+    yield _Part(_made_by(layer, {layer.kernels[index].name for index in again}), Rerun(tuple(again), core))
+
+
+def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
+    """Each is made again when the gradient of the branch that begins with it arrives."""
+    names = [kernel.name for kernel in layer.kernels]
+    for norm, end in (("norm1", "residual1"), ("norm2", "residual2")):
+        if norm in names and end in names and names.index(norm) < names.index(end):
+            yield _Part(_made_by(layer, {norm}), Rerun((names.index(norm),), names.index(end) - 1))
+
+
+def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
+    """Where the activation is part of the product before it, the backward of the fused kernels computes it again."""
+    names = [kernel.name for kernel in layer.kernels]
+    if _EXPERTS_OUT not in names:
+        return
+    begin, end = 1 + max(names.index(name) for name in _EXPERTS_IN if name in names), names.index(_EXPERTS_OUT)
+    again = tuple(index for index in range(begin, end) if isinstance(layer.kernels[index], Pointwise))
+    product = tuple(t for t in layer.saved if t.name == "experts gated product")
+    dropped = dict.fromkeys((*product, *_made_by(layer, {names[index] for index in again})))
+    yield _Part(tuple(dropped), Rerun(again, end))
+
+
+def _mlp(layer: LayerSpec) -> Iterator[_Part]:
+    if not _has_experts(layer):
+        yield _second_half(layer)
+
+
+def _moe(layer: LayerSpec) -> Iterator[_Part]:
+    if _has_experts(layer):
+        yield _second_half(layer)
+
+
+def _shared_experts(layer: LayerSpec) -> Iterator[_Part]:
+    again = _where(layer, lambda kernel: kernel.name.startswith(_SHARED))
+    if again:
+        inside = (i for i in range(min(again), max(again) + 1) if i in again or _is_exchange_of_forward(layer, i))
+        dropped = _made_by(layer, {layer.kernels[index].name for index in again})
+        yield _Part(dropped, Rerun(tuple(inside), _end_of_second_half(layer)))
+
+
+_MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
+    "core_attn": _core_attn,
+    "mla_up_proj": _mla_up_proj,
+    "layernorm": _layernorm,
+    "moe_act": _moe_act,
+    "mlp": _mlp,
+    "moe": _moe,
+    "shared_experts": _shared_experts,
+}
+
+
+def _second_half(layer: LayerSpec) -> _Part:
+    """All between the second norm and the sum at a block's end, to its end."""
+    names = [kernel.name for kernel in layer.kernels]
+    end = _end_of_second_half(layer)
+    again = range(names.index("norm2") + 1, end + 1)
+    runs = (i for i in again if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
+    return _Part(_made_by(layer, {names[index] for index in again}), Rerun(tuple(runs), end))
+
+
+def _end_of_second_half(layer: LayerSpec) -> int:
+    """Index of the last kernel before the sum at a block's end."""
+    return [kernel.name for kernel in layer.kernels].index("residual2") - 1
+
+
+def _has_experts(layer: LayerSpec) -> bool:
+    return any(kernel.name == _EXPERTS_OUT for kernel in layer.kernels)
+
+
+def _made_by(layer: LayerSpec, names: set[str]) -> tuple[Saved, ...]:
+    return tuple(tensor for tensor in layer.saved if tensor.made_by in names)
+
+
+def _is_exchange_of_forward(layer: LayerSpec, index: int) -> bool:
+    return getattr(layer.kernels[index], "forward", None) is not None
+
+
+def _where(layer: LayerSpec, holds: Callable[[Kernel], bool]) -> set[int]:
+    return {index for index, kernel in enumerate(layer.kernels) if holds(kernel)}
