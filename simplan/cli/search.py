@@ -23,6 +23,7 @@ from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.search import Progress, Question, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
+from simplan.search.evaluators import abridges
 from simplan.search.inverse import QUANTITIES
 from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.plan import ParallelPlan
@@ -90,7 +91,7 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
 
 
 def slow_search(question: Question, space: SearchSpace) -> str:
-    """What to say before a long search: each plan that may fit is lowered alone; empty for no such one.
+    """What to say before a long search: each plan on cores that ranks share is simulated alone; empty for no such one.
 
     Raises:
         SpecError: No plan could mend what is wrong with the question.
@@ -99,12 +100,14 @@ def slow_search(question: Question, space: SearchSpace) -> str:
     total = Enumeration(space, question).total
     if total < _MANY:
         return ""
+    if abridges(question):
+        return ""
     from simplan.search.fast import covers_job  # brings numba
 
     if covers_job(question):
         return ""
     return (
-        f"{total:,} plans under {question.software.id} are written out one by one: this may take tens of minutes. "
+        f"{total:,} plans are simulated one by one, all of a step: this may take tens of minutes. "
         "Narrow the ranges of search (pp, schedule, virtual_stages, microbatch_size) or use --jobs -1; Ctrl-C shows "
         "the best so far"
     )

@@ -4,53 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simplan.predict.brief import brief_bytes, predict_brief
+from simplan.predict.brief import brief_numbers
 from simplan.search.candidate import Candidate
 from simplan.search.held import HeldBytes
+from simplan.search.least import LeastTimes
+from simplan.search.outline import Outlines
 from simplan.search.question import Question
-from simplan.search.reference import ReferenceEvaluator
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
-__all__ = ["AbridgedEvaluator", "abridges"]
+__all__ = ["AbridgedEvaluator"]
 
 
-def abridges(question: Question) -> bool:
-    """Whether devices are their own: where ranks share cores all microbatches are simulated."""
-    return question.calibration is None and question.cluster.cores_per_node is None
+_AT_ONCE = 8
 
 
-class AbridgedEvaluator(ReferenceEvaluator):
-    """One Program of few microbatches a candidate; see ``Evaluator``.
+class AbridgedEvaluator:
+    """One Program of few microbatches a candidate; see ``LateEvaluator``.
 
     Bytes are those of ``predict``, give or take a few blocks of the allocator. So are times, but for long pipelines
-    whose ranks wait for each other's messages: by about one percent (``simplan.predict.brief``).
+    whose ranks wait for each other's messages: by about one percent (``simplan.predict.brief``). A Program takes
+    longer than thousands of bounds, so memory is asked for as late as time.
 
     Args:
         question: What every candidate shares.
     """
 
     def __init__(self, question: Question) -> None:
-        super().__init__(question)
-        self._held = HeldBytes(question)
+        self._question = question
+        self.at_once = _AT_ONCE
+        outlines = Outlines(question)
+        self._held, self._least = HeldBytes(question, outlines), LeastTimes(question, outlines)
 
     def least_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
         """See ``Evaluator``."""
         return [self._held.bytes(candidate) for candidate in candidates]
 
-    def _device_bytes(self, candidate: Candidate) -> int:
-        if candidate not in self._bytes:
-            self._bytes[candidate] = brief_bytes(*self._asked(candidate.plan()))
-        return self._bytes[candidate]
+    def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See ``Evaluator``."""
+        return [self._least.seconds(candidate) for candidate in candidates]
 
-    def _step_time_s(self, candidate: Candidate) -> float:
-        if candidate not in self._seconds:
-            self._seconds[candidate] = predict_brief(*self._asked(candidate.plan())).step_time_s
-        return self._seconds[candidate]
+    def device_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
+        """See ``Evaluator``."""
+        return [num_bytes for num_bytes, _ in self.numbers(candidates, 0)]
 
-    def _asked(self, plan: ParallelPlan) -> tuple[ModelSpec, ClusterSpec, TrainingSpec, ParallelPlan, SoftwareSpec]:
+    def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """See ``Evaluator``."""
+        return [seconds for _, seconds in self.numbers(candidates, None) if seconds is not None]
+
+    def numbers(self, candidates: Sequence[Candidate], capacity: int | None) -> list[tuple[int, float | None]]:
+        """See ``LateEvaluator``."""
         asked = self._question
-        return asked.model, asked.cluster, asked.training, plan, asked.software
+        model, cluster, training, software = asked.model, asked.cluster, asked.training, asked.software
+        return [brief_numbers(model, cluster, training, c.plan(), software, capacity) for c in candidates]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
+from simplan.search.best_first import explore_best_first
 from simplan.search.changes import changes
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluators import make_evaluator
+from simplan.search.evaluators import make_evaluator, make_late_evaluator
 from simplan.search.explain import explain_candidate, more_memory
 from simplan.search.feasible import capacity_bytes
 from simplan.search.keep import Keep, Timed
@@ -17,8 +18,9 @@ from simplan.search.objective import Goal
 from simplan.search.parallel import explore_in_parallel
 from simplan.search.question import Question
 from simplan.search.result import Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
-from simplan.search.run import Limits, Miss, Tally, explore
+from simplan.search.run import explore
 from simplan.search.space import SearchSpace
+from simplan.search.tally import Limits, Miss, Tally
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.software import SoftwareSpec
@@ -157,9 +159,12 @@ class _Search:
         def told(tally: Tally, keep: Keep) -> None:
             self._tell(tally, keep)
 
-        if self._jobs == 1:
-            evaluator = make_evaluator(question)
-            explore(enumeration, enumeration.meshes, evaluator, limits, self._keep, self._tally, told, soon=self._soon)
+        late = make_late_evaluator(question, self._jobs)
+        where = enumeration, enumeration.meshes
+        if late is not None:
+            explore_best_first(*where, late, limits, self._keep, self._tally, told, soon=self._soon)
+        elif self._jobs == 1:
+            explore(*where, make_evaluator(question), limits, self._keep, self._tally, told, soon=self._soon)
         else:
             explore_in_parallel(enumeration, question, self._space, limits, self._keep, self._tally, self._jobs, told)
 
@@ -173,7 +178,8 @@ class _Search:
             question = self._questions[timed.num_devices]
             why = explain_candidate(self._name, question, timed)
             if rank == 0 and len(self._questions) == 1:
-                share = more_memory(question, timed, self._tally.nearly)
+                capacity = capacity_bytes(question, self._space)
+                share = 0.0 if capacity is None else more_memory(question, timed, self._tally.nearly, capacity)
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
             self._explained[timed] = why
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from simplan.search.candidate import Candidate
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "LateEvaluator"]
 
 
 class Evaluator(Protocol):
@@ -30,4 +30,18 @@ class Evaluator(Protocol):
 
     def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """Times of one optimizer step at Level 2."""
+        ...
+
+
+class LateEvaluator(Evaluator, Protocol):
+    """One that needs as long for the memory of a plan as for its time, so that it is asked for few.
+
+    Attributes:
+        at_once: How many to ask for at once.
+    """
+
+    at_once: int
+
+    def numbers(self, candidates: Sequence[Candidate], capacity: int | None) -> list[tuple[int, float | None]]:
+        """Device memory and step time of each; no time of those that need more than the capacity."""
         ...

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from simplan.search.abridged import AbridgedEvaluator, abridges
 from simplan.search.candidate import Candidate
-from simplan.search.evaluator import Evaluator
+from simplan.search.evaluator import Evaluator, LateEvaluator
 from simplan.search.question import Question
 from simplan.search.reference import ReferenceEvaluator
 
 if TYPE_CHECKING:
     from simplan.search.fast import FastEvaluator
 
-__all__ = ["make_evaluator"]
+__all__ = ["abridges", "make_evaluator", "make_late_evaluator"]
 
 _Number = TypeVar("_Number", int, float)
+
+
+def abridges(question: Question) -> bool:
+    """Whether few microbatches tell of all: devices are their own. On shared cores all are simulated."""
+    return question.calibration is None and question.cluster.cores_per_node is None
 
 
 def make_evaluator(question: Question) -> Evaluator:
@@ -29,7 +33,31 @@ def make_evaluator(question: Question) -> Evaluator:
 
     if covers_job(question):
         return _Both(FastEvaluator(question), ReferenceEvaluator(question))
-    return AbridgedEvaluator(question) if abridges(question) else ReferenceEvaluator(question)
+    if not abridges(question):
+        return ReferenceEvaluator(question)
+    from simplan.search.abridged import AbridgedEvaluator
+
+    return AbridgedEvaluator(question)
+
+
+def make_late_evaluator(question: Question, jobs: int) -> LateEvaluator | None:
+    """The evaluator of a search best first; None where another one has many plans at once.
+
+    Args:
+        question: As of ``make_evaluator``.
+        jobs: Processes.
+    """
+    from simplan.search.fast import covers_job  # brings numba
+
+    if covers_job(question) or not abridges(question):
+        return None
+    if jobs == 1:
+        from simplan.search.abridged import AbridgedEvaluator
+
+        return AbridgedEvaluator(question)
+    from simplan.search.spread import SpreadEvaluator  # brings joblib
+
+    return SpreadEvaluator(question, jobs)
 
 
 class _Both:

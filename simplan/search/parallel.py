@@ -12,7 +12,8 @@ from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluators import make_evaluator
 from simplan.search.keep import Keep, Timed
 from simplan.search.objective import Goal
-from simplan.search.run import Limits, OnProgress, Tally, explore
+from simplan.search.run import explore
+from simplan.search.tally import Limits, OnProgress, Tally
 
 if TYPE_CHECKING:
     from simplan.search.evaluator import Evaluator

@@ -165,13 +165,16 @@ def test_search_then_predict_run_and_compare_the_plan_it_saved(simplan: Simplan,
 
 
 def test_a_search_that_takes_long_is_announced() -> None:
-    parts = catalogue.model("llama3-70b"), catalogue.cluster("dgx-h100", 128), TrainingSpec(global_batch_size=512)
-    torch, core = (Question(*parts, catalogue.software(name)) for name in ("torch", "megatron-core"))
-    assert slow_search(torch, SearchSpace()) == ""
-    assert re.match(
-        r"1\d\d,\d{3} plans under megatron-core are written out one by one", slow_search(core, SearchSpace())
-    )
-    assert slow_search(core, SearchSpace(tp=(8,), pp=(4,), schedule=("1f1b",))) == ""
+    """Only where ranks share cores, and there are many plans."""
+    training = TrainingSpec(global_batch_size=512)
+    model, cluster = catalogue.model("llama3-70b"), catalogue.cluster("dgx-h100", 128)
+    for name in ("torch", "megatron-core"):
+        asked = Question(model, cluster, training, catalogue.software(name))
+        assert slow_search(asked, SearchSpace()) == ""
+    cores = cluster.model_copy(update={"cores_per_node": 64})
+    here = Question(model, cores, training, catalogue.software("torch"))
+    assert re.match(r"\d+,\d{3} plans are simulated one by one", slow_search(here, SearchSpace()))
+    assert slow_search(here, SearchSpace(tp=(8,), pp=(4,), schedule=("1f1b",))) == ""
 
 
 def test_the_readme_shows_what_is_printed(simplan: Simplan, tmp_path: Path) -> None:

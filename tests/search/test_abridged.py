@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from simplan.search.abridged import AbridgedEvaluator, abridges
+from simplan.search.abridged import AbridgedEvaluator
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
+from simplan.search.evaluators import abridges
 from simplan.search.question import Question
 from simplan.search.reference import ReferenceEvaluator
 from simplan.search.space import SearchSpace
@@ -46,13 +47,15 @@ def holds(asked: Question, candidates: list[Candidate]) -> None:
         assert abs(found - whole) <= 3 * BLOCK_BYTES, candidate
         [seconds], [whole_s] = evaluator.step_times_s([candidate]), reference.step_times_s([candidate])
         assert seconds == pytest.approx(whole_s, rel=1e-9), candidate
+        [least_s] = evaluator.least_time_s([candidate])
+        assert 0 < least_s <= seconds * (1 + 1e-9), candidate
 
 
 @pytest.mark.parametrize(
     ("family", "software"), [("gpt", "megatron-lm-2022"), ("llama", "megatron-core"), ("moe", "nemo")]
 )
 def test_numbers_are_those_of_whole_steps(family: str, software: str) -> None:
-    """And the bound on memory is below."""
+    """And bounds are below."""
     holds(asked_for(family, software), some(asked_for(family, software), 6, seed=1))
 
 

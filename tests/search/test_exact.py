@@ -19,7 +19,7 @@ from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.floor import MemoryFloor
 from simplan.search.reference import ReferenceEvaluator
-from simplan.search.run import rounded
+from simplan.search.tally import rounded
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.questions import FAMILIES, question

@@ -1,0 +1,193 @@
+"""The loop of a search whose evaluator writes out a Program for each plan: bounds of all, then the most promising.
+
+As exact as ``simplan.search.run``. But where a plan's memory takes as long to find as its time, only plans whose bounds
+leave them a place are looked at: of the others nobody knows whether they fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from simplan.search.candidate import Candidate
+from simplan.search.enumeration import Enumeration, Mesh
+from simplan.search.evaluator import LateEvaluator
+from simplan.search.keep import Keep
+from simplan.search.tally import MORE_MEMORY, ROUNDING, Limits, Miss, OnProgress, Tally, Waiting, rounded
+
+__all__ = ["explore_best_first"]
+
+_WINDOW = 200_000
+"""Candidates that wait, at most."""
+_BATCH = 1024
+_FIRST_LOOK_S = 0.4
+"""Who watches sees plans after so long; the next looks come after twice as long each."""
+_LOOK_S = 10.0
+"""After so long everybody does: whoever stops a slow search wants to have a plan."""
+_MOST_BEYOND = 256
+"""Candidates that do not fit by a bound, of which the nearest misses are found."""
+
+
+def explore_best_first(
+    enumeration: Enumeration,
+    meshes: Sequence[Mesh],
+    evaluator: LateEvaluator,
+    limits: Limits,
+    keep: Keep,
+    tally: Tally,
+    on_progress: OnProgress,
+    *,
+    soon: bool = False,
+) -> None:
+    """As ``simplan.search.run.explore``. Nearest misses are those of the plans that would have been among the best.
+
+    Args:
+        enumeration: The space.
+        meshes: Which part of it.
+        evaluator: Of the same question.
+        limits: What a plan must keep within.
+        keep: Takes the best.
+        tally: Takes the counts.
+        on_progress: Called after every batch.
+        soon: Look at the most promising so far early, before all bounds are known.
+    """
+    search = _Search(enumeration, evaluator, limits, keep, tally, on_progress)
+    pause_s = _FIRST_LOOK_S if soon else _LOOK_S
+    look_s = time.monotonic() + pause_s
+    candidates = enumeration.candidates(meshes, tally.rejected)
+    while batch := list(islice(candidates, _BATCH)):
+        search.bound(batch)
+        on_progress(tally, keep)
+        if len(search.waiting) >= _WINDOW:
+            search.look()
+        elif search.waiting and time.monotonic() > look_s:
+            search.look(evaluator.at_once)
+            pause_s *= 2
+            look_s = time.monotonic() + pause_s
+    search.look()
+    search.find_misses()
+    on_progress(tally, keep)
+
+
+class _Beyond(NamedTuple):
+    """A candidate that does not fit. Order: what it lacks, then the plan.
+
+    Attributes:
+        lacking: Bytes too many, at least.
+        candidate: The plan.
+        is_known: It lacks just so many.
+    """
+
+    lacking: int
+    candidate: Candidate
+    is_known: bool
+
+
+class _Search:
+    """A search under way; see ``explore_best_first`` for the arguments.
+
+    Attributes:
+        waiting: Candidates that nobody has looked at.
+    """
+
+    def __init__(
+        self,
+        enumeration: Enumeration,
+        evaluator: LateEvaluator,
+        limits: Limits,
+        keep: Keep,
+        tally: Tally,
+        on_progress: OnProgress,
+    ) -> None:
+        self._floor, self._evaluator, self._limits = enumeration.floor, evaluator, limits
+        self._keep, self._tally, self._told = keep, tally, on_progress
+        self.waiting: list[Waiting] = []
+        self._beyond: list[_Beyond] = []
+
+    def bound(self, batch: Sequence[Candidate]) -> None:
+        """Bounds of some candidates; those of memory reject, and the others wait."""
+        capacity = self._limits.device_bytes
+        least_bytes = self._least_bytes(batch, capacity)
+        inside: list[tuple[Candidate, int]] = []
+        outside: list[tuple[Candidate, int]] = []
+        for candidate, size in zip(batch, least_bytes, strict=True):
+            (inside if capacity is None or size <= capacity else outside).append((candidate, size))
+        self.waiting += self._bounded(inside)
+        if capacity is not None:
+            self._tally.too_large([], far=len(outside))
+            self._miss([_Beyond(size - capacity, candidate, False) for candidate, size in outside])
+            self._tally.almost(self._bounded([one for one in outside if one[1] <= MORE_MEMORY * capacity]))
+
+    def look(self, number: int | None = None) -> None:
+        """Memory and time of those that wait, the most promising first; of so many, or of all."""
+        self.waiting.sort()
+        part, self.waiting = self.waiting[:number], [] if number is None else self.waiting[number:]
+        left = self._left(part)
+        while batch := list(islice(left, self._evaluator.at_once)):
+            self._take(batch)
+            self._told(self._tally, self._keep)
+
+    def find_misses(self) -> None:
+        """The nearest misses: of those that would be among the best as far as bounds tell."""
+        capacity, misses = self._limits.device_bytes, self._tally
+        for one in sorted(self._beyond):
+            if capacity is None or misses.is_far(one.lacking):
+                break
+            size = capacity + one.lacking
+            [waiting] = self._bounded([(one.candidate, size)])
+            if not self._keep.is_hopeless(one.candidate.num_devices, size, waiting.least_time_s):
+                if not one.is_known:
+                    [size] = self._evaluator.device_bytes([one.candidate])
+                misses.missed([Miss(size - capacity, one.candidate, size)])
+
+    def _miss(self, beyond: Iterable[_Beyond]) -> None:
+        self._beyond = heapq.nsmallest(_MOST_BEYOND, [*self._beyond, *beyond])
+
+    def _least_bytes(self, batch: Sequence[Candidate], capacity: int | None) -> list[int]:
+        """Bounds: the costlier ones only where the cheap ones do not tell."""
+        least = [self._floor.bytes(candidate) for candidate in batch]
+        near = [capacity is None or size <= MORE_MEMORY * capacity for size in least]
+        more = iter(self._evaluator.least_bytes([c for c, is_near in zip(batch, near, strict=True) if is_near]))
+        return [max(size, next(more)) if is_near else size for size, is_near in zip(least, near, strict=True)]
+
+    def _bounded(self, sized: Sequence[tuple[Candidate, int]]) -> list[Waiting]:
+        least_s = self._evaluator.least_time_s([candidate for candidate, _ in sized])
+        found = []
+        for (candidate, size), bound_s in zip(sized, least_s, strict=True):
+            value = self._keep.goal.values(candidate.num_devices, size, bound_s * ROUNDING)[0]
+            found.append(Waiting(value, bound_s * ROUNDING, size, candidate))
+        return found
+
+    def _left(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Those that no bound cuts, by what is known when each is asked for."""
+        deadline_s, keep, tally = self._limits.step_time_s, self._keep, self._tally
+        for one in waiting:
+            late = deadline_s is not None and one.least_time_s > deadline_s
+            if late and (keep.ranked or tally.is_later(one.least_time_s, deadline_s or 0.0)):
+                tally.too_late(1)
+            elif keep.is_hopeless(one.candidate.num_devices, one.device_bytes, one.least_time_s):
+                tally.bounded += 1
+            else:
+                yield one
+
+    def _take(self, batch: Sequence[Waiting]) -> None:
+        """Memory, and times of those that fit."""
+        capacity, deadline_s, tally = self._limits.device_bytes, self._limits.step_time_s, self._tally
+        numbers = self._evaluator.numbers([one.candidate for one in batch], capacity)
+        for one, (size, exact_s) in zip(batch, numbers, strict=True):
+            if exact_s is None:
+                assert capacity is not None
+                tally.too_large([], far=1)
+                self._miss([_Beyond(size - capacity, one.candidate, True)])
+                if size <= MORE_MEMORY * capacity:
+                    tally.almost([one])
+                continue
+            step_time_s = rounded(exact_s)
+            if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
+                tally.too_late(1, [Miss(step_time_s - deadline_s, one.candidate, size, step_time_s)])
+            else:
+                tally.timed += 1
+                self._keep.add(one.candidate, size, step_time_s)

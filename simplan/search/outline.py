@@ -1,0 +1,193 @@
+"""A model under one way of splitting it, as running sums over its layers: what bounds on many plans are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.cost.analytic import AnalyticCost
+from simplan.predict.build import cost_model
+from simplan.program.footprint import layers_effects
+from simplan.program.program import LayerWork, Phase
+from simplan.program.script import Scripts
+from simplan.program.stage import Stages
+from simplan.search.candidate import Candidate
+from simplan.search.layers import WHOLE_MODEL, Way
+from simplan.search.prices import Prices
+from simplan.search.question import Question
+from simplan.search.split import balanced_boundaries
+from simplan.spec.optimizer import LAYERWISE
+from simplan.spec.plan import RankMapping, StageAssignment
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["Floats", "Outline", "Outlines", "prices_of"]
+
+_MANY = 10**9  # parameters, whose update takes as many times as long as that of one
+
+Floats = NDArray[np.float64]
+
+
+class Outline(NamedTuple):
+    """Of a microbatch on the first rank of a stage. Sums run over the layers before one, ``(layers + 1,)``.
+
+    Attributes:
+        forward_s, backward_s: Seconds of passes with the exchanges that they wait for, summed.
+        trained, experts, frozen: Elements of weights, tied ones once, summed; trained ones but for experts of which
+            other ranks have others, these, and those that are frozen.
+        kept_bytes: Kept from forward to backward, the inputs of layers among them, summed.
+        input_bytes: By layer, its input.
+        backward_bytes: By layer, what its backward holds at its worst moment beyond what was kept.
+        update_s: Seconds of the optimizer for one parameter.
+        block_s: By layer, what the balanced split counts.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    trained: Floats
+    experts: Floats
+    frozen: Floats
+    kept_bytes: Floats
+    input_bytes: Floats
+    backward_bytes: Floats
+    update_s: float
+    block_s: list[float]
+
+
+class Outlines:
+    """Outlines of the ways in which candidates split layers, each made once.
+
+    Args:
+        question: What every candidate shares; devices are their own and there is no calibration.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._in_low_precision = question.training.precision in question.software.low_precision
+        self._known: dict[Hashable, Outline] = {}
+        self._splits: dict[Hashable, NDArray[np.int64]] = {}
+
+    def of(self, candidate: Candidate) -> Outline:
+        """The outline of a candidate's way."""
+        facts = SCHEDULE_FACTS.get(candidate.schedule)
+        splits = facts is not None and facts.splits_backward
+        key = self.way(candidate), splits
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._made(candidate, splits=splits)
+        return found
+
+    def boundaries(self, candidate: Candidate) -> NDArray[np.int64]:
+        """``(stages + 1,)``: the first layer of each stage, and how many there are; as ``predict`` splits them."""
+        way, *more = self.way(candidate)
+        key = way._replace(recompute="none"), *more, candidate.num_stages
+        found = self._splits.get(key)
+        if found is None:
+            block_s = self.of(candidate).block_s
+            found = self._splits[key] = np.array(balanced_boundaries(block_s, candidate.num_stages))
+        return found
+
+    def way(self, candidate: Candidate) -> tuple[Way, int, int]:
+        """All that an outline depends on; of microbatches the number, too, where weights are quantized once for all."""
+        dp, size = candidate.dp, candidate.microbatch_size
+        many = self._question.training.global_batch_size // (dp * size) if self._in_low_precision else 0
+        return Way.of(candidate), candidate.ep, many
+
+    def _made(self, candidate: Candidate, *, splits: bool) -> Outline:
+        asked = self._question
+        plan = candidate._replace(pp=1, virtual_stages=1, schedule="none").plan()
+        prices = prices_of(asked, candidate)
+        whole = StageAssignment((0, len(asked.model.layers)))
+        stages = Stages(asked.model, asked.training, plan, asked.software, whole, WHOLE_MODEL)
+        passes = _Passes(candidate, asked, stages, prices)
+        known: dict[Hashable, tuple[float, ...]] = {}
+        rows = []
+        for position, layer in enumerate(stages.layers[0]):
+            key = layer.key, stages.facts(0, position).kept
+            if key not in known:
+                known[key] = (*passes.of_layer(position, splits=splits), *_held(stages, position))
+            rows.append(known[key])
+        block_s, *of_layers = np.array(rows).T
+        forward_s, backward_s, trained, experts, frozen, kept_bytes = map(_sums, of_layers[:6])
+        input_bytes, backward_bytes = of_layers[6:]
+        update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, candidate.microbatch_size, _MANY)
+        update_s = 0.0 if asked.training.optimizer in LAYERWISE else prices.work_s(update) / _MANY
+        return Outline(
+            forward_s, backward_s, trained, experts, frozen, kept_bytes, input_bytes, backward_bytes,
+            update_s, block_s.tolist(),
+        )  # fmt: skip
+
+
+def prices_of(question: Question, candidate: Candidate) -> Prices:
+    """Prices of what a candidate does."""
+    cost = cost_model(question.cluster, question.training, candidate.plan(), question.software, None)
+    assert isinstance(cost, AnalyticCost), "there is no calibration"
+    return Prices(cost)
+
+
+def _sums(of_layers: Floats) -> Floats:
+    return np.concatenate([np.zeros(1), of_layers.cumsum()])
+
+
+def _held(stages: Stages, position: int) -> tuple[float, ...]:
+    """Of a layer: trained weights but for experts, experts, frozen ones, and the bytes of an ``Outline``."""
+    layer, footprint = stages.layers[0][position], stages.facts(0, position).footprint
+    own = [p for p in layer.parameters if p.name not in layer.tied]
+    trained = sum(p.num_elements for p in own if not p.frozen)
+    experts = sum(p.num_elements for p in own if p.expert and not p.frozen)
+    frozen = sum(p.num_elements for p in own if p.frozen)
+    worst = sum(effect.during_bytes for effect in layers_effects([footprint], forward=False))
+    return trained - experts, experts, frozen, footprint.activations, footprint.input_bytes, worst
+
+
+_BOTH = (Phase.FORWARD, Phase.BACKWARD)
+_PARTS = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+
+
+class _Passes:
+    """How long passes take at least.
+
+    What a ring of context-parallel ranks sends, and tokens that travel to experts while another microbatch is
+    computed, may take no time.
+
+    Args:
+        candidate: The plan.
+        question: What every candidate shares.
+        stages: All layers as one stage.
+        prices: Of work and messages.
+    """
+
+    def __init__(self, candidate: Candidate, question: Question, stages: Stages, prices: Prices) -> None:
+        self._groups = RankMapping.of(candidate.plan()).exchanging_groups(0)
+        self._hidden = {"cp"} if candidate.cp > 1 and candidate.cp_comm == "ring" else set()
+        if question.software.expert_overlap:
+            self._hidden |= {"ep", "etp"}
+        self._size, self._stages, self._scripts, self._prices = (
+            candidate.microbatch_size, stages, Scripts(stages), prices,
+        )  # fmt: skip
+
+    def of_layer(self, position: int, *, splits: bool) -> tuple[float, float, float]:
+        """What the balanced split counts of a layer, its forward and its backward, which may be in two parts."""
+        layer = self._stages.layers[0][position]
+        works = (LayerWork(layer, phase, self._size, layer.num_parameters) for phase in _BOTH)
+        backward_s = self._seconds(position, Phase.BACKWARD)
+        if splits:
+            backward_s = min(backward_s, sum(self._seconds(position, part) for part in _PARTS))
+        return sum(map(self._prices.work_s, works)), self._seconds(position, Phase.FORWARD), backward_s
+
+    def _seconds(self, position: int, phase: Phase) -> float:
+        """All that is computed, and what exchanges take beyond the products that they run beside."""
+        total_s = hidden_s = 0.0
+        for segment in self._scripts.computed(0, position, phase):
+            total_s += sum(map(self._prices.work_s, segment.work))
+            exchange = segment.exchange
+            if exchange is None or exchange.axis in self._hidden:
+                continue
+            if segment.beside is not None or not exchange.beside:
+                hidden_s = 0.0 if segment.beside is None else self._prices.work_s(segment.beside)
+            message_s = self._prices.message_s(exchange.among(self._groups[exchange.axis]))
+            total_s += max(0.0, message_s - hidden_s)
+            hidden_s = max(0.0, hidden_s - message_s)
+        return total_s
