@@ -50,6 +50,7 @@ class Checkpoints:
         self._state = state
         self._group = dist.new_group(backend="gloo")  # of its own: a thread talks over it during steps
         self._pending: _Pending | None = None
+        self._taken = 0  # the last step of which one was begun
         self._tell = tell
         if dist.get_rank() == 0:
             drop_unfinished(self._folder)
@@ -117,8 +118,15 @@ class Checkpoints:
         """Waits for the last one."""
         self._collect(wait=True)
 
+    def take_and_finish(self, step: int) -> None:
+        """Takes one of a number of steps, unless ``after`` has, and waits for it."""
+        if self._taken != step:
+            self._take(step)
+        self.finish()
+
     def _take(self, step: int) -> None:
         start_s = time.perf_counter()
+        self._taken = step
         self._collect(wait=True)
         writer = WholeWriter(self._folder, self._job, step)
         future = async_save(self._state.tensors(), storage_writer=writer, process_group=self._group)

@@ -1,16 +1,18 @@
 """What nodes tell each other while their ranks run, twice a second, through the store on node 0.
 
-Every node tells node 0 what its ranks do and why attempts to run them have ended. Node 0 tells which rank is to be
-ended because it hangs. Who has been silent longest shows on one clock only, that of node 0.
+Every node tells node 0 what its ranks do and why attempts to run them have ended, and when it leaves. Node 0 tells
+which rank is to be ended because it hangs. Who has been silent longest shows on one clock only, that of node 0. It also
+looks who waits to be let in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
@@ -21,13 +23,13 @@ from simplan.errors import RunError
 from simplan.program.nodes import Nodes
 from simplan.spec.base import Spec
 
-__all__ = ["REGROUP", "Beats", "Exchange", "Heard", "Host", "LostNodeError", "OtherNodeError", "RegroupError"]
+__all__ = ["REGROUP", "Beats", "Door", "Exchange", "Heard", "Host", "LostNodeError", "OtherNodeError", "RegroupError"]
 
 _EXCHANGE_S = 0.5
 _LOST_S = 30.0  # silent for so long, a node counts as lost
 _LEAST_LOST_S = 5.0
 REGROUP = "regroup"
-"""Key of the store that is there when a node is lost and the others are to go on without it."""
+"""Key of the store that is there when others than these nodes are to go on."""
 
 Beats = tuple[Beat | None, ...]
 
@@ -54,13 +56,25 @@ class LostNodeError(RunError):
 
 
 class RegroupError(RunError):
-    """A node is lost, and the others are to go on without it (``executor.regroup``).
+    """Others than these nodes are to go on: one is lost, one leaves, or one is let in (``executor.regroup``).
 
     Attributes:
         num_restarts: How often ranks have been started again, as far as this node knows.
+        is_restart: Whether this counts as a restart: a node is lost, which this node has found.
     """
 
     num_restarts = 0
+    is_restart = False
+
+
+class Door(Protocol):
+    """Where node 0 sees who wants to be let in (``executor.waiting_room``)."""
+
+    def look(self) -> None:
+        """Sees who is there; on the store's thread."""
+
+    def lets_grow(self, num_nodes: int) -> bool:
+        """Whether there are enough for a larger team than one of so many nodes."""
 
 
 class _Sign(NamedTuple):
@@ -87,11 +101,13 @@ class Heard(NamedTuple):
         beats: By global rank: on node 0 of all ranks, elsewhere of the node's own.
         ended: On node 0, why attempts have ended on each of the others.
         to_end: Rank of this node that is to be ended, because it hangs; None for none.
+        can_grow: On node 0, whether nodes wait with which a larger team could go on.
     """
 
     beats: Beats
     ended: tuple[tuple[Failure, ...], ...]
     to_end: int | None
+    can_grow: bool = False
 
 
 @dataclass(slots=True)
@@ -113,9 +129,11 @@ class Exchange:
         line: How the store is asked.
         offset_s: Node 0's clock minus this node's.
         may_regroup: Whether the others go on when a node is lost; not without node 0.
+        door: On node 0 of a run that lets nodes in.
 
     Attributes:
         lost: Nodes that cannot be reached any more.
+        left: Nodes that have said that they leave.
     """
 
     def __init__(
@@ -128,9 +146,11 @@ class Exchange:
         offset_s: float,
         *,
         may_regroup: bool = False,
+        door: Door | None = None,
     ) -> None:
         self.lost: set[int] = set()
-        self._may_regroup = may_regroup
+        self.left: set[int] = set()
+        self._may_regroup, self._door = may_regroup, door
         self._node_rank, self._hosts, self._store, self._line = node_rank, hosts, store, line
         self._per_node, self._offset_s = nodes.ranks_per_node, offset_s
         others = range(1, len(hosts)) if node_rank == 0 else range(1)
@@ -150,7 +170,7 @@ class Exchange:
         Raises:
             OtherNodeError: One of the others has ended the run.
             LostNodeError: A node has not been heard of for too long.
-            RegroupError: The same, and the others are to go on without it.
+            RegroupError: The same, and the others are to go on without it; or a node leaves.
         """
         now_s = time.monotonic()
         if self._pending is not None and self._pending.done():
@@ -167,7 +187,14 @@ class Exchange:
         for node, last in self._last.items():
             if now_s - last.at_s > lost_s:
                 raise self._lost_node(node, f"nothing has been heard of it for {lost_s:g} s")
-        return Heard(self._all_beats(beats), tuple(last.news.ended for last in self._last.values()), self._to_end)
+        theirs = tuple(last.news.ended for last in self._last.values())
+        can_grow = self._door is not None and self._door.lets_grow(len(self._hosts))
+        return Heard(self._all_beats(beats), theirs, self._to_end, can_grow)
+
+    def leave(self, timeout_s: float) -> None:
+        """Tells node 0 that this node leaves, if node 0 can be told."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._line.ask(lambda: self._store.set(f"left/{self._node_rank}", ""), timeout_s)
 
     def end_rank(self, rank: int, attempt: int) -> None:
         """On node 0: has the node of a rank end it, if it is still of that attempt."""
@@ -179,10 +206,15 @@ class Exchange:
             raise OtherNodeError("another node has ended the run")
         if self._node_rank:
             if self._store.check([REGROUP]):
-                raise RegroupError("another node is lost")
+                raise RegroupError("other nodes are to go on")
             self._store.set(f"news/{self._node_rank}", mine.model_dump_json())
             self._to_end = self._hear_whom_to_end(len(mine.ended))
             return {0: _News()}
+        self.left |= {node for node in self._last if self._store.check([f"left/{node}"])}
+        if self.left:
+            raise RegroupError("a node leaves")
+        if self._door is not None:
+            self._door.look()
         keys = {node: f"news/{node}" for node in self._last}
         found = {node: self._store.get(key) for node, key in keys.items() if self._store.check([key])}
         for node in found:
@@ -214,7 +246,13 @@ class Exchange:
         self.lost.add(node)
         where = self._hosts[node]
         sentence = f"node {node} ({where.name}, {where.address}) cannot be reached: {how}"
-        return RegroupError(sentence) if self._may_regroup and node else LostNodeError(sentence)
+        if node == 0 and self._may_regroup:
+            sentence += "; it has the store of the run, which ends without it"
+        if node == 0 or not self._may_regroup:
+            return LostNodeError(sentence)
+        error = RegroupError(sentence)
+        error.is_restart = True
+        return error
 
 
 def _sign(beat: Beat | None, offset_s: float) -> _Sign | None:

@@ -20,13 +20,14 @@ _RECORD = struct.Struct("<qqdqq64s")  # pid, attempt, time of the beat, step, st
 
 
 class RankState(IntEnum):
-    """What a rank is doing."""
+    """What a rank is doing; ``STOPPED``: it has ended in order before the training was done (``executor.stopping``)."""
 
     STARTING = 0
     RUNNING = 1
     WAITING = 2
     FINISHED = 3
     FAILED = 4
+    STOPPED = 5
 
 
 class Beat(NamedTuple):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from executor.attempts import Attempts
+from executor.departure import Departure, LeftError
 from executor.exchange import Beats, Heard, LostNodeError, OtherNodeError, RegroupError
 from executor.failure import Failure
-from executor.heartbeat import read_beat
+from executor.heartbeat import Beat, RankState, read_beat
 from executor.processes import PARENT_VARIABLE, kill_sessions
-from executor.rank import FIRST_ATTEMPT_VARIABLE, FIRST_RANK_VARIABLE, RankFiles
+from executor.rank import FIRST_ATTEMPT_VARIABLE, FIRST_RANK_VARIABLE, TEAM_VARIABLE, RankFiles
 from executor.stalls import find_stall
+from executor.stopping import stop_file
 from executor.team import Team
 from simplan.children import ask_to_end, exit_code
 from simplan.errors import RunError
@@ -74,6 +77,7 @@ def launch_ranks(
     max_restarts: int = 0,
     on_restart: Callable[[str], None] | None = None,
     predicted_bytes: Sequence[int] = (),
+    departure: Departure | None = None,
 ) -> None:
     """Runs ``python -m MODULE ARGS`` as ranks on this machine until all have finished.
 
@@ -91,15 +95,20 @@ def launch_ranks(
         max_restarts: How often all ranks are started again when some failed or hang, or a node was lost.
         on_restart: Called with why, each time.
         predicted_bytes: By rank, what it was predicted to need on its device; for saying so when it was too much.
+        departure: Whether this node is told to leave the team; None where nobody tells it so.
 
     Raises:
         RanksError: A rank raised, was killed, left early or hung; one sentence says which and why.
-        RegroupError: A node was lost, and the others are to go on without it.
+        RegroupError: A node was lost, has left or is to be let in, and others than these are to go on.
+        LeftError: This node has left.
+        SystemExit: It was to leave, and is node 0.
         RunError: Another node failed or was lost.
     """
     ours = range(num_ranks) if team is None else team.ranks
     log_file, failures = _node_files(out_dir, team)
     failures.unlink(missing_ok=True)
+    stop = stop_file(out_dir, ours.start)
+    stop.unlink(missing_ok=True)
     files = [RankFiles(out_dir, rank) for rank in range(num_ranks)]
     for rank in ours:
         files[rank].remove()
@@ -107,27 +116,39 @@ def launch_ranks(
     attempts = Attempts(failures, files, log_file, team, max_restarts, on_restart, predicted_bytes)
     beats: Beats = ()
     others: Sequence[Sequence[Failure]] = ()
-    regroups = False
+    regroups = stopped = False
     try:
         while True:
             exit_code(agent, _POLL_S)
             beats = tuple(read_beat(file.heartbeat) if rank in ours else None for rank, file in enumerate(files))
             attempts.look(beats)
-            if agent.returncode is None and team is not None:
+            stopped = _have_stopped([beats[rank] for rank in ours])
+            if team is not None and (agent.returncode is None or stopped):
                 heard = _exchange(team, beats, attempts, agent, timeout_s)
                 attempts.heed(heard)
                 beats, others = heard.beats, heard.ended
+                if heard.can_grow or (departure is not None and departure.is_told):
+                    stop.touch()
             attempts.tell(others)
             beats = attempts.beats_of_this(beats)
             if on_poll is not None:
                 on_poll(beats)
+            if departure is not None and team is not None and _leaves(departure, agent, stopped=stopped):
+                _leave(team, beats if stopped else ())
+            if stopped and (team is None or team.leads):
+                raise RegroupError("other nodes are to go on")
+            if stopped:  # until node 0 says who goes on, or why nobody does
+                time.sleep(_POLL_S)
+                continue
             if agent.returncode is not None:
                 break
             stall = find_stall(beats, attempts.started_s, timeout_s) if team is None or team.leads else None
             if stall is not None and not attempts.end(stall, beats):
                 raise RanksError(attempts.stalled(stall))
     except RegroupError as error:
-        if attempts.num_restarts >= max_restarts:
+        if departure is not None and departure.is_told and team is not None:
+            _leave(team, beats if stopped else ())
+        if error.is_restart and attempts.num_restarts >= max_restarts:
             raise LostNodeError(str(error)) from None
         error.num_restarts, regroups = attempts.num_restarts, True
         raise
@@ -153,6 +174,30 @@ def _exchange(team: Team, beats: Beats, attempts: Attempts, agent: Agent, timeou
         if exit_code(agent, _CAUSE_S):
             return Heard(beats, (), None)
         raise
+
+
+def _have_stopped(beats: Sequence[Beat | None]) -> bool:
+    return all(beat is not None and beat.state is RankState.STOPPED for beat in beats)
+
+
+def _leaves(departure: Departure, agent: Agent, *, stopped: bool) -> bool:
+    """Whether a node that is to leave has nothing more to wait for."""
+    return departure.is_told and (stopped or departure.is_due or agent.returncode not in (None, 0))
+
+
+def _leave(team: Team, stopped: Beats) -> NoReturn:
+    """Leaves the team; node 0 by ending the run.
+
+    Args:
+        team: The nodes.
+        stopped: Last beats of ranks that have stopped at a checkpoint; empty when they have not.
+    """
+    if team.leads:
+        raise SystemExit(LeftError.exit_code)
+    team.leave()
+    step = max((beat.step for beat in stopped if beat is not None), default=None)
+    after = "the newest checkpoint" if step is None else f"step {step}, of which there is a checkpoint"
+    raise LeftError(f"{team.me} has left the run, as it was told to; the others can go on after {after}")
 
 
 def start_agent(
@@ -198,6 +243,7 @@ def rank_environment(team: Team | None = None) -> dict[str, str]:
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
     ours[FIRST_RANK_VARIABLE] = str(0 if team is None else team.ranks.start)
     ours[FIRST_ATTEMPT_VARIABLE] = str(0 if team is None else team.first_attempt)
+    ours[TEAM_VARIABLE] = str(0 if team is None else team.number)
     return {**_KEEP_FREED_MEMORY, **({} if team is None else team.environment()), **os.environ, **ours}
 
 

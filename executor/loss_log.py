@@ -1,4 +1,4 @@
-"""Losses of a run that may lose nodes: with a node go the losses of its ranks, so rank 0 keeps everybody's in time."""
+"""Losses of a run whose nodes may go: with a node go the losses of its ranks, so rank 0 keeps everybody's in time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ class LossLog:
     def add(self, step: int, losses: list[float]) -> None:
         """Of a step that is done (counted from 0): this rank's losses, none on ranks without the last stage."""
         self._mine[step] = losses
-        if (step + 1) % self._every:
+        if (step + 1) % self._every == 0:
+            self.gather()
+
+    def gather(self) -> None:
+        """Writes down those that are not yet."""
+        if not self._mine:
             return
         leads = dist.get_rank() == 0
         everybody: list[dict[int, list[float]]] | None = [{}] * dist.get_world_size() if leads else None

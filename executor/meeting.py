@@ -1,66 +1,58 @@
-"""How the nodes of a run meet: each says who it is and what it was asked, node 0 compares; all start or none does."""
+"""How the nodes of a run meet: each says who it is and what it was asked, node 0 compares; all start or none does.
+
+A node that comes when the run goes on already, and may change its nodes, waits for a place (``executor.waiting_room``).
+"""
 
 from __future__ import annotations
 
 import json
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from executor.checks import check_job
 from executor.exchange import Host
 from executor.host_clock import ClockServer, read_clock
+from executor.introduction import Introduction, disagreement, introduction
 from executor.network import address_of, address_towards, interface_with, interfaces
 from executor.store_line import StoreLine
 from executor.team import Team
+from executor.waiting_room import WaitingRoom, wait_for_place
 from simplan.errors import Problem, RunError, SpecError, did_you_mean
+from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.program.refusal import Refusal
 
-__all__ = ["Introduction", "disagreement", "meet", "refuse"]
+__all__ = ["meet", "refuse"]
 
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 60.0
 _ANSWER_S = 30.0  # node 0 may take so long to compare and tell, and waits so long until the others know
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """What a node says of itself.
-
-    Attributes:
-        host: Where it is.
-        num_nodes: Nodes it was told of.
-        torch: Its version.
-        asked: ``Nodes.asked``.
-    """
-
-    host: Host
-    num_nodes: int
-    torch: str
-    asked: dict[str, str]
-
-
-def meet(nodes: Nodes, job: str | None) -> Team:
-    """Waits for all nodes, and for node 0's verdict.
+def meet(nodes: Nodes, job: str | None, on_note: Callable[[str], None] | None = None) -> Team:
+    """Waits for all nodes, and for node 0's verdict; where these have met already, for a place.
 
     Args:
         nodes: The request.
         job: On node 0, what is run, as JSON; None on the others, which get it from node 0.
+        on_note: Told when this node has to wait for a place.
 
     Raises:
-        SpecError: The nodes were not asked the same.
-        RunError: Some node did not come in time, or node 0 cannot be reached.
+        SpecError: The nodes were not asked the same, or this one came later and cannot run the job.
+        RunError: Some node did not come in time, or node 0 cannot be reached, or there was no place in time.
+        OverError: The run was over before there was a place.
     """
     line = StoreLine()
     if job is not None:
         return _host(nodes, job, line)
-    return _join(nodes, line)
+    return _join(nodes, line, on_note)
 
 
 def refuse(refusal: Refusal) -> None:
@@ -74,30 +66,6 @@ def refuse(refusal: Refusal) -> None:
     _wait_until_heard(store, list(range(1, refusal.nodes.num_nodes)))
 
 
-def disagreement(introductions: list[Introduction]) -> str | None:
-    """The sentence about nodes that were not asked the same; None when all were.
-
-    Args:
-        introductions: By node; node 0 is right.
-    """
-    first, *others = introductions
-    for node, other in enumerate(others, 1):
-        who, leader = f"node {node} ({other.host.name})", f"node 0 ({first.host.name})"
-        if other.num_nodes != first.num_nodes:
-            return (
-                f"--nodes: {other.num_nodes} on {who}, but {first.num_nodes} on {leader}; use one number on all nodes"
-            )
-        for section in first.asked | other.asked:
-            if first.asked.get(section) != other.asked.get(section):
-                rule = (
-                    f"differs between {leader} and {who}; copy the scenario of one to the other and use equal options"
-                )
-                return f"{section}: {rule}"
-        if other.torch != first.torch:
-            return f"torch is {other.torch} on {who}, but {first.torch} on {leader}; install one version on all nodes"
-    return None
-
-
 def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
     store = _listen(nodes)
     clock = ClockServer()
@@ -106,12 +74,11 @@ def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
     while len(found) < nodes.num_nodes - 1 and time.monotonic() < deadline_s:
         for node in set(range(1, nodes.num_nodes)) - set(found):
             if store.check([f"node/{node}"]):
-                told = json.loads(store.get(f"node/{node}"))
-                found[node] = Introduction(**{**told, "host": Host(**told["host"])})
+                found[node] = Introduction.from_json(store.get(f"node/{node}"))
         time.sleep(_POLL_S)
     seen_from = next((found[node].host.address for node in sorted(found)), None)
     interface, address = _place(nodes, seen_from or nodes.host)
-    me = _introduction(nodes, address)
+    me = introduction(nodes, address)
     missing = [str(node) for node in range(1, nodes.num_nodes) if node not in found]
     said = disagreement([me, *(found[node] for node in sorted(found))]) if not missing else None
     error: SpecError | RunError | None = None
@@ -129,7 +96,15 @@ def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
         _wait_until_heard(store, sorted(found))
         raise error
     _set_verdict(store, error=None, job=job, clock_port=clock.port, hosts=[asdict(host) for host in hosts])
-    return Team(nodes, 0, hosts, store, line, interface, job, clock.port)
+    return Team(nodes, 0, hosts, store, line, interface, job, clock.port, room=_waiting_room(nodes, job, store, me))
+
+
+def _waiting_room(nodes: Nodes, job: str, store: Store, me: Introduction) -> WaitingRoom | None:
+    """For nodes that come later, where the run goes on with other nodes."""
+    if nodes.min_nodes is None:
+        return None
+    fewer = Job.model_validate_json(job).fewer_nodes
+    return WaitingRoom(store, me, [nodes.num_nodes, *(other.num_nodes for other in fewer)])
 
 
 def _listen(nodes: Nodes) -> Store:
@@ -156,29 +131,35 @@ def _wait_until_heard(store: Store, others: list[int]) -> None:
         time.sleep(_POLL_S)
 
 
-def _join(nodes: Nodes, line: StoreLine) -> Team:
+def _join(nodes: Nodes, line: StoreLine, on_note: Callable[[str], None] | None) -> Team:
     interface, address = _place(nodes, nodes.host)
     deadline_s = time.monotonic() + nodes.join_timeout_s
     _wait_for_listener(nodes, deadline_s)
     try:
-        return line.ask(lambda: _introduce(nodes, line, interface, address), 2 * nodes.join_timeout_s + _ANSWER_S)
+        patience_s = 2 * nodes.join_timeout_s + _ANSWER_S
+        return line.ask(lambda: _introduce(nodes, line, interface, address, on_note), patience_s)
     except (OSError, DistError):
-        raise RunError(f"node 0 at {nodes.endpoint} went away before all nodes had joined") from None
+        raise RunError(f"node 0 at {nodes.endpoint} went away before this node had begun") from None
 
 
-def _introduce(nodes: Nodes, line: StoreLine, interface: str, address: str) -> Team:
+def _introduce(
+    nodes: Nodes, line: StoreLine, interface: str, address: str, on_note: Callable[[str], None] | None
+) -> Team:
     store = TCPStore(
         nodes.host, nodes.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
     )
-    node_rank = _claim(nodes, store)
-    store.set(f"node/{node_rank}", json.dumps(asdict(_introduction(nodes, address))))
-    deadline_s = time.monotonic() + nodes.join_timeout_s + _ANSWER_S
-    while not store.check(["verdict"]):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError
-        time.sleep(_POLL_S)
-    verdict = json.loads(store.get("verdict"))
-    store.set(f"heard/{node_rank}", "")
+    me = introduction(nodes, address)
+    place = None if _goes_on(nodes, store) else _claim(nodes, store)
+    if place is not None:
+        store.set(f"node/{place}", me.to_json())
+    verdict = {"place": place, **_verdict(nodes, store)}
+    if place is not None:
+        store.set(f"heard/{place}", "")
+    elif verdict["error"] is None:
+        check_job(Job.model_validate_json(verdict["job"]), nodes.ranks_per_node)
+        if on_note is not None:
+            on_note(f"the run at {nodes.endpoint} has begun; waiting for a place in it")
+        verdict = wait_for_place(nodes, store, me)
     if verdict["error"] is not None:
         if verdict["exit_code"] == SpecError.exit_code:
             raise SpecError(Problem(field="", rule=verdict["error"]))
@@ -186,11 +167,41 @@ def _introduce(nodes: Nodes, line: StoreLine, interface: str, address: str) -> T
     hosts = tuple(Host(**host) for host in verdict["hosts"])
     clock_port = verdict["clock_port"]
     reading = read_clock(nodes.host, clock_port)
-    return Team(nodes, node_rank, hosts, store, line, interface, verdict["job"], clock_port, [reading])
+    return Team(
+        nodes,
+        verdict["place"],
+        hosts,
+        store,
+        line,
+        interface,
+        verdict["job"],
+        clock_port,
+        [reading],
+        verdict.get("first_attempt", 0),
+        verdict.get("team", 0),
+    )
 
 
-def _claim(nodes: Nodes, store: Store) -> int:
-    """A place that nobody else has."""
+def _goes_on(nodes: Nodes, store: Store) -> bool:
+    """Whether a run that may change its nodes has begun."""
+    if nodes.min_nodes is None or not store.check(["verdict"]):
+        return False
+    return bool(json.loads(store.get("verdict"))["error"] is None)
+
+
+def _verdict(nodes: Nodes, store: Store) -> dict[str, Any]:
+    """What node 0 tells all that have met."""
+    deadline_s = time.monotonic() + nodes.join_timeout_s + _ANSWER_S
+    while not store.check(["verdict"]):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+        time.sleep(_POLL_S)
+    verdict: dict[str, Any] = json.loads(store.get("verdict"))
+    return verdict
+
+
+def _claim(nodes: Nodes, store: Store) -> int | None:
+    """A place that nobody else has; None where there is none, and one may become free."""
     if nodes.node_rank is not None:
         if store.add(f"claim/{nodes.node_rank}", 1) > 1:
             rule = f"is taken by another node of {nodes.endpoint}"
@@ -201,6 +212,8 @@ def _claim(nodes: Nodes, store: Store) -> int:
     for place in range(1, nodes.num_nodes):
         if store.add(f"claim/{place}", 1) == 1:
             return place
+    if nodes.min_nodes is not None:
+        return None
     raise RunError(f"{nodes.num_nodes} nodes have joined {nodes.endpoint} already")
 
 
@@ -220,10 +233,6 @@ def _wait_for_listener(nodes: Nodes, deadline_s: float) -> None:
                     "command there, see that no firewall closes the port, or give a longer --join-timeout"
                 ) from None
             time.sleep(_POLL_S)
-
-
-def _introduction(nodes: Nodes, address: str) -> Introduction:
-    return Introduction(Host(socket.gethostname(), address), nodes.num_nodes, torch.__version__, nodes.asked)
 
 
 def _place(nodes: Nodes, towards: str) -> tuple[str, str]:

@@ -13,16 +13,29 @@ from pathlib import Path
 from executor.heartbeat import Heartbeat, RankState
 from simplan.files import write_whole
 
-__all__ = ["ATTEMPT_VARIABLE", "FIRST_ATTEMPT_VARIABLE", "FIRST_RANK_VARIABLE", "RankFiles", "attempt", "live_as_rank"]
+__all__ = [
+    "ATTEMPT_VARIABLE",
+    "FIRST_ATTEMPT_VARIABLE",
+    "FIRST_RANK_VARIABLE",
+    "TEAM_VARIABLE",
+    "RankFiles",
+    "attempt",
+    "first_rank",
+    "live_as_rank",
+    "team_number",
+]
 
 ATTEMPT_VARIABLE = "SIMPLAN_ATTEMPT"
 """Environment variable in which the agent tells its ranks how often it has started ranks before them."""
 
 FIRST_ATTEMPT_VARIABLE = "SIMPLAN_FIRST_ATTEMPT"
-"""Environment variable with the attempt that an agent begins with: more than 0 where a larger team has made some."""
+"""Environment variable with the attempt that an agent begins with: more than 0 where a team before has made some."""
 
 FIRST_RANK_VARIABLE = "SIMPLAN_FIRST_RANK"
 """Environment variable with the rank of this node's first process."""
+
+TEAM_VARIABLE = "SIMPLAN_TEAM"
+"""Environment variable with the number of teams of nodes that have run ranks of this job before this one."""
 
 
 class RankFiles:
@@ -56,14 +69,26 @@ def attempt() -> int:
     return int(os.environ.get(ATTEMPT_VARIABLE, "0"))
 
 
-def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
+def team_number() -> int:
+    """How many teams of nodes have run ranks of this job before."""
+    return int(os.environ.get(TEAM_VARIABLE, "0"))
+
+
+def first_rank() -> int:
+    """The rank of this node's first process."""
+    return int(os.environ[FIRST_RANK_VARIABLE])
+
+
+def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], RankState | None]) -> None:
     """Runs ``body(heartbeat, rank)`` as the whole work of this process, which torchrun started.
+
+    The body gives the state that it ends in, None for ``FINISHED``.
 
     stdout and stderr go to the rank's log. An exception is written to the rank's error file and ends the process at
     once with exit code 1: threads of torch may be stuck in communication with ranks that are gone.
     """
     # torchrun's own count follows the order in which nodes came; ours is that of the nodes' places
-    rank = int(os.environ[FIRST_RANK_VARIABLE]) + int(os.environ["LOCAL_RANK"])
+    rank = first_rank() + int(os.environ["LOCAL_RANK"])
     os.environ["RANK"] = str(rank)
     files = RankFiles(out_dir, rank)
     log = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -71,7 +96,7 @@ def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
     os.dup2(log, 2)
     heartbeat = Heartbeat(files.heartbeat, attempt())
     try:
-        body(heartbeat, rank)
+        ended = body(heartbeat, rank) or RankState.FINISHED
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends a rank early is told
         told = {"time_s": time.monotonic(), "type": type(error).__name__, "message": str(error), "attempt": attempt()}
         try:
@@ -82,4 +107,4 @@ def live_as_rank(out_dir: Path, body: Callable[[Heartbeat, int], None]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    heartbeat.beat(RankState.FINISHED, "finished")
+    heartbeat.beat(ended, ended.name.lower())

@@ -1,12 +1,14 @@
-"""When a node is lost: those that are left become a team of their own and go on with fewer data-parallel ranks.
+"""When nodes go or come: those that are there become a team of their own, with fewer or more data-parallel ranks.
 
-torchrun's elastic agent can restart with another number of nodes, but its ranks would find the plan of before: with
-other ranks everything is decided anew (table, shards, the memory that is predicted), by node 0, which also tells who is
-lost. So every node ends its torchrun and starts another one; within a team torchrun restarts ranks as ever.
+A node may be lost; it may be told to leave (``executor.departure``); and one that comes while the run goes on may be
+let in (``executor.waiting_room``). torchrun's elastic agent can restart with another number of nodes, but its ranks
+would find the plan of before: with other ranks everything is decided anew (table, shards, the memory that is
+predicted), by node 0, which also tells who goes on. So every node ends its torchrun and starts another one; within a
+team torchrun restarts ranks as ever.
 
-Node 0 asks (``REGROUP``), each of the others answers when its ranks have ended (``ready``), and node 0 tells who goes
-on (``after``). Who has not answered by then is lost too. Keys are those of the old team: nodes that are still there
-after they have been given up see them and end.
+Node 0 asks (``REGROUP``), each of the others answers when its ranks have ended (``ready``, or ``left``), and node 0
+tells who goes on (``after``). Who has not answered by then is lost too. Keys are those of the old team: nodes that are
+still there after they have been given up see them and end.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.checkpoint_folder import newest_checkpoint
-from executor.exchange import REGROUP, RegroupError
+from executor.exchange import REGROUP, Host, RegroupError
+from executor.failure import Failure
 from executor.team import Team
+from executor.waiting_room import Guest
 from simplan.errors import RunError
 from simplan.program.job import Job
 from simplan.spec.base import Spec
 
-__all__ = ["Part", "first_step", "regroup"]
+__all__ = ["Part", "first_step", "part_of", "regroup"]
 
 _READY_S = 30.0  # for ranks to be ended, and a node to answer
 _AFTER_S = 60.0  # for node 0 to have waited, and to tell
@@ -31,14 +35,14 @@ _HEARD_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one number of nodes does of a run: all of it, unless a node is lost.
+    """What one team of nodes does of a run: all of it, unless nodes go or come.
 
     Attributes:
         job: With the plan of these nodes.
         folder: For its files.
         team: The nodes; None for this machine alone.
         first_step: Steps that are done when it begins.
-        why: What to tell a user about its beginning, where nodes were lost.
+        why: What to tell a user about its beginning, where nodes went or came.
     """
 
     job: Job
@@ -52,14 +56,16 @@ class _After(Spec):
     """What node 0 tells.
 
     Attributes:
-        places: Of the nodes that go on, in the team that was; empty when none does.
-        spare: Of those that could, but are not needed.
+        hosts: Of the nodes that go on, by place; empty when none does.
+        places: Of those that were in the team, their places there; the others of ``hosts`` are new.
+        spare: Places of those that could go on, but are not needed.
         first_attempt: Of their ranks.
         first_step: Steps that are done.
         sentence: For people: why, and who goes on.
     """
 
-    places: tuple[int, ...]
+    hosts: tuple[Host, ...] = ()
+    places: tuple[int, ...] = ()
     spare: tuple[int, ...] = ()
     first_attempt: int = 0
     first_step: int = 0
@@ -73,66 +79,106 @@ def first_step(job: Job) -> int:
     return 0 if header is None else header.step
 
 
-def regroup(part: Part, out_dir: Path, lost: RegroupError) -> Part | None:
-    """Goes on with the nodes that are left, whose ranks have ended; to be called on all of them.
+def part_of(team: Team, out_dir: Path, first_step: int = 0, why: str = "") -> Part:
+    """What a team does, that was not the first of the run; makes its folder.
+
+    Args:
+        team, first_step, why: As the attributes of ``Part``.
+        out_dir: Folder of the run.
+    """
+    folder = out_dir / f"part-{team.number + 1}"
+    folder.mkdir(exist_ok=True)
+    return Part(team.job_here(), folder, team, first_step, why)
+
+
+def regroup(part: Part, out_dir: Path, cause: RegroupError) -> Part | None:
+    """Goes on with the nodes that are there, whose ranks have ended; to be called on all that were in the team.
 
     Args:
         part: What has ended.
         out_dir: Folder of the run; the part that follows gets one in it.
-        lost: Who is lost.
+        cause: Who is lost, if anybody is.
 
     Returns:
         The part that follows; None when it does not need this node.
 
     Raises:
-        RunError: Too few nodes are left, or this one was given up.
+        RunError: Too few nodes are there, or this one was given up.
     """
     team = part.team
     assert team is not None
-    after = _decide(part, team, lost) if team.leads else _hear(team)
-    if not after.places:
+    after = _decide(part, team, cause) if team.leads else _hear(team)
+    if not after.hosts:
         raise RunError(after.sentence)
     if team.node_rank in after.spare:
         return None
     if team.node_rank not in after.places:
         raise RunError(f"{team.me} did not answer for too long, and the other nodes went on without it")
-    smaller = team.only(after.places, after.first_attempt)
-    number = len(after.places)
-    job = next(part.job.on_nodes(fewer) for fewer in part.job.fewer_nodes if fewer.num_nodes == number)
-    folder = out_dir / f"{number}-nodes"
-    folder.mkdir(exist_ok=True)
-    return Part(job, folder, smaller, after.first_step, after.sentence)
+    following = team.following(after.places.index(team.node_rank), after.hosts, after.first_attempt)
+    return part_of(following, out_dir, after.first_step, after.sentence)
 
 
-def _decide(part: Part, team: Team, lost: RegroupError) -> _After:
-    """Node 0: sees who is left, and tells them who goes on."""
+def _decide(part: Part, team: Team, cause: RegroupError) -> _After:
+    """Node 0: sees who is there, and tells them who goes on."""
     team.tell(REGROUP)
     deadline_s = time.monotonic() + _READY_S
-    others = [node for node in range(1, len(team.hosts)) if node not in team.exchange.lost]
-    ready = [node for node in others if team.hear(f"ready/{node}", deadline_s) is not None]
-    after = _after(part, team, [0, *ready], lost)
+    exchange, ready = team.exchange, []
+    for node in range(1, len(team.hosts)):
+        if node in exchange.lost | exchange.left:
+            continue
+        answer = team.hear_first((f"left/{node}", f"ready/{node}"), deadline_s)
+        if answer == f"left/{node}":
+            exchange.left.add(node)
+        elif answer is not None:
+            ready.append(node)
+    room = team.room
+    assert room is not None, "node 0 of a run that goes on with other nodes has one"
+    team.ask(room.look)
+    guests = room.here
+    after = _after(part, team, [0, *ready], guests, cause)
     team.tell("after", after.model_dump_json())
+    for place, guest in enumerate(guests[: len(after.hosts) - len(after.places)], len(after.places)):
+        invitation = team.invitation(place, after.hosts, after.first_attempt)
+        team.ask(lambda guest=guest, told=invitation: room.admit(guest, told))  # type: ignore[misc]
     deadline_s = time.monotonic() + _HEARD_S
     for node in ready:
         team.hear(f"heard/{node}", deadline_s)
+    if not after.hosts:
+        team.ask(lambda: room.close(Failure(sentence=after.sentence)))
     return after
 
 
-def _after(part: Part, team: Team, left: list[int], lost: RegroupError) -> _After:
-    job, lost_too = part.job, [node for node in range(len(team.hosts)) if node not in {*left, *team.exchange.lost}]
-    why = "; ".join([str(lost), *(f"{team.name(node)} did not answer either" for node in lost_too)])
-    fewer = next((fewer for fewer in job.fewer_nodes if fewer.num_nodes <= len(left)), None)
-    if fewer is None:
-        return _After(places=(), sentence=f"{why}; too few nodes are left to go on")
-    assert job.checkpointing is not None
-    places, spare = left[: fewer.num_nodes], left[fewer.num_nodes :]
-    attempt, step = lost.num_restarts + 1, first_step(job)
-    who = f"{_counted(fewer.num_nodes, 'node')} with {_counted(fewer.plan.num_devices, 'rank')}"
-    goes = f"{who} {'goes' if fewer.num_nodes == 1 else 'go'} on {f'after step {step}' if step else 'at step 1'}"
+def _after(part: Part, team: Team, there: list[int], guests: list[Guest], cause: RegroupError) -> _After:
+    exchange, asked, room = team.exchange, part.job.checkpointing, team.room
+    assert asked is not None
+    assert room is not None
+    silent = [node for node in range(len(team.hosts)) if node not in {*there, *exchange.lost, *exchange.left}]
+    number = room.largest(len(there) + len(guests))
+    places, spare = there[:number], there[number:]
+    joining = guests[: 0 if number is None else number - len(places)]
+    why = [str(cause)] if exchange.lost else []
+    why += [f"{team.name(node)} did not answer{' either' if why else ''}" for node in silent]
+    why += [f"{team.name(node)} was told to leave" for node in sorted(exchange.left)]
+    why += [f"{guest.met.host.name} ({guest.met.host.address}) joins" for guest in joining]
+    why = why or ["a node that wanted to join has gone"]
+    if number is None:
+        return _After(sentence=f"{'; '.join(why)}; too few nodes are left to go on")
+    is_restart = bool(exchange.lost or silent)
+    attempt, step = cause.num_restarts + is_restart, first_step(part.job)
+    if attempt > asked.max_restarts:
+        return _After(sentence=f"{'; '.join(why)}; no restart is left of {asked.max_restarts}")
+    who = f"{_counted(number, 'node')} with {_counted(team.num_ranks // len(team.hosts) * number, 'rank')}"
+    goes = f"{who} {'goes' if number == 1 else 'go'} on {f'after step {step}' if step else 'at step 1'}"
     without = f" without {' and '.join(map(team.name, spare))}" if spare else ""
-    restart = f"restart {attempt} of {job.checkpointing.max_restarts}"
-    sentence = f"{why}; {goes}{without}; {restart}"
-    return _After(places=tuple(places), spare=tuple(spare), first_attempt=attempt, first_step=step, sentence=sentence)
+    restart = [f"restart {attempt} of {asked.max_restarts}"] if is_restart else []
+    return _After(
+        hosts=(*(team.hosts[place] for place in places), *(guest.met.host for guest in joining)),
+        places=tuple(places),
+        spare=tuple(spare),
+        first_attempt=attempt,
+        first_step=step,
+        sentence="; ".join([*why, f"{goes}{without}", *restart]),
+    )
 
 
 def _hear(team: Team) -> _After:

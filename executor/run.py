@@ -7,15 +7,17 @@ from pathlib import Path
 
 from executor.checkpoint_folder import check_resume
 from executor.checks import check_job
+from executor.departure import Departure, told_to_leave
 from executor.exchange import Beats, RegroupError
 from executor.host_clock import ClockReading
 from executor.launch import launch_ranks
 from executor.meeting import meet, refuse
 from executor.rank import RankFiles
-from executor.regroup import Part, first_step, regroup
+from executor.regroup import Part, first_step, part_of, regroup
 from executor.results import gather_parts
 from executor.settling import on_all_nodes
 from executor.team import NodeResult, Team
+from executor.waiting_room import OverError
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
 from simplan.program.job import Job
@@ -78,10 +80,10 @@ def run_job(
     readings: dict[int, tuple[ClockReading, ...]] = {}
     parts: list[Part] = []
 
-    def run_ranks(part: Part) -> None:
+    def run_ranks(part: Part, departure: Departure) -> None:
         if part.team is not None and not parts[1:]:  # now all nodes hear why a run cannot go on
             say_where_it_begins()
-        _run_here(part, on_poll, rank_module, note)
+        _run_here(part, on_poll, rank_module, note, departure)
 
     def begin(part: Part | None) -> Part:
         assert part is not None, "node 0 is always needed"
@@ -93,8 +95,9 @@ def run_job(
 
     part = begin(Part(job, out_dir, team, first_step(job) if resumes else 0))
     try:
-        while (lost := _run_part(part, run_ranks, readings)) is not None:
-            part = begin(regroup(part, out_dir, lost))
+        with told_to_leave(heeds=team is not None and team.is_elastic) as departure:
+            while (cause := _run_part(part, run_ranks, readings, departure)) is not None:
+                part = begin(regroup(part, out_dir, cause))
         failure = None
     except SimplanError as error:
         failure = str(error)
@@ -120,23 +123,50 @@ def join_job(
         nodes: How to meet the others.
         out_dir: Folder for the logs of this node's ranks.
         rank_module: As in ``run_job``.
-        on_note: Told when others are lost, and who goes on.
+        on_note: Told what a user of this node should know: that it is let in, waits, or was not needed.
 
     Raises:
         SpecError: The nodes were not asked the same; nothing was started.
         RunError: Ranks of any node failed or hung, or nodes did not come.
+        LeftError: This node was told to leave, and has.
     """
-    team = meet(nodes, None)
+
+    def note(sentence: str) -> None:
+        if on_note is not None:
+            on_note(sentence)
+
+    try:
+        waits = _take_part(meet(nodes, None, note), out_dir, rank_module, note)
+    except OverError as over:
+        note(str(over))
+        return
+    while waits:  # as a node does that comes later: it may be needed again
+        try:
+            team = meet(nodes, None, note)
+        except RunError as error:
+            note(str(error))
+            return
+        waits = _take_part(team, out_dir, rank_module, note)
+
+
+def _take_part(team: Team, out_dir: Path, rank_module: str, note: Callable[[str], None]) -> bool:
+    """From a meeting on; gives whether this node could go on and is not needed, else the run is over."""
+
+    def run_ranks(part: Part, departure: Departure) -> None:
+        _run_here(part, lambda beats: None, rank_module, None, departure)
+
     out_dir = _folder(out_dir)
-
-    def run_ranks(part: Part) -> None:
-        _run_here(part, lambda beats: None, rank_module, None)
-
-    part: Part | None = Part(Job.model_validate_json(team.job), out_dir, team)
-    while part is not None and (lost := _run_part(part, run_ranks, {})) is not None:
-        part = regroup(part, out_dir, lost)
-    if part is None and on_note is not None:
-        on_note(f"nodes were lost, and those that are left go on without {team.me}, which is not needed")
+    if team.number == 0:
+        part: Part | None = Part(Job.model_validate_json(team.job), out_dir, team)
+    else:
+        part = part_of(team, out_dir)
+        note(f"joining the run, which goes on with {len(team.hosts)} nodes, as {team.me}")
+    with told_to_leave(heeds=team.is_elastic) as departure:
+        while part is not None and (cause := _run_part(part, run_ranks, {}, departure)) is not None:
+            part = regroup(part, out_dir, cause)
+    if part is None:
+        note(f"the others go on without {team.me}, which is not needed now")
+    return part is None
 
 
 def _check(job: Job, nodes: Nodes | None) -> None:
@@ -166,7 +196,10 @@ def _keep(file: Path, measurement: Measurement, failure: str | None) -> None:
 
 
 def _run_part(
-    part: Part, run_ranks: Callable[[Part], None], readings: dict[int, tuple[ClockReading, ...]]
+    part: Part,
+    run_ranks: Callable[[Part, Departure], None],
+    readings: dict[int, tuple[ClockReading, ...]],
+    departure: Departure,
 ) -> RegroupError | None:
     """Runs this node's ranks, and settles with the others how it went.
 
@@ -174,21 +207,23 @@ def _run_part(
         part: What is run.
         run_ranks: Runs those of this node.
         readings: On node 0, gets the readings of every other node's clock by rank, also when the run fails.
+        departure: Whether this node is to leave.
 
     Returns:
-        Who is lost, when the others are to go on; nothing is settled then.
+        Why others than these nodes are to go on; nothing is settled then.
 
     Raises:
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
+        LeftError: This node has left.
     """
     team = part.team
     if team is None:
-        run_ranks(part)
+        run_ranks(part, departure)
         return None
 
     def work() -> None:
         check_job(part.job, len(team.ranks))
-        run_ranks(part)
+        run_ranks(part, departure)
         team.read_clock()
 
     def keep(result: NodeResult) -> None:
@@ -198,8 +233,8 @@ def _run_part(
 
     try:
         on_all_nodes(team, work, lambda: _steps_of(team, part.folder), keep)
-    except RegroupError as lost:
-        return lost
+    except RegroupError as cause:
+        return cause
     return None
 
 
@@ -225,7 +260,11 @@ def _telling(on_progress: Progress | None, num_steps: int) -> Callable[[Beats], 
 
 
 def _run_here(
-    part: Part, on_poll: Callable[[Beats], None], rank_module: str, on_restart: Callable[[str], None] | None
+    part: Part,
+    on_poll: Callable[[Beats], None],
+    rank_module: str,
+    on_restart: Callable[[str], None] | None,
+    departure: Departure,
 ) -> None:
     job, job_file = part.job, part.folder / "job.json"
     write_whole(job_file, job.model_dump_json(indent=1))
@@ -240,4 +279,5 @@ def _run_here(
         max_restarts=0 if job.checkpointing is None else job.checkpointing.max_restarts,
         on_restart=on_restart,
         predicted_bytes=job.predicted_memory_bytes,
+        departure=departure,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from executor.departure import LeftError
 from executor.exchange import OtherNodeError, RegroupError
 from executor.failure import Failure
 from executor.launch import RanksError
@@ -28,15 +29,17 @@ def on_all_nodes(
         keep: On node 0, gets what every other node has to say, also when the work has failed.
 
     Raises:
-        RegroupError: A node is lost, and the others are to go on without it; nothing is settled.
+        RegroupError: Others than these nodes are to go on; nothing is settled.
+        LeftError: This node has left; nothing is settled.
         SpecError, RunError: What the nodes have agreed on, the same on all of them.
     """
-    failure: Failure | None = Failure(sentence=f"{team.me} was interrupted")
+    without = "; it has the store of the run, which ends without it" if team.is_elastic and team.leads else ""
+    failure: Failure | None = Failure(sentence=f"{team.me} was interrupted{without}")
     settles = True
     try:
         work()
         failure = None
-    except RegroupError:
+    except (RegroupError, LeftError):
         settles = False
         raise
     except OtherNodeError as error:

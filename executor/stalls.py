@@ -39,7 +39,8 @@ def find_stall(beats: Sequence[Beat | None], started_s: float, timeout_s: float)
     def silent_s(beat: Beat | None) -> float:
         return now_s - (started_s if beat is None else beat.time_s)
 
-    alive = [rank for rank, beat in enumerate(beats) if beat is None or beat.state is not RankState.FINISHED]
+    ended = (RankState.FINISHED, RankState.STOPPED)
+    alive = [rank for rank, beat in enumerate(beats) if beat is None or beat.state not in ended]
 
     def waits(rank: int) -> bool:
         beat = beats[rank]

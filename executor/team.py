@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -18,7 +19,9 @@ from executor.exchange import Exchange, Host
 from executor.failure import Failure, first_cause
 from executor.host_clock import ClockReading, read_clock
 from executor.store_line import StoreLine
+from executor.waiting_room import WaitingRoom
 from simplan.errors import RunError
+from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.spec.base import Spec
 
@@ -26,6 +29,7 @@ __all__ = ["NodeResult", "Team"]
 
 _ANSWER_S = 30.0  # without an answer for so long, a node counts as lost
 _FAREWELL_S = 10.0
+_LEAVE_S = 3.0  # for node 0 to be told that this node leaves
 _Result = TypeVar("_Result")
 
 
@@ -54,13 +58,15 @@ class Team:
         interface: Network interface of the ranks.
         clock_port: Where node 0 tells the time.
         readings: Of this node's clock.
-        first_attempt: As the attribute.
+        first_attempt, number, room: As the attributes.
 
     Attributes:
         node_rank: Place of this node.
         hosts: All nodes, by place.
-        job: What to run, as JSON.
-        first_attempt: How often ranks had been started before these nodes went on by themselves.
+        job: What all nodes of the run began, as JSON.
+        first_attempt: How often ranks had been started again before these nodes went on by themselves.
+        number: How many teams there were before this one in the run.
+        room: On node 0 of a run that lets nodes in, where these wait.
         exchange: What they tell each other while ranks run.
     """
 
@@ -76,21 +82,30 @@ class Team:
         clock_port: int,
         readings: Sequence[ClockReading] = (),
         first_attempt: int = 0,
+        number: int = 0,
+        room: WaitingRoom | None = None,
     ) -> None:
         self.node_rank, self.hosts, self.job, self.first_attempt = node_rank, hosts, job, first_attempt
+        self.number, self.room = number, room
         self._nodes, self._all_nodes_store, self._line, self._interface = nodes, store, line, interface
         # a node that was given up may still be there, and talk: nobody listens
-        self._store = PrefixStore(f"{len(hosts)}nodes", store)
+        self._store = PrefixStore(f"team{number}", store)
         self._clock_port = clock_port
         self._readings = list(readings)
         offset_s = readings[-1].offset_s if readings else 0.0
-        may_regroup = nodes.min_nodes is not None and len(hosts) > nodes.min_nodes
-        self.exchange = Exchange(nodes, node_rank, hosts, self._store, line, offset_s, may_regroup=may_regroup)
+        self.exchange = Exchange(
+            nodes, node_rank, hosts, self._store, line, offset_s, may_regroup=self.is_elastic, door=room
+        )
 
     @property
     def leads(self) -> bool:
         """Whether this is node 0."""
         return self.node_rank == 0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on with other nodes when some go or come."""
+        return self._nodes.min_nodes is not None
 
     @property
     def ranks(self) -> range:
@@ -126,7 +141,7 @@ class Team:
             f"--nproc-per-node={nodes.ranks_per_node}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={nodes.endpoint}",
-            f"--rdzv-id=simplan-{len(self.hosts)}",
+            f"--rdzv-id=simplan-{self.number}",
             f"--rdzv-conf=is_host=false,join_timeout={wait_s}",
             f"--local-addr={self.hosts[self.node_rank].address}",
         ]
@@ -162,14 +177,11 @@ class Team:
         result = NodeResult(failure=failure, steps=dict(steps), readings=tuple(self._readings))
         try:
             if failure is not None:
-                self._ask(lambda: self._store.set("failed", str(self.node_rank)))
+                self.ask(lambda: self._store.set("failed", str(self.node_rank)))
             return self._decide(result) if self.leads else (self._hear_decision(result), [])
         except (RuntimeError, TimeoutError):
             lost = Failure(sentence=f"{self.me} lost its connection with {self.name(0)}", consequence=True)
             return failure or lost, []
-
-    def _ask(self, call: Callable[[], _Result], timeout_s: float = _ANSWER_S) -> _Result:
-        return self._line.ask(call, timeout_s)
 
     def _decide(self, mine: NodeResult) -> tuple[Failure | None, list[NodeResult]]:
         """Node 0: waits for the results of the others, finds the first cause, and tells."""
@@ -179,43 +191,50 @@ class Team:
         others = [node for node in range(1, len(self.hosts)) if node not in self.exchange.lost]
         told = []
         for node in others:
-            packed = self.hear(f"result/{node}", deadline_s)
-            if packed is None:
+            found_key = self.hear_first((f"result/{node}", f"left/{node}"), deadline_s)
+            if found_key == f"left/{node}":
+                left = f"{self.name(node)} has left, as it was told to"
+                failures.append(Failure(sentence=left, consequence=mine.failure is not None))
+                continue
+            if found_key is None:
                 lost = f"{self.name(node)} has not been heard of for {_ANSWER_S:g} s"
                 failures.append(Failure(sentence=lost, consequence=mine.failure is not None))
                 continue
             told.append(node)
+            packed = self.ask(lambda key=found_key: self._store.get(key))  # type: ignore[misc]
             results.append(NodeResult.model_validate_json(zlib.decompress(packed)))
             failures.append(results[-1].failure)
         found = first_cause([failure for failure in failures if failure is not None])
         end = "null" if found is None else found.model_dump_json()
-        self._ask(lambda: self._store.set("end", end))
+        self.ask(lambda: self._store.set("end", end))
         deadline_s = time.monotonic() + _FAREWELL_S
         for node in told:
             self.hear(f"bye/{node}", deadline_s)
+        if (room := self.room) is not None:
+            self.ask(lambda: room.close(found))
         return found, results
 
     def _hear_decision(self, mine: NodeResult) -> Failure | None:
         """Another node: sends its result and waits for what node 0 says."""
         packed = zlib.compress(mine.model_dump_json().encode())
-        self._ask(lambda: self._store.set(f"result/{self.node_rank}", packed))  # type: ignore[arg-type]
+        self.ask(lambda: self._store.set(f"result/{self.node_rank}", packed))  # type: ignore[arg-type]
         end = self.hear("end", time.monotonic() + 2 * _ANSWER_S)
         if end is None:
             raise TimeoutError
-        self._ask(lambda: self._store.set(f"bye/{self.node_rank}", ""))
+        self.ask(lambda: self._store.set(f"bye/{self.node_rank}", ""))
         return None if end == b"null" else Failure.model_validate_json(end)
 
-    def only(self, places: Sequence[int], first_attempt: int) -> Team:
-        """Some of the nodes, this one among them, as a team of their own.
+    def following(self, place: int, hosts: Sequence[Host], first_attempt: int) -> Team:
+        """The next team, with this node.
 
         Args:
-            places: Of these in this team, in the order that they have in the new one; the first is node 0.
-            first_attempt: As the attribute.
+            place: Of this node in it; the first one is node 0 again.
+            hosts, first_attempt: As the attributes.
         """
         return Team(
             self._nodes,
-            places.index(self.node_rank),
-            tuple(self.hosts[place] for place in places),
+            place,
+            tuple(hosts),
             self._all_nodes_store,
             self._line,
             self._interface,
@@ -223,7 +242,39 @@ class Team:
             self._clock_port,
             self._readings[:1],
             first_attempt,
+            self.number + 1,
+            self.room,
         )
+
+    def job_here(self) -> Job:
+        """The job of the run as so many nodes run it."""
+        whole = Job.model_validate_json(self.job)
+        if len(self.hosts) == self._nodes.num_nodes:
+            return whole
+        return next(whole.on_nodes(fewer) for fewer in whole.fewer_nodes if fewer.num_nodes == len(self.hosts))
+
+    def invitation(self, place: int, hosts: Sequence[Host], first_attempt: int) -> dict[str, Any]:
+        """What a node is told that is in the next team and was not in this one; arguments as of ``following``."""
+        return {
+            "hosts": [asdict(host) for host in hosts],
+            "place": place,
+            "job": self.job,
+            "clock_port": self._clock_port,
+            "first_attempt": first_attempt,
+            "team": self.number + 1,
+        }
+
+    def leave(self) -> None:
+        """Tells the others that this node leaves, if they can be told."""
+        self.exchange.leave(_LEAVE_S)
+
+    def ask(self, call: Callable[[], _Result], timeout_s: float = _ANSWER_S) -> _Result:
+        """Makes a call to the store.
+
+        Raises:
+            TimeoutError, RuntimeError: Node 0 cannot be reached.
+        """
+        return self._line.ask(call, timeout_s)
 
     def tell(self, key: str, value: str = "") -> None:
         """Sets a key of the store that these nodes share.
@@ -231,7 +282,7 @@ class Team:
         Raises:
             TimeoutError, RuntimeError: Node 0 cannot be reached.
         """
-        self._ask(lambda: self._store.set(key, value))
+        self.ask(lambda: self._store.set(key, value))
 
     def hear(self, key: str, deadline_s: float) -> bytes | None:
         """The value of a key once it is there.
@@ -243,9 +294,17 @@ class Team:
         Raises:
             TimeoutError, RuntimeError: Node 0 cannot be reached.
         """
-        while not self._ask(lambda: self._store.check([key])):
+        if self.hear_first((key,), deadline_s) is None:
+            return None
+        value: bytes = self.ask(lambda: self._store.get(key))
+        return value
+
+    def hear_first(self, keys: Sequence[str], deadline_s: float) -> str | None:
+        """Which of several keys is there first; arguments and errors are those of ``hear``."""
+        while True:
+            for key in keys:
+                if self.ask(lambda key=key: self._store.check([key])):  # type: ignore[misc]
+                    return key
             if time.monotonic() > deadline_s:
                 return None
             time.sleep(0.05)
-        value: bytes = self._ask(lambda: self._store.get(key))
-        return value

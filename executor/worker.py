@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -17,19 +16,18 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from executor.checkpoints import Checkpoints
 from executor.clock import make_clock
 from executor.groups import make_groups
 from executor.heartbeat import Heartbeat, RankState
-from executor.loss_log import LossLog
+from executor.keeping import Keeper
 from executor.memory import peak_allocated_bytes, peak_memory
 from executor.out_of_memory import told_when_out_of_memory
-from executor.rank import RankFiles, attempt, live_as_rank
+from executor.rank import RankFiles, attempt, first_rank, live_as_rank, team_number
 from executor.recorder import Recorder
 from executor.reference import Reference
+from executor.stopping import stop_file
 from executor.trainer import Trainer
 from simplan.files import write_whole
-from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
 from simplan.program.measurement import PeakMemory
 from simplan.spec.plan import RankMapping
@@ -63,10 +61,10 @@ def start_rank(device: torch.device, timeout_s: float) -> None:
     cuda = device.type == "cuda"
     timeout = timedelta(seconds=2 * timeout_s + 60)
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    # one store serves all attempts, also those of more nodes: the names of an earlier one's ranks would be found
+    # one store serves all attempts, also those of other teams: the names of an earlier one's ranks would be found
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=PrefixStore(f"{num_ranks}ranks/attempt{attempt()}", store),
+        store=PrefixStore(f"team{team_number()}/attempt{attempt()}", store),
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
@@ -80,7 +78,7 @@ def main(argv: list[str]) -> None:
     live_as_rank(out_dir, lambda heartbeat, rank: _run(Path(argv[0]), out_dir, heartbeat, rank))
 
 
-def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
+def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> RankState:
     job = Job.model_validate_json(job_file.read_bytes())
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     if job.training.precision == "tf32":
@@ -88,14 +86,15 @@ def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     start_rank(device, job.timeout_s)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     with told_when_out_of_memory(device, predicted_bytes):
-        _train(job, out_dir, device, heartbeat, rank)
+        ended = _train(job, out_dir, device, heartbeat, rank)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
     dist.destroy_process_group()
+    return ended
 
 
-def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, rank: int) -> None:
-    """From building the model to the measured memory."""
+def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, rank: int) -> RankState:
+    """From building the model to the measured memory, or to where ranks are to stop."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     mapping = RankMapping.of(job.plan)
     table = job.parsed_table()
@@ -106,14 +105,12 @@ def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, 
         return Trainer(job, rank, device, groups, recorder)
 
     files = RankFiles(out_dir, rank)
-    trainer, first, checkpoints, loss_log = build(), 0, None, None
+    trainer, first, keeper = build(), 0, None
     if job.checkpointing is not None:
-        checkpoints = Checkpoints(job, trainer.state(), partial(_append, files.checkpoints) if rank == 0 else _ignore)
-        if job.checkpointing.resume or attempt() > 0:
+        keeper = Keeper(job, trainer.state(), files, stop_file(out_dir, first_rank()), leads=rank == 0)
+        if job.checkpointing.resume or attempt() > 0 or team_number() > 0:
             heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
-            first = checkpoints.restore()
-        if job.fewer_nodes:
-            loss_log = LossLog(files.losses, job.checkpointing.every)
+            first = keeper.restore()
     for kept in (files.steps, files.losses) if rank == 0 else (files.steps,):
         _keep_steps_before(first, kept)
     watched: AbstractContextManager[None] = nullcontext()
@@ -122,10 +119,12 @@ def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, 
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as steps, watched:
-        _timed_steps(job, trainer, device, recorder, steps, first, checkpoints, loss_log)
-        del trainer, checkpoints
-        memory = _memory(job, build, device, recorder, heartbeat)
-        print(memory.model_dump_json(), file=steps, flush=True)
+        ended = _timed_steps(job, trainer, device, recorder, steps, first, keeper)
+        if ended is RankState.FINISHED:
+            del trainer, keeper
+            memory = _memory(job, build, device, recorder, heartbeat)
+            print(memory.model_dump_json(), file=steps, flush=True)
+    return ended
 
 
 def _timed_steps(
@@ -135,9 +134,8 @@ def _timed_steps(
     recorder: Recorder,
     file: TextIO,
     first: int,
-    checkpoints: Checkpoints | None,
-    loss_log: LossLog | None,
-) -> None:
+    keeper: Keeper | None,
+) -> RankState:
     """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
     reference = Reference(device)
     for step in range(first, job.num_all_steps):
@@ -153,16 +151,11 @@ def _timed_steps(
             start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup, reference_s=reference_s
         )
         print(record.model_dump_json(), file=file, flush=True)
-        if loss_log is not None:
-            recorder.waiting("gathering losses", step + 1)
-            loss_log.add(step, list(record.losses))
-        if checkpoints is not None:
-            recorder.waiting("taking a checkpoint", step + 1)
-            checkpoints.after(step + 1)
-    if checkpoints is not None:
-        recorder.waiting("waiting for the last checkpoint to be written", job.num_all_steps)
-        checkpoints.finish()
+        is_last = step + 1 == job.num_all_steps
+        if keeper is not None and keeper.after(step + 1, list(record.losses), recorder, is_last=is_last):
+            return RankState.STOPPED
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
+    return RankState.FINISHED
 
 
 def _num_warmup_steps(job: Job, first: int) -> int:
@@ -177,15 +170,6 @@ def _keep_steps_before(first: int, file: Path) -> None:
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     kept = (line for line in lines if line.endswith("\n") and json.loads(line).get("step", first) < first)
     write_whole(file, "".join(kept))
-
-
-def _append(file: Path, timing: CheckpointTiming) -> None:
-    with file.open("a") as stream:
-        stream.write(timing.model_dump_json() + "\n")
-
-
-def _ignore(timing: CheckpointTiming) -> None:
-    """Other ranks than 0 took about as long."""
 
 
 def _memory(

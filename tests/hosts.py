@@ -53,6 +53,10 @@ class Host:
         """Takes its link down: nobody is told, packets only get lost."""
         _run(["ip", "-n", self.name, "link", "set", "eth0", "down"])
 
+    def join(self) -> None:
+        """Takes it up again."""
+        _run(["ip", "-n", self.name, "link", "set", "eth0", "up"])
+
     def kill_all(self) -> None:
         """Kills all its processes, as when its power is cut."""
         self.signal_all(signal.SIGKILL)

@@ -133,8 +133,8 @@ def run(
     """Run the plan on this machine's devices and show the prediction beside the measurement.
 
     Calibrates first when this machine has no calibration for the scenario. With --nodes and --rdzv, every node runs its
-    part of the ranks, and node 0 shows the result. With --nodes MIN:MAX, MAX of them begin, and when some are lost the
-    others go on from the newest checkpoint with fewer data-parallel ranks.
+    part of the ranks, and node 0 shows the result. With --nodes MIN:MAX, MAX of them begin; when some are
+    lost or told to leave (SIGTERM), the others go on with fewer data-parallel ranks, and with more when nodes come.
     """
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.commands import run_command

@@ -56,7 +56,7 @@ Timeout = Annotated[
 ]
 NumNodes = Annotated[
     str,
-    typer.Option(metavar="N|MIN:MAX", help="Nodes; the same command runs on each. MIN go on when others are lost."),
+    typer.Option(metavar="N|MIN:MAX", help="Nodes; the same command runs on each. MIN go on when others go."),
 ]
 Rendezvous = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")

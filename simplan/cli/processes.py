@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from simplan.children import ask_to_end, exit_code
 from simplan.cli.output import say
@@ -21,7 +21,8 @@ from simplan.errors import Problem, RunError, SpecError
 
 __all__ = ["ending_signals_raise", "require_executor", "run_executor"]
 
-_GRACE_S = 15.0
+_GRACE_S = 25.0  # Kubernetes and Slurm kill after 30 s by default
+_TERMINATED = 128 + signal.SIGTERM
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 Event = dict[str, Any]
@@ -41,7 +42,7 @@ def require_executor() -> None:
 def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
     """Runs ``python -m executor ARGS`` to its end.
 
-    On Ctrl-C, SIGTERM or SIGHUP the executor is asked to stop its ranks and killed when it does not within 15 s.
+    On Ctrl-C, SIGTERM or SIGHUP the executor is asked to stop its ranks and killed when it does not within 25 s.
 
     Args:
         args: ``run JOB.json --out DIR`` or ``calibrate REQUEST.json --out FILE``.
@@ -72,11 +73,17 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
             code = exit_code(child)
         except BaseException:
             _end(child)
+            if exit_code(child) == _TERMINATED and (said := _read(messages)):
+                say(said)  # how it has left, where others go on
             raise
-        messages.seek(0)
-        said = messages.read().strip()
+        said = _read(messages)
     assert code is not None
     _raise_for(code, said)
+
+
+def _read(messages: IO[str]) -> str:
+    messages.seek(0)
+    return messages.read().strip()
 
 
 def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
@@ -114,6 +121,9 @@ def _raise_for(code: int, said: str) -> None:
         raise SpecError(Problem(field="", rule=said))
     if code == RunError.exit_code and said:
         raise RunError(said)
+    if code == _TERMINATED and said:  # it was told to leave, and the others go on
+        say(said)
+        raise SystemExit(code)
     ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     last = f": {said.splitlines()[-1]}" if said else ""
     raise RunError(f"the executor {ended}{last}")

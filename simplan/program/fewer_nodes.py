@@ -1,4 +1,4 @@
-"""How a job goes on when nodes are lost: the same training on fewer data-parallel ranks with more microbatches each."""
+"""How a job goes on with fewer nodes: the same training on fewer data-parallel ranks with more microbatches each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FewerNodes(Spec):
     """What is other than on all nodes; model, training and data are the same.
 
     Attributes:
-        num_nodes: Nodes that are left.
+        num_nodes: Nodes that are there.
         plan, boundaries, table, predicted_memory_bytes: As of ``Job``.
     """
 

@@ -40,7 +40,7 @@ class Job(Spec):
         timeout_s: A rank that makes no progress for so long ends the run.
         checkpointing: How the state is kept; None for not at all.
         predicted_memory_bytes: By rank, what the prediction says it needs on its device; empty without a prediction.
-        fewer_nodes: How it goes on when nodes are lost, more of them first; empty when it does not.
+        fewer_nodes: How it goes on with fewer nodes than all, more of them first; empty when it does not.
         profile_memory: Run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -75,9 +75,8 @@ class Job(Spec):
 
     def on_nodes(self, fewer: FewerNodes) -> Job:
         """The job as so many nodes go on with it."""
-        changed = {key: getattr(fewer, key) for key in ("plan", "boundaries", "table", "predicted_memory_bytes")}
-        still_fewer = tuple(other for other in self.fewer_nodes if other.num_nodes < fewer.num_nodes)
-        return self.model_copy(update={**changed, "fewer_nodes": still_fewer})
+        keys = ("plan", "boundaries", "table", "predicted_memory_bytes")
+        return self.model_copy(update={key: getattr(fewer, key) for key in keys})
 
     def parsed_table(self) -> Table:
         """The table as actions.

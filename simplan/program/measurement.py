@@ -125,7 +125,7 @@ class SlowRank(Spec):
 
 
 class EarlierPart(Spec):
-    """What a run did on more nodes, until it lost some of them.
+    """What a run did on other nodes, until some went or came.
 
     Attributes:
         num_nodes: Nodes it ran on.
@@ -146,7 +146,7 @@ class EarlierPart(Spec):
 
 
 class Measurement(Spec):
-    """A measured run; of one that lost nodes, its last part.
+    """A measured run; of one whose nodes went or came, its last part.
 
     Step times, losses and ranks are those of one plan, which is that of ``job``. ``earlier`` tells of the others.
 
@@ -160,7 +160,7 @@ class Measurement(Spec):
         ranks: One entry per rank.
         first_step: Steps that the checkpoint had done with which the run began, or its last part; 0 for a run from the
             beginning.
-        earlier: Parts on more nodes, in order; empty unless nodes were lost.
+        earlier: Parts on other nodes, in order; empty unless nodes went or came.
         checkpoints: What each took, as rank 0 has it.
         slow_ranks: Ranks that are slower than their like, beyond the spread of their steps.
         notes: What a reader should know besides, one sentence each.

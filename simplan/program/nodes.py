@@ -16,7 +16,7 @@ class Nodes(Spec):
 
     Attributes:
         num_nodes: Nodes of the run, this one included.
-        min_nodes: As few of them go on when others are lost; None when the run then ends.
+        min_nodes: As few of them go on when others are lost or leave, and others may come; None when the run then ends.
         ranks_per_node: Ranks that each of them runs.
         host: Name or address of node 0, where all meet.
         port: Port there.

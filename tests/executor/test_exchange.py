@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import executor.attempts
 import executor.exchange
 from executor.attempts import Attempts
-from executor.exchange import Exchange, Heard, Host, LostNodeError, OtherNodeError
+from executor.exchange import Exchange, Heard, Host, LostNodeError, OtherNodeError, RegroupError
 from executor.failure import Failure
 from executor.heartbeat import Beat, RankState
 from executor.rank import RankFiles
@@ -96,6 +96,40 @@ def test_the_end_on_another_node_and_silence_are_errors(
     store.set("failed", "1")
     with pytest.raises(OtherNodeError):
         until(lambda: there.turn(none, [], 60.0) is None)
+
+
+NONE: tuple[None, ...] = (None,) * 4
+
+
+@pytest.fixture
+def elastic(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> tuple[Exchange, Exchange]:
+    """Of a run that goes on when nodes go."""
+    monkeypatch.setattr(executor.exchange, "_EXCHANGE_S", 0.0)
+    return (
+        Exchange(NODES, 0, HOSTS, store, StoreLine(), 0.0, may_regroup=True),
+        Exchange(NODES, 1, HOSTS, store, StoreLine(), 0.0, may_regroup=True),
+    )
+
+
+def test_a_node_that_leaves_is_not_waited_for_and_no_restart(elastic: tuple[Exchange, Exchange]) -> None:
+    here, there = elastic
+    there.leave(PATIENCE_S)
+    with pytest.raises(RegroupError) as caught:
+        until(lambda: here.turn(NONE, [], 2 * PATIENCE_S) is None)  # silent for half of it, it would be lost
+    assert (here.left, here.lost, caught.value.is_restart) == ({1}, set(), False)
+
+
+def test_a_lost_node_is_a_restart_and_node_0_the_end(
+    elastic: tuple[Exchange, Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = elastic
+    monkeypatch.setattr(executor.exchange, "_LEAST_LOST_S", 0.0)
+    with pytest.raises(RegroupError, match=r"^node 1 ") as caught:
+        until(lambda: here.turn(NONE, [], 0.02) is None)
+    assert caught.value.is_restart
+    said = r"^node 0 \(a, 10.0.0.1\) cannot be reached: .*; it has the store of the run, which ends without it$"
+    with pytest.raises(LostNodeError, match=said):
+        until(lambda: there.turn(NONE, [], -1.0) is None)
 
 
 def test_a_restart_is_told_with_the_cause_when_all_nodes_have_said_theirs(

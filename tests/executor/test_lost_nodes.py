@@ -60,7 +60,7 @@ def elastic(job: Job, folder: Path, num_nodes: int, fewer: Sequence[int], **aske
     for number in fewer:
         plan = on_fewer_devices(job.plan, number * per_node)
         left.append(FewerNodes(num_nodes=number, plan=plan, boundaries=job.boundaries, table=table_of(plan)))
-    made = with_checkpoints(job, folder, NUM_STEPS, **{"every": EVERY, "max_restarts": 2, **asked})
+    made = with_checkpoints(job, folder, **{"num_steps": NUM_STEPS, "every": EVERY, "max_restarts": 2, **asked})
     return made.model_copy(update={"fewer_nodes": tuple(left)})
 
 
@@ -138,7 +138,7 @@ def test_one_host_after_the_other_is_lost(make_job: MakeJob, tmp_path: Path) -> 
         started = start_on(made, job, tmp_path)
         wait_for_step(started, tmp_path / "0", LOST_AFTER)
         made[1].kill_all()
-        wait_for_step(started, tmp_path / "0" / "2-nodes", LOST_AFTER + 2 * EVERY)
+        wait_for_step(started, tmp_path / "0" / "part-2", LOST_AFTER + 2 * EVERY)
         made[2].cut()
         first, _, last = finished(started, tmp_path)
     assert first == (0, "")
@@ -153,7 +153,7 @@ def test_one_host_after_the_other_is_lost(make_job: MakeJob, tmp_path: Path) -> 
 
 
 def test_pipelines_go_on_without_a_host_that_is_not_needed(make_job: MakeJob, tmp_path: Path) -> None:
-    """Two pipelines of two stages, a rank on each of four hosts: three make one pipeline, and one host is left over."""
+    """Two pipelines of two stages, a rank on each of four hosts: three make one pipeline, and one host waits."""
     job = elastic(make_job("1f1b", pp=2, dp=2), tmp_path / "kept", 4, [2])
     whole = undisturbed(job, tmp_path / "whole")
     with hosts(4, cores=cores_of(4)) as made:
@@ -174,7 +174,7 @@ def test_a_host_that_wakes_up_too_late_harms_nobody(make_job: MakeJob, tmp_path:
         started = start_on(made, job, tmp_path)
         wait_for_step(started, tmp_path / "0", LOST_AFTER)
         made[1].signal_all(signal.SIGSTOP)
-        wait_for_step(started, tmp_path / "0" / "1-nodes", LOST_AFTER)
+        wait_for_step(started, tmp_path / "0" / "part-2", LOST_AFTER)
         made[1].signal_all(signal.SIGCONT)
         first, late = finished(started, tmp_path)
     assert first == (0, "")

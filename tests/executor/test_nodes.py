@@ -22,7 +22,8 @@ from executor.exchange import Host as Place
 from executor.failure import Failure, first_cause
 from executor.heartbeat import read_beat
 from executor.host_clock import ClockReading, common_time_s
-from executor.meeting import Introduction, disagreement, meet, refuse
+from executor.introduction import Introduction, disagreement
+from executor.meeting import meet, refuse
 from executor.rank import RankFiles
 from executor.run import run_job
 from simplan.cost.calibrated import CalibratedCost

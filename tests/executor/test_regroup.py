@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 import executor.regroup
+import executor.waiting_room
 from executor.exchange import Host, RegroupError
+from executor.introduction import introduction
 from executor.loss_log import read_losses
 from executor.regroup import Part, regroup
 from executor.store_line import StoreLine
 from executor.team import Team
+from executor.waiting_room import WaitingRoom, wait_for_place
 from simplan.errors import RunError
 from simplan.program.checkpoint import CheckpointHeader, Checkpointing
 from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
@@ -22,6 +27,7 @@ from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from tests.executor.conftest import MakeJob
 
+PATIENCE_S = 60.0
 LOST = "node 1 (b, 10.0.0.2) cannot be reached: nothing has been heard of it for 10 s"
 
 
@@ -46,16 +52,31 @@ def parts(job: Job, folder: Path, fewer: list[int]) -> list[Part]:
     for k in range(4):
         own = folder / str(k)
         own.mkdir()
-        team = Team(nodes, k, hosts, store, StoreLine(), "eth0", "{}", 1)
+        met = introduction(nodes, f"10.0.0.{k + 1}")
+        room = WaitingRoom(store, met, [4, *fewer]) if k == 0 else None
+        team = Team(nodes, k, hosts, store, StoreLine(), "eth0", job.model_dump_json(), 1, room=room)
         team.exchange.lost = {1} if k == 0 else set()
         found.append(Part(job, own, team))
     return found
 
 
-def regrouped(found: list[Part], left: list[int]) -> dict[int, Part | str | None]:
-    """What each node that is left comes to; errors as text."""
+def room_of(found: list[Part]) -> tuple[Nodes, WaitingRoom, Store]:
+    """What a node that comes later needs, and where node 0 sees it."""
+    team = found[0].team
+    assert team is not None
+    assert team.room is not None
+    return team._nodes, team.room, team.room._store
+
+
+def lost_node() -> RegroupError:
     lost = RegroupError(LOST)
-    lost.num_restarts = 1
+    lost.num_restarts, lost.is_restart = 1, True
+    return lost
+
+
+def regrouped(found: list[Part], left: list[int], cause: RegroupError | None = None) -> dict[int, Part | str | None]:
+    """What each node that is left comes to; errors as text. Node 1 is lost, unless there is another cause."""
+    lost = cause or lost_node()
 
     for k in left[1:]:  # before node 0 looks, whichever thread is first
         team = found[k].team
@@ -64,7 +85,7 @@ def regrouped(found: list[Part], left: list[int]) -> dict[int, Part | str | None
 
     def of(k: int) -> Part | str | None:
         try:
-            return regroup(found[k], found[k].folder, lost if k == 0 else RegroupError("another node is lost"))
+            return regroup(found[k], found[k].folder, lost if k == 0 else RegroupError("other nodes are to go on"))
         except RunError as error:
             return str(error)
 
@@ -81,8 +102,8 @@ def test_those_that_are_left_get_new_places_and_one_story(make_job: MakeJob, tmp
         assert (part.team.node_rank, part.team.num_ranks, part.team.ranks) == (place, 3, range(place, place + 1))
         assert [host.name for host in part.team.hosts] == ["a", "c", "d"]
         assert (part.team.first_attempt, part.first_step) == (2, 30)
-        assert (part.job.plan.dp, [fewer.num_nodes for fewer in part.job.fewer_nodes]) == (3, [2])
-        assert part.folder == tmp_path / str(k) / "3-nodes"
+        assert part.job.plan.dp == 3
+        assert part.folder == tmp_path / str(k) / "part-2"
         assert part.why == f"{LOST}; 3 nodes with 3 ranks go on after step 30; restart 2 of 3"
 
 
@@ -92,6 +113,49 @@ def test_a_node_that_is_not_needed_leaves(make_job: MakeJob, tmp_path: Path) -> 
     assert isinstance(first, Part)
     assert first.why == f"{LOST}; 2 nodes with 2 ranks go on after step 30 without node 3 (d); restart 2 of 3"
     assert after[3] is None
+
+
+def test_a_node_that_waits_takes_the_last_place(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of the one that is lost: all go on with the plan of the beginning."""
+    monkeypatch.setattr(executor.waiting_room, "_COUNT_S", 0.01)
+    found = parts(make_job(dp=4), tmp_path, [3, 2])
+    nodes, room, store = room_of(found)
+    with ThreadPoolExecutor() as pool:
+        came = pool.submit(wait_for_place, nodes, store, introduction(nodes, "10.0.0.5"))
+        while not room.here:
+            room.look()
+        after = regrouped(found, [0, 2, 3])
+        told = came.result(PATIENCE_S)
+    name = socket.gethostname()
+    for part in after.values():
+        assert isinstance(part, Part)
+        assert part.team is not None
+        assert [host.name for host in part.team.hosts] == ["a", "c", "d", name]
+        assert (part.job.plan.dp, part.team.number) == (4, 1)
+        assert part.why.startswith(f"{LOST}; {name} (10.0.0.5) joins; 4 nodes with 4 ranks go on after step 30")
+    assert (told["place"], told["team"], told["first_attempt"]) == (3, 1, 2)
+    assert [host["name"] for host in told["hosts"]] == ["a", "c", "d", name]
+    assert json.loads(told["job"])["plan"]["dp_replicate"] == 4
+
+
+def test_nodes_that_leave_count_as_no_restart(make_job: MakeJob, tmp_path: Path) -> None:
+    """Of four nodes, node 1 has left; node 2 leaves while the others regroup."""
+    found = parts(make_job(dp=4), tmp_path, [3, 2])
+    first, third = found[0].team, found[2].team
+    assert first is not None
+    assert third is not None
+    first.exchange.lost, first.exchange.left = set(), {1}
+    third.leave()
+    after = regrouped(found, [0, 3], RegroupError("a node leaves"))
+    for place, k in enumerate((0, 3)):
+        part = after[k]
+        assert isinstance(part, Part)
+        assert part.team is not None
+        assert (part.team.node_rank, part.team.first_attempt) == (place, 0)
+        gone = "node 1 (b) was told to leave; node 2 (c) was told to leave"
+        assert part.why == f"{gone}; 2 nodes with 2 ranks go on after step 30"
 
 
 def test_too_few_nodes_end_with_one_sentence(
