@@ -25,6 +25,7 @@ from executor.waiting_room import Guest
 from simplan.errors import RunError
 from simplan.program.job import Job
 from simplan.spec.base import Spec
+from simplan.units import counted
 
 __all__ = ["Part", "first_step", "part_of", "regroup"]
 
@@ -167,7 +168,7 @@ def _after(part: Part, team: Team, there: list[int], guests: list[Guest], cause:
     attempt, step = cause.num_restarts + is_restart, first_step(part.job)
     if attempt > asked.max_restarts:
         return _After(sentence=f"{'; '.join(why)}; no restart is left of {asked.max_restarts}")
-    who = f"{_counted(number, 'node')} with {_counted(team.num_ranks // len(team.hosts) * number, 'rank')}"
+    who = f"{counted(number, 'node')} with {counted(team.num_ranks // len(team.hosts) * number, 'rank')}"
     goes = f"{who} {'goes' if number == 1 else 'go'} on {f'after step {step}' if step else 'at step 1'}"
     without = f" without {' and '.join(map(team.name, spare))}" if spare else ""
     restart = [f"restart {attempt} of {asked.max_restarts}"] if is_restart else []
@@ -192,7 +193,3 @@ def _hear(team: Team) -> _After:
     except (RuntimeError, TimeoutError):
         raise RunError(f"{team.me} lost its connection with {team.name(0)}") from None
     return _After.model_validate_json(told)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -12,7 +12,7 @@ from simplan.errors import Problem, SpecError
 from simplan.program.action import Action, ActionKind
 from simplan.program.measurement import Measurement
 from simplan.program.timeline import Timeline
-from simplan.units import GIB
+from simplan.units import GIB, counted
 from simplan.validate.activity import UNEXPLAINED, Share
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline
@@ -93,8 +93,8 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     low_s, high_s = prediction["step_time_interval_s"]
     notes = ["parts of the step are those of the representative step, the one with the median step time"]
     notes += [
-        f"the {part.end_step - part.first_step} steps that are kept of the part on {part.num_nodes} nodes with "
-        f"{part.plan.num_devices} ranks are not compared: {part.ended}"
+        f"the steps that are kept of the part on {counted(part.num_nodes, 'node')} with "
+        f"{counted(part.plan.num_devices, 'rank')} ({part.end_step - part.first_step}) are not compared: {part.ended}"
         for part in measurement.earlier
     ]
     if not measurement.complete:
