@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
-from simplan.interop.model_types import MODEL_TYPES, ModelType
+from simplan.interop.model_type import ModelType
+from simplan.interop.model_types import MODEL_TYPES
 from simplan.problems import render_value
 
 __all__ = ["MODEL_TYPES", "model_fields_from_config"]
@@ -43,6 +44,10 @@ def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: i
     if missing:
         raise SpecError([Problem(field=key, rule="is missing", fix=f"a {word} config has it") for key in missing])
     fields = {**kind.fixed, **{field: value for field, value in given.items() if value is not None}}
+    width = fields.get("moe_intermediate_size")
+    for field in kind.in_experts & fields.keys():
+        if type(fields[field]) is int and type(width) is int:  # true is no number of experts
+            fields[field] *= width
     if kind.has_sequences:
         if seq_len is None:
             raise SpecError(_no_length(fields.get("max_position_embeddings"), kind))

@@ -3,48 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MODEL_TYPES", "ModelType"]
+from simplan.interop.expert_types import EXPERT_TYPES
+from simplan.interop.model_type import ModelType, same_names
+
+__all__ = ["MODEL_TYPES"]
 
 _Neutral = Mapping[str, tuple[Any, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelType:
-    """One value of ``model_type``.
-
-    Attributes:
-        family: Which family of models it is.
-        keys: By field of ``ModelSpec``, the key of the config; dots lead into mappings.
-        optional: Fields that may be missing.
-        neutral: Keys that change the model, and the values that leave it as simplan models it (absent and null
-            always do).
-        fixed: Fields that no key says.
-        windows: ``sliding_window`` is that of all layers; else of some, where ``use_sliding_window`` is set.
-        has_sequences: Sequences are as long as the user says.
-    """
-
-    family: str
-    keys: Mapping[str, str]
-    optional: frozenset[str] = frozenset()
-    neutral: _Neutral = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    windows: bool = False
-    has_sequences: bool = True
-
-    def read(self, config: Mapping[str, Any], name: str) -> Any:
-        """Value of a field of ``ModelSpec``; None where the config does not have it."""
-        value = self.look_up(config, self.keys[name])
-        return len(value) if name == "num_classes" and isinstance(value, Mapping) else value
-
-    def look_up(self, config: Mapping[str, Any], key: str) -> Any:
-        """Value of a key, perhaps inside of mappings."""
-        found: Any = config
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
 
 
 _ALWAYS_NEUTRAL: _Neutral = {
@@ -91,7 +57,7 @@ _LLAMA_OPTIONAL = frozenset({
 
 def _llama(*, windows: bool = False, **fixed: Any) -> ModelType:
     """Llama's keys, with what a model type adds to its layers."""
-    keys = {name: name for name in _SAME_NAMES} | {"tied_embeddings": "tie_word_embeddings"}
+    keys = same_names(*_SAME_NAMES) | {"tied_embeddings": "tie_word_embeddings"}
     if windows:
         keys["sliding_window"] = "sliding_window"
     neutral = {**_ALWAYS_NEUTRAL, "hidden_act": ("silu", "swish"), "mlp_bias": (False,)}
@@ -122,18 +88,8 @@ _MPT = ModelType(
 _BERT = ModelType(
     family="bert",
     keys={
-        **{
-            name: name
-            for name in (
-                "num_hidden_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "intermediate_size",
-                "vocab_size",
-                "max_position_embeddings",
-                "type_vocab_size",
-            )
-        },
+        **same_names("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"),
+        **same_names("max_position_embeddings", "type_vocab_size"),
         "tied_embeddings": "tie_word_embeddings",
     },
     optional=frozenset({"type_vocab_size", "tied_embeddings"}),
@@ -148,18 +104,8 @@ _BERT = ModelType(
 _VIT = ModelType(
     family="vit",
     keys={
-        **{
-            name: name
-            for name in (
-                "num_hidden_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "intermediate_size",
-                "image_size",
-                "patch_size",
-                "num_channels",
-            )
-        },
+        **same_names("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+        **same_names("image_size", "patch_size", "num_channels"),
         "num_classes": "id2label",
     },
     optional=frozenset({"num_channels"}),
@@ -180,5 +126,6 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "mpt": _MPT,
     "bert": _BERT,
     "vit": _VIT,
+    **EXPERT_TYPES,
 }
 """Values of ``model_type`` that can be read."""

@@ -63,6 +63,10 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     elif section.device is None or section.devices_per_node is None:
         key = "device" if section.device is None else "devices_per_node"
         fix = "give preset, or device and devices_per_node"
+        if section.device is not None:
+            read_device(sections, section.device, None)  # what is wrong with it is told as well
+            all_in_one = section.num_nodes in (None, 1) and section.num_devices is not None
+            fix = f"add devices_per_node: {section.num_devices} if they are in one node" if all_in_one else fix
         sections.refuse(("cluster", key), "is missing", fix=fix)
         return None
     device = entry.device if entry else None

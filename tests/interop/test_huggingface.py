@@ -150,7 +150,10 @@ def test_the_sequence_length_is_that_given() -> None:
         ),
         ({**BERT, "is_decoder": True}, "is_decoder = true: is not modelled yet; only false is"),
         ({**VIT, "qkv_bias": False}, "qkv_bias = false: is not modelled yet; only true is"),
-        ({**LLAMA3, "model_type": "mixtral"}, 'model_type = "mixtral": is a family that is not modelled yet; did you'),
+        (
+            {**LLAMA3, "model_type": "minstral"},
+            'model_type = "minstral": is a family that is not modelled yet; did you',
+        ),
         ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modelled yet'),
     ],
 )

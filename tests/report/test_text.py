@@ -9,6 +9,7 @@ import pytest
 
 from simplan.predict import predict
 from simplan.prediction import Prediction
+from simplan.program.program import MemoryCategory
 from simplan.report.comparison import comparison_text
 from simplan.report.text import prediction_text, verdict
 from simplan.spec import catalogue
@@ -81,9 +82,23 @@ def test_options_without_effect_are_noted() -> None:
     small = catalogue.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
     asked = (small, catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
     found = [predict("", *asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge).assumptions for ep in (1, 8)]
-    note = "every rank has all experts, as ep = 1: software.expert_overlap change nothing"
+    note = "every rank has all experts, as ep = 1: no effect of software.expert_overlap"
     assert note in found[0]
     assert note not in found[1]
+
+
+def test_whole_gradients_under_fsdp_are_noted() -> None:
+    """A rank of 8 holds 4 bytes for each of 124 M parameters where the other plan holds an eighth."""
+    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=32))
+    torch, held, said = catalogue.software("torch"), [], []
+    for grad_sync in ("step", "microbatch"):
+        found = predict("", *asked, ParallelPlan.model_validate({"dp_shard": 8, "grad_sync": grad_sync}), torch)
+        held.append(found.memory[0].by_category[MemoryCategory.GRADIENTS])
+        said.append([text for text in found.assumptions if text.startswith("gradients of 4 microbatches add up whole")])
+    assert held[0] - held[1] > 0.8 * 4 * 124.4e6
+    assert [len(texts) for texts in said] == [1, 0]
+    once = predict("", *asked[:2], TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8), torch)
+    assert not any("add up whole" in text for text in once.assumptions)
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])

@@ -157,6 +157,10 @@ def test_this_machine(tmp_path: Path) -> None:
             "case.yaml:2:1: cluster.devices_per_node: is missing; give preset, or device and devices_per_node",
         ),
         (
+            "{device: l40s, num_devices: 4}",
+            "case.yaml:2:1: cluster.devices_per_node: is missing; add devices_per_node: 4 if they are in one node",
+        ),
+        (
             "{device: mi250, devices_per_node: 2}",
             "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does not say what joins mi250 devices of one "
             "node; name a link, e.g. pcie4 (`simplan show links` lists them)",

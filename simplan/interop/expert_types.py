@@ -1,0 +1,75 @@
+"""What Hugging Face's mixtures of experts call the fields of a ``ModelSpec``; see ``ModelType``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from simplan.interop.model_type import ModelType, same_names
+
+__all__ = ["EXPERT_TYPES"]
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "quantization_config": (),
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "clip_qkv": (),
+    "decoder_sparse_step": (1,),  # experts in every block
+    "mlp_only_layers": ([],),
+    "moe_layer_freq": (1,),
+}
+_OF_ALL = same_names("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") | {
+    "max_position_embeddings": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "top_k": "num_experts_per_tok",
+}
+_HEADS = same_names("num_key_value_heads", "head_dim", "attention_bias")
+_MAY_MISS = frozenset({
+    "num_key_value_heads", "head_dim", "attention_bias", "tied_embeddings", "max_position_embeddings", "sliding_window",
+    "q_lora_rank", "num_dense_layers", "shared_expert_intermediate_size",
+})  # fmt: skip
+
+
+def _moe(keys: Mapping[str, str], *, windows: bool = False, **fixed: Any) -> ModelType:
+    """A mixture of experts with usual attention."""
+    more = same_names("sliding_window") if windows else {}
+    return ModelType(
+        family="moe",
+        keys={**_OF_ALL, **_HEADS, **keys, **more},
+        optional=_MAY_MISS,
+        neutral=_NEUTRAL,
+        fixed=fixed,
+        windows=windows,
+    )
+
+
+_EXPERTS = same_names("num_experts", "moe_intermediate_size")
+_DEEPSEEK = ModelType(
+    family="deepseek",
+    keys={
+        **_OF_ALL,
+        **same_names("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"),
+        **same_names("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        "num_experts": "n_routed_experts",
+        "num_dense_layers": "first_k_dense_replace",
+        "shared_expert_intermediate_size": "n_shared_experts",
+    },
+    optional=_MAY_MISS,
+    neutral={**_NEUTRAL, "attention_bias": (False,)},
+    in_experts=frozenset({"shared_expert_intermediate_size"}),
+)
+EXPERT_TYPES: Mapping[str, ModelType] = {
+    "mixtral": _moe(
+        {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        windows=True,
+    ),
+    "olmoe": _moe({"num_experts": "num_experts", "moe_intermediate_size": "intermediate_size"}, qk_norm="projection"),
+    "qwen2_moe": _moe(
+        {**_EXPERTS, **same_names("shared_expert_intermediate_size")}, qkv_bias=True, shared_expert_gate=True
+    ),
+    "qwen3_moe": _moe(_EXPERTS, qk_norm="head"),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+}
+"""Values of ``model_type``. A module that predicts a second token (DeepSeek-V3) is left out, as in Hugging Face's."""

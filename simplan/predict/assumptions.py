@@ -1,0 +1,114 @@
+"""What the reader of a prediction must know, in words."""
+
+from __future__ import annotations
+
+from simplan.cost.base import Provenance
+from simplan.cost.pricing import Pricing
+from simplan.program.timeline import SpanKind
+from simplan.sim.engine import Sharing, Slowdown
+from simplan.spec.hardware import ClusterSpec
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.rules import num_microbatches
+from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
+from simplan.units import format_bytes
+
+__all__ = ["assumptions"]
+
+
+def assumptions(
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec,
+    pricing: Pricing,
+    sharing: Sharing | None,
+    short_bytes: int,
+) -> tuple[str, ...]:
+    """One sentence each.
+
+    Args:
+        cluster, training, plan, software: What is predicted.
+        pricing: Of the step.
+        sharing: How operations slow each other down, if they do.
+        short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
+    """
+    found = []
+    if plan.zero_stage and plan.dp_shard * plan.cp == 1:
+        instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
+        found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
+    microbatches = num_microbatches(training, plan)
+    if plan.shards_parameters and microbatches > 1 and not software.reduces_every(plan):
+        instead = f"; microbatch would hold their shards only, and reduce {microbatches} times"
+        found.append(
+            f"gradients of {microbatches} microbatches add up whole before they are reduced, as grad_sync = step"
+            + instead * (not plan.shard.experts_apart)  # with which it is not modelled
+        )
+    if training.precision == "fp16":
+        found.append(
+            "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "
+            "written once a step) and steps that it skips"
+        )
+    if plan.ep == 1 and (idle := _idle_of_experts(software)):
+        found.append(f"every rank has all experts, as ep = 1: no effect of software.{' and software.'.join(idle)}")
+    provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
+    known = {Provenance.DATASHEET, Provenance.PUBLISHED}
+    if provenances & known and Provenance.CALIBRATED in provenances:
+        names = sorted({t.name for t in pricing.terms if t.price.provenance in known and t.price.seconds > 0})
+        found.append(f"not timed, so priced from datasheets: {', '.join(names)}")
+    elif provenances & known:
+        found.append(_priced_from(cluster, software))
+    if Provenance.EXTRAPOLATED in provenances:
+        names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
+        found.append(f"outside of what was calibrated: {', '.join(names)}")
+    if cluster.device.kind != "cpu":
+        share = software.reserve_fraction
+        found.append(
+            f"the allocator reserves {share:.0%} more than comes and goes in a step, in whole 2 MiB blocks"
+            if share
+            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
+        )
+        found.append("the device never waits for the host to launch: that counts as a time that every kernel takes")
+    if short_bytes:
+        found.append(
+            f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "
+            "again; what that takes is not modelled"
+        )
+    if software.not_modelled:
+        things = f"{len(software.not_modelled)} thing{'s' if len(software.not_modelled) > 1 else ''}"
+        found.append(
+            f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
+        )
+    if cluster.cores_per_node is not None:
+        found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
+    if isinstance(sharing, Slowdown):
+        found.append(f"computing takes {sharing.factor:.3g} times as long while its rank communicates, as was measured")
+    if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
+        found.append("links are not shared with other jobs, and flows do not slow each other down")
+    if plan.offload_optimizer or plan.offload_activations:
+        found.append(
+            "host and device are one memory here: offloading copies inside of it and saves nothing"
+            if cluster.device.kind == "cpu"
+            else "buffers on the host are pinned, every device has its host link to itself, and the memory of the host "
+            "is as fast as all links together"
+        )
+    return tuple(found)
+
+
+def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
+    """Where prices on a device that nobody calibrated come from, and how sure they are."""
+    name, device = cluster.device.id, cluster.device
+    if device.kernels.fitted_on is None:
+        return f"{name} is priced from datasheets: no published run on {device.architecture} was seen; a wide interval"
+    seen = software.rates.fitted_on is not None
+    own = f"and of {software.id}" if seen else f"but none of {software.id}, hence the wide interval"
+    return f"{name} is priced from datasheets and rates fitted on published runs of {device.architecture}, {own}"
+
+
+def _idle_of_experts(software: SoftwareSpec) -> list[str]:
+    """Options that are about the way of tokens to experts on other ranks, and that are not the plain way."""
+    ways = {
+        "expert_dispatch": software.expert_dispatch in ("deepep", "hybridep"),
+        "expert_overlap": software.expert_overlap,
+    }
+    return [option for option, chosen in ways.items() if chosen]

@@ -1,0 +1,114 @@
+"""Configs of mixtures of experts equal to the published ``config.json`` files, against the catalogue's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.spec import catalogue
+from simplan.spec.model import ModelSpec
+
+MIXTRAL = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}  # fmt: skip
+OLMOE = {
+    "attention_bias": False, "clip_qkv": None, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
+    "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+    "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 50304,
+}  # fmt: skip
+QWEN15 = {
+    "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632,
+    "max_position_embeddings": 8192, "max_window_layers": 21, "mlp_only_layers": [], "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3 = {
+    "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+DEEPSEEK2 = {
+    "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False,
+    "v_head_dim": 128, "vocab_size": 102400,
+}  # fmt: skip
+DEEPSEEK3 = {
+    "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "tie_word_embeddings": False, "topk_group": 4, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
+
+def model(config: dict[str, Any]) -> ModelSpec:
+    return ModelSpec.model_validate(model_fields_from_config(config, name="x", seq_len=4096))
+
+
+@pytest.mark.parametrize(
+    ("config", "preset"),
+    [
+        (MIXTRAL, "mixtral-8x7b"),
+        (OLMOE, "olmoe-1b-7b"),
+        (QWEN15, "qwen1.5-moe-a2.7b"),
+        (QWEN3, "qwen3-30b-a3b"),
+        (DEEPSEEK2, "deepseek-v2-lite"),
+        (DEEPSEEK3, "deepseek-v3"),
+    ],
+)
+def test_a_config_equals_the_preset(config: dict[str, Any], preset: str) -> None:
+    """But for the name and for the longest sequence, which costs nothing with rotary positions."""
+    ignored = {"name", "sources", "max_position_embeddings"}
+    found, expected = model(config), catalogue.model(preset)
+    assert found.model_dump(exclude=ignored) == expected.model_dump(exclude=ignored)
+    assert found.num_parameters == pytest.approx(catalogue.published_parameters(preset), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({**QWEN3, "decoder_sparse_step": 2}, "decoder_sparse_step = 2: is not modelled yet; only 1 is"),
+        ({**QWEN3, "mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not modelled yet; only [] is"),
+        ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv = 8.0: is not modelled yet; only a config without it is"),
+        ({**DEEPSEEK3, "quantization_config": {"fmt": "e4m3"}}, "quantization_config = {"),
+        ({**DEEPSEEK3, "attention_bias": True}, "attention_bias = true: is not modelled yet; only false is"),
+        ({**QWEN15, "use_sliding_window": True, "sliding_window": 1024}, "sliding_window = 1024: a window in some"),
+    ],
+)
+def test_options_that_change_the_model_are_refused_by_name(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(NotModelledError) as caught:
+        model(config)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_window_of_all_layers_is_taken() -> None:
+    assert model({**MIXTRAL, "sliding_window": 1024}).sliding_window == 1024
+
+
+def test_experts_must_be_told() -> None:
+    config = {key: value for key, value in QWEN3.items() if key not in ("num_experts", "moe_intermediate_size")}
+    with pytest.raises(SpecError) as caught:
+        model(config)
+    assert [problem.field for problem in caught.value.problems] == ["num_experts", "moe_intermediate_size"]
+
+
+@pytest.mark.parametrize("value", ["two", [2], True, 1.5])
+def test_a_strange_number_of_shared_experts_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="shared_expert_intermediate_size"):
+        model({**DEEPSEEK2, "n_shared_experts": value, "moe_intermediate_size": 1408})
