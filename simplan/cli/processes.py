@@ -76,6 +76,9 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
             if exit_code(child) == _TERMINATED and (said := _read(messages)):
                 say(said)  # how it has left, where others go on
             raise
+        finally:
+            if child.stdout is not None:
+                child.stdout.close()
         said = _read(messages)
     assert code is not None
     _raise_for(code, said)
