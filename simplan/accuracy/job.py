@@ -301,4 +301,6 @@ def _plan(run: PublishedRun, notes: list[str]) -> ParallelPlan:
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
         fields["stage_layers"] = layers_of_stages(by_rank, virtual_stages, placement)
+        for recipe in recipes_of(run) if given.stage_layers is None or "plan.stage_layers" in run.assumed else ():
+            fields["stage_layers"] = recipe.stage_layers or fields["stage_layers"]
     return parse_model(ParallelPlan, fields, prefix=("plan",))

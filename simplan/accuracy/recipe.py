@@ -28,7 +28,7 @@ class Recipe:
         framework: Whose.
         since: The first release.
         before: The first release that no longer is of it; None for none.
-        tasks, models, devices, precisions, num_devices, zero_stages, ep: Of which runs.
+        tasks, models, devices, precisions, num_devices, zero_stages, ep, num_stages: Of which runs.
         experts: Experts, those of a token, and hidden size of which models; names of such models are spelled in many
             ways.
         grad_dtype: In which precision gradients are reduced; None where it is not set.
@@ -40,6 +40,7 @@ class Recipe:
         virtual_stages: Stages of a pipeline rank, of a table that has no column for them; None where it is not set.
         recompute_modules: Of which backward runs again what they made; None where it is not set.
         recompute_layers: How many blocks of every stage run again; None where it is not set.
+        stage_layers: Layers of every stage; None where it is not set.
         expert_dispatch: How tokens come to their experts; None where it is not set.
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
@@ -57,6 +58,7 @@ class Recipe:
     num_devices: tuple[int, ...] = ()
     zero_stages: tuple[int, ...] = ()
     ep: tuple[int, ...] = ()
+    num_stages: tuple[int, ...] = ()
     experts: tuple[tuple[int, int, int], ...] = ()
     grad_dtype: Literal["bf16"] | None = None
     weights: QuantizedWeights | None = None
@@ -65,6 +67,7 @@ class Recipe:
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     virtual_stages: int | None = None
+    stage_layers: tuple[int, ...] | None = None
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     recompute_layers: int | None = None
     expert_dispatch: ExpertDispatch | None = None
@@ -88,6 +91,7 @@ class Recipe:
             is not None,
             f"backward runs the first {self.recompute_layers} blocks of each stage again": self.recompute_layers
             is not None,
+            "layers of stages, the last of which has what is left": self.stage_layers is not None,
             f"tokens brought to experts by {self.expert_dispatch}": self.expert_dispatch is not None,
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,
@@ -105,6 +109,7 @@ class Recipe:
             (self.num_devices, run.cluster.num_devices),
             (self.zero_stages, run.plan.zero_stage),
             (self.ep, run.plan.ep),
+            (self.num_stages, run.plan.pp * run.plan.virtual_stages),
             (self.experts, _experts(run)),
         )
         return (

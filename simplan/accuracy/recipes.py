@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from simplan.accuracy.layout_recipes import LAYOUT_RECIPES
 from simplan.accuracy.recipe import Recipe
 from simplan.accuracy.recompute_recipes import DEEPSEEK_V3, GPT_OSS_120B, KIMI_K2, RECOMPUTE_RECIPES
 from simplan.accuracy.schema import PublishedRun
@@ -165,6 +166,7 @@ RECIPES: tuple[Recipe, ...] = (
         )
     ),
     *RECOMPUTE_RECIPES,
+    *LAYOUT_RECIPES,
     Recipe(
         framework="megatron-bridge",
         tasks=("lora",),

@@ -55,6 +55,7 @@ RECOMPUTE_RECIPES: tuple[Recipe, ...] = (
         models=("llama3-8b",),
         devices=("h100-sxm-80gb",),
         precisions=("fp8",),
+        zero_stages=(0, 1),
         recompute_layers=5,
         source=f"{_CONFIGS}/llama3/workload_base_configs.py at v0.2.0 and llama/llama3_workload_base_configs.py at "
         "v0.3.0 to v0.5.0: recompute_num_layers of LLAMA3_8B_H100_FP8_CS",
@@ -66,6 +67,7 @@ RECOMPUTE_RECIPES: tuple[Recipe, ...] = (
         models=("llama3.1-405b",),
         devices=("b200-sxm", "gb200"),
         precisions=("nvfp4",),
+        num_devices=(128,),
         recompute_layers=1,
         source=f"{_CONFIGS}/llama/llama31_workload_base_configs.py at v0.3.0 to v0.5.0: recompute_num_layers of "
         "LLAMA31_405B_PRETRAIN_CONFIG_GB200_NVFP4_V1 and B200_NVFP4_V1",
