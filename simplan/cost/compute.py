@@ -158,7 +158,8 @@ class KernelCost:
         match kernel:
             case Gemm():
                 products = self._products(kernel, b, phase)
-                more_s = (kernel.rounds - 1) * len(products) * self.products.kernel_s
+                launches_s = self.products.launches_s(kernel.num_groups, kernel.streams)
+                more_s = len(products) * (launches_s - self.products.kernel_s)
                 return sum(map(self.products.seconds, products)) + more_s + self._weights_s(kernel, phase)
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)

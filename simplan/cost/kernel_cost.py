@@ -109,6 +109,7 @@ def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> 
         rates.odd_share,
         rates.misaligned_share,
         rates.tile_share,
+        rates.stream_overlap,
     )
 
 

@@ -88,16 +88,18 @@ class LinearRates:
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward and cast.operand not in gemm.cast_before:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
-                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + gemm.rounds * self.low.kernel_s
+                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + self.low.launches_s(
+                    gemm.num_groups, gemm.streams
+                )
                 often = self.weight_casts if cast.operand == "weight" else 1.0
                 found = found.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
         m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
         if not backward:
-            return found.plus(self._product(m, n, k, groups, gemm.rounds))
+            return found.plus(self._product(m, n, k, groups, gemm.streams))
         if gemm.propagates:
-            found = found.plus(self._product(m, k, n, groups, gemm.rounds))
+            found = found.plus(self._product(m, k, n, groups, gemm.streams))
         if gemm.trained:
-            found = found.plus(self._product(n, k, m, groups, gemm.rounds, wide=self.form.wide_weight_gradient))
+            found = found.plus(self._product(n, k, m, groups, gemm.streams, wide=self.form.wide_weight_gradient))
         return found
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
@@ -112,14 +114,15 @@ class LinearRates:
         return wide + writes * self.form.quantized_bytes(height, width, weight=weight)
 
     def _product(
-        self, rows: float, columns: int, depth: float, groups: int, rounds: int, *, wide: bool = False
+        self, rows: float, columns: int, depth: float, groups: int, streams: int, *, wide: bool = False
     ) -> LinearCost:
         """Products of two operands; results are in 16 bits."""
         bits = 8 * self.state.activation if wide else self.form.element_bits
         operands, result = groups * (rows + columns) * depth, groups * rows * columns
         product = Product(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
-        seconds = (self.wide if wide else self.low).seconds(product) + (rounds - 1) * self.low.kernel_s
+        launches_s = self.low.launches_s(groups, streams)
+        seconds = (self.wide if wide else self.low).seconds(product) + launches_s - self.low.kernel_s
         if self.form.orders_scales and not wide:
-            seconds += 2 * rounds * self.low.kernel_s
+            seconds += 2 * launches_s
         flops = round(product.flops)
         return LinearCost(products_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)

@@ -46,7 +46,7 @@ class ProductRates:
     Attributes:
         flop_per_s: Large ones.
         bytes_per_s: Streaming kernels.
-        kernel_s: As of ``KernelRates``.
+        kernel_s, stream_overlap: As of ``KernelRates``.
         num_sms: Multiprocessors; None where products are not dealt out to any.
         tile_s, half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: As of ``KernelRates``.
     """
@@ -62,6 +62,17 @@ class ProductRates:
     odd_share: float
     misaligned_share: float
     tile_share: tuple[float, float]
+    stream_overlap: float = 1.0
+
+    def launches_s(self, num_groups: int, streams: int) -> float:
+        """What kernels take beyond their work that are launched for one group each, or one for all (0 streams).
+
+        Of n kernels on s streams n / s come one after the other, and of the others a part is not hidden.
+        """
+        if not streams:
+            return self.kernel_s
+        in_line = math.ceil(num_groups / streams)
+        return self.kernel_s * (in_line + (1 - self.stream_overlap) * (num_groups - in_line))
 
     def seconds(self, product: Product) -> float:
         """The longer of computing and moving bytes, and what any kernel takes beyond."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
 from typing import Literal
 
 from simplan.spec.layer import Exchange, ExpertDraw, Gemm, Kernel, LayerSpec, Pointwise, Saved
@@ -95,7 +94,7 @@ def one_by_one(kernels: tuple[Kernel, ...], streams: int) -> tuple[Kernel, ...]:
         streams: How many run at once.
     """
     experts = [k for k in kernels if isinstance(k, Gemm) and k.name in _PRODUCTS]
-    return tuple(replace(k, rounds=ceil(k.num_groups / streams)) if k in experts else k for k in kernels)
+    return tuple(replace(k, streams=streams) if k in experts else k for k in kernels)
 
 
 def with_biases_apart(layer: LayerSpec, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:

@@ -52,7 +52,7 @@ class Gemm:
             of one of them, so that every input is used several times; 0 for m k.
         trained: Backward makes the gradient of the weight.
         propagates: Backward makes the gradient of the input.
-        rounds: Where the groups are kernels of their own, of which some run at once: how many come one after the other.
+        streams: Where the groups are kernels of their own: on how many streams these run; 0 for one kernel of all.
         cast_before: Operands that the kernels before it make as narrow as it computes with, so that no cast does.
     """
 
@@ -65,7 +65,7 @@ class Gemm:
     image_elements: int = 0
     trained: bool = True
     propagates: bool = True
-    rounds: int = 1
+    streams: int = 0
     cast_before: tuple[Literal["input", "gradient"], ...] = ()
 
     @property

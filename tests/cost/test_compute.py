@@ -286,3 +286,15 @@ def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest() -> None:
         assert cost.slowest - 1 == pytest.approx(largest - 1, rel=0.2)
     alone = kernel_cost(jittery, "bf16", STATE, "adamw", torch, num_devices=1, shards_parameters=False)
     assert alone.slowest == 1
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "streams", "overlap", "times"),
+    [(16, 0, 0.5, 1), (16, 4, 1.0, 4), (16, 4, 0.0, 16), (16, 4, 0.5, 10), (3, 4, 1.0, 1), (3, 4, 0.5, 2)],
+)
+def test_launches_on_several_streams_hide_each_other_in_part(
+    num_groups: int, streams: int, overlap: float, times: float
+) -> None:
+    """All of them for one stream, n / s for s that hide each other wholly."""
+    rates = replace(PRODUCTS, kernel_s=1e-5, stream_overlap=overlap)
+    assert rates.launches_s(num_groups, streams) == pytest.approx(times * 1e-5)

@@ -90,7 +90,10 @@ def test_layers_that_differ_have_keys_that_do() -> None:
 
 
 def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_cast() -> None:
-    """Four experts of a rank, in mxfp8 on a B200: rounds of two kernels at once instead of one for all."""
+    """Four experts of a rank, in mxfp8 on a B200: rounds of two kernels at once instead of one for all.
+
+    Of the two in a round the one's fixed time is hidden by the other but for a part.
+    """
     software, training = catalogue.software("megatron-bridge"), TrainingSpec(global_batch_size=8, precision="mxfp8")
     device = catalogue.device("b200-sxm")
     state = software.state(training, ParallelPlan(dp_replicate=EP, ep=EP))
@@ -108,7 +111,7 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
     kernel_s = device.kernels.kernel_s * cost.slowest
     # forward, of gate with up and of down: a product, two orders of scales, casts of input and of weights
     more_s = seconds(alone, Phase.FORWARD) - seconds(grouped, Phase.FORWARD)
-    assert more_s == pytest.approx(2 * (1 + 2 + 2) * kernel_s)
+    assert more_s == pytest.approx(2 * (1 + 2 + 2) * (1 + 2 * (1 - device.kernels.stream_overlap)) * kernel_s)
     assert seconds(fused, Phase.FORWARD) < seconds(grouped, Phase.FORWARD) - 2 * kernel_s  # activation and its cast
     assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_s
 
