@@ -27,7 +27,7 @@ from simplan.spec.plan import RecomputeModule
 __all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules"]
 
 _UP_PROJECTIONS = ("q", "q_b", "kv_b", "rotary", "assemble heads")
-_UP_PROJECTION_INPUTS = ("q_a_norm output", "kv_a_norm output", "rotated part of keys")
+_UP_PROJECTION_INPUTS = ("q_a_norm output", "kv_a_norm output")  # of all ranks, which a product gathers
 _EXPERTS_IN, _EXPERTS_OUT = ("experts_gate", "experts_up"), "experts_down"
 _SHARED = "shared_"
 
@@ -113,11 +113,11 @@ def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
     if "kv_b" not in names:
         return
     core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
+    inputs = (*_UP_PROJECTION_INPUTS, *(["norm1 output"] if "q" in names else []))
     again = [
         index
         for index, kernel in enumerate(layer.kernels[:core])
-        if kernel.name in _UP_PROJECTIONS
-        or (kernel.name in _UP_PROJECTION_INPUTS and _is_exchange_of_forward(layer, index))
+        if kernel.name in _UP_PROJECTIONS or (kernel.name in inputs and _is_exchange_of_forward(layer, index))
     ]
     yield _Part(_made_by(layer, {layer.kernels[index].name for index in again}), Rerun(tuple(again), core))
 

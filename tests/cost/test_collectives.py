@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.cost.base import Price, Provenance
-from simplan.cost.collectives import bus_factor, message_price, send_s
+from simplan.cost.collectives import bus_factor, message_price, message_s, send_s
 from simplan.errors import SpecError
 from simplan.program.program import Message
 from simplan.spec import catalogue
@@ -364,3 +364,29 @@ def test_inside_of_a_node_a_token_still_goes_to_every_rank() -> None:
     fast = OUTER.model_copy(update={"bytes_per_s": 10_000 * GB})
     inside_s = GB * 7 / 8 / (0.8 * 400 * GB)
     assert message_price(message, cluster(16, inter=fast)).seconds == pytest.approx(inside_s + SIMPLE_S, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "dispatch", "combine"),
+    [
+        ("dgx-b200", 8, 734.95, 673.84),
+        ("gb200-nvl72", 8, 750.15, 684.27),
+        ("gb200-nvl72", 16, 661.93, 600.75),
+        ("gb200-nvl72", 24, 637.80, 565.53),
+        ("gb200-nvl72", 32, 629.79, 547.25),
+        ("gb200-nvl72", 36, 612.85, 543.27),
+    ],
+)
+def test_tokens_come_to_their_experts_as_fast_as_was_published(
+    preset: str, num_ranks: int, dispatch: float, combine: float
+) -> None:
+    """HybridEP's own table, which no fit has seen (deepseek-ai/DeepEP at 94a9f8f, docs/README_Hybrid-EP.md).
+
+    4,096 tokens of 7,168 in bf16, 8 experts of each at random, 8 experts a rank, kernels alone on 16 multiprocessors;
+    GB/s of what arrives.
+    """
+    draw = ExpertDraw(8 * num_ranks, 8)
+    num_bytes = round(4096 * draw.places(num_ranks) * 7168 * 2)
+    message = Message(CollectiveKind.ALL_TO_ALL, num_bytes, tuple(range(num_ranks)))
+    rate = num_bytes / message_s(message, catalogue.cluster(preset)) / 1e9
+    assert rate == pytest.approx((dispatch + combine) / 2, rel=0.06)
