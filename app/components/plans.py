@@ -24,7 +24,7 @@ from app.figures.plans import (
 )
 from app.words import meaning
 from simplan.io import json_text
-from simplan.report.search import search_plan_words
+from simplan.report.search import alike_words, search_plan_words
 from simplan.scenario import SearchScenario
 from simplan.search import NearestMiss, RankedPlan, SearchResult
 from simplan.units import format_bytes, format_number, format_percent, format_time
@@ -46,6 +46,8 @@ _FORMS = {
     "help_share": "{:.1%}",
     "limit": str,
     "help": str,
+    "alike": "{:,.0f}",
+    "alike_differ_in": str,
 }
 
 
@@ -139,6 +141,8 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     lines = []
     if plan.headroom_bytes is not None:
         lines.append(f"{format_bytes(plan.headroom_bytes)} of what plans may use is to spare.")
+    if plan.alike.num_plans:
+        lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
     if why is None:
         return [*lines, "What limits it is being worked out."]
@@ -188,6 +192,8 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
     frame = pd.DataFrame(rows)
     shown = ["rank", "plan", "step_time_s", "to_the_best", "device_gib", "headroom_gib", "tokens_per_s_per_device"]
     shown += ["mfu", "limit", "limit_share", "help", "help_share"]
+    if frame["alike"].notna().any():
+        shown += ["alike", "alike_differ_in"]
     if frame["num_devices"].nunique() > 1:
         shown.insert(2, "num_devices")
     if frame["cost_dollars"].notna().any():
@@ -217,6 +223,8 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
             "limit_share": column.NumberColumn("of its step", help="How large that part is"),
             "help": column.TextColumn("helps most", help="Of which 10 % more would shorten the step most"),
             "help_share": column.NumberColumn("10 % more saves", help="Of the step, with 10 % more of that"),
+            "alike": column.NumberColumn("alike", help="Plans with as many ranks on every axis that are as fast"),
+            "alike_differ_in": column.TextColumn("which", help="What these have and the plan, the simplest, has not"),
         },
     )
 

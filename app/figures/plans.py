@@ -10,7 +10,7 @@ from typing import Any
 
 from app.figures.style import Figure, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS, SPLIT
-from simplan.report.search import search_plan_words
+from simplan.report.search import alike_words, search_plan_words
 from simplan.search import RankedPlan, SearchResult, SpaceCount
 from simplan.search.rules import RULES
 from simplan.units import GIB, format_number
@@ -118,6 +118,8 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "num_devices": plan.num_devices,
         "cost_dollars": plan.cost_dollars,
         "on_front": on_front,
+        "alike": plan.alike.num_plans or None,
+        "alike_differ_in": alike_words(plan.alike) or None,
         **{key: value for key, value in plan.plan.model_dump(mode="json").items() if value is not None},
     }
 

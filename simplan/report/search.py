@@ -7,13 +7,14 @@ from types import MappingProxyType
 
 from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
-from simplan.search.result import Explanation, NearestMiss, RankedPlan, SearchResult
+from simplan.search.keep import NOISE
+from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult
 from simplan.search.rules import RULES
 from simplan.search.space import Objective
 from simplan.spec.plan import ParallelPlan
 from simplan.units import counted, format_bytes, format_percent, format_time
 
-__all__ = ["search_plan_words", "search_text", "search_verdict"]
+__all__ = ["alike_words", "search_plan_words", "search_text", "search_verdict"]
 
 _GOALS: Mapping[Objective, str] = MappingProxyType(
     {
@@ -34,6 +35,7 @@ _RESOURCES: Mapping[str, str] = MappingProxyType(
     }
 )
 _MOST_POINTS = 20
+_MOST_VALUES = 6
 
 
 def search_verdict(result: SearchResult) -> str:
@@ -58,6 +60,19 @@ def counted_plans(number: int) -> str:
 def search_plan_words(plan: ParallelPlan) -> str:
     """The plan with its microbatches."""
     return f"{plan_words(plan)}, microbatches of {plan.microbatch_size}"
+
+
+def alike_words(alike: Alike) -> str:
+    """``7 more are as fast: virtual_stages 8, 10, zero_stage 0``; empty for none."""
+    if not alike.num_plans:
+        return ""
+    differ = ", ".join(f"{key} {_values(values)}" for key, values in alike.differ_in.items())
+    return f"{alike.num_plans:,} more within {format_percent(NOISE)}: {differ}"
+
+
+def _values(values: Sequence[object]) -> str:
+    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    return " ".join(words) if len(words) <= _MOST_VALUES else f"{words[0]} to {words[-1]}"
 
 
 def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
@@ -88,6 +103,8 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
 
 def _best(best: RankedPlan, unit: str) -> Iterator[str]:
     yield f"  plan         {search_plan_words(best.plan)}"
+    if best.alike.num_plans:
+        yield f"  alike        {alike_words(best.alike)}"
     why = best.explanation
     if why is not None:
         low_s, high_s = why.step_time_interval_s
@@ -143,7 +160,7 @@ def _ranked_table(result: SearchResult) -> str:
             "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
             "" if why is None else f"{_share_name(why.limit)} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else _RESOURCES[why.help],
-            search_plan_words(plan.plan),
+            search_plan_words(plan.plan) + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
         ]
 
     headers = ["", *_headers(result), "to the best", "limited by", "helps most", "plan"]

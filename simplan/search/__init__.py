@@ -11,11 +11,12 @@ from simplan.search.api import Progress, search
 from simplan.search.inverse import Largest, largest
 from simplan.search.objective import Goal
 from simplan.search.question import Question
-from simplan.search.result import Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import RANGES, SearchSpace
 
 __all__ = [
     "RANGES",
+    "Alike",
     "Change",
     "Explanation",
     "Goal",

@@ -13,11 +13,11 @@ from simplan.search.enumeration import Enumeration
 from simplan.search.evaluators import make_evaluator, make_late_evaluator
 from simplan.search.explain import explain_candidate, more_memory
 from simplan.search.feasible import capacity_bytes
-from simplan.search.keep import Keep, Timed
+from simplan.search.keep import Group, Keep, Timed
 from simplan.search.objective import Goal
 from simplan.search.parallel import explore_in_parallel
 from simplan.search.question import Question
-from simplan.search.result import Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.run import explore
 from simplan.search.space import SearchSpace
 from simplan.search.tally import Limits, Miss, Tally
@@ -64,6 +64,8 @@ def search(
 ) -> SearchResult:
     """The best plans of a space, exactly: no plan of the space is better by the model of ``predict``.
 
+    Of plans with as many ranks on every axis, as large microbatches and the same time to a thousandth the simplest is
+    shown, and the others are counted (``RankedPlan.alike``): so one that is better by less may be among these.
     Layers are split into stages as ``predict`` splits them: the contiguous split whose slowest stage is fastest.
     Ctrl-C ends the search with the best so far (``interrupted``).
 
@@ -198,6 +200,7 @@ class _Search:
             tokens_per_s_per_device=self._goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
             cost_dollars=self._goal.cost_dollars(timed.num_devices, timed.step_time_s),
             explanation=self._explained.get(timed),
+            alike=next((_alike(group) for group in self._keep.groups if group.shown == timed), Alike()),
         )
 
     def _misses(self) -> tuple[NearestMiss, ...]:
@@ -215,6 +218,14 @@ class _Search:
             )
 
         return tuple(told(miss) for miss in (self._tally.late if late else self._tally.misses))
+
+
+def _alike(group: Group) -> Alike:
+    """What the others of a group have that the one that is shown has not."""
+    shown = group.shown.candidate._asdict()
+    others = [timed.candidate._asdict() for timed in group.others]
+    found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
+    return Alike(len(others), {key: tuple(sorted(values)) for key, values in found.items() if values})
 
 
 def _default_sizes(space: SearchSpace, question: Question) -> list[int]:

@@ -29,6 +29,7 @@ _LOOK_S = 10.0
 """After so long everybody does: whoever stops a slow search wants to have a plan."""
 _MOST_BEYOND = 256
 """Candidates that do not fit by a bound, of which the nearest misses are found."""
+_FEW_MISSES = 16
 
 
 def explore_best_first(
@@ -131,17 +132,25 @@ class _Search:
             self._told(self._tally, self._keep)
 
     def find_misses(self) -> None:
-        """The nearest misses: of those that would be among the best as far as bounds tell."""
-        capacity, misses = self._limits.device_bytes, self._tally
+        """The nearest misses: of those that would be among the best as far as bounds tell.
+
+        Where there is a plan they are no more than advice, and few are looked at whose memory is not known yet.
+        """
+        capacity, tally = self._limits.device_bytes, self._tally
+        left = _FEW_MISSES if self._keep.ranked else _MOST_BEYOND
         for one in sorted(self._beyond):
-            if capacity is None or misses.is_far(one.lacking):
+            if capacity is None or tally.is_far(one.lacking):
                 break
             size = capacity + one.lacking
             [waiting] = self._bounded([(one.candidate, size)])
-            if not self._keep.is_hopeless(one.candidate.num_devices, size, waiting.least_time_s):
-                if not one.is_known:
-                    [size] = self._evaluator.device_bytes([one.candidate])
-                misses.missed([Miss(size - capacity, one.candidate, size)])
+            if self._keep.is_hopeless(one.candidate.num_devices, size, waiting.least_time_s):
+                continue
+            if not one.is_known:
+                if not left:
+                    continue
+                left -= 1
+                [size] = self._evaluator.device_bytes([one.candidate])
+            tally.missed([Miss(size - capacity, one.candidate, size)])
 
     def _miss(self, beyond: Iterable[_Beyond]) -> None:
         self._beyond = heapq.nsmallest(_MOST_BEYOND, [*self._beyond, *beyond])

@@ -19,6 +19,7 @@ __all__ = ["MORE", "explain_candidate", "more_memory"]
 MORE = 1.1
 """How much of a resource there would be, over what there is."""
 
+_MOST_TRIED = 32  # plans that nearly fit, of the least bounds
 _NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
 
 
@@ -69,7 +70,7 @@ def more_memory(question: Question, best: Timed, nearly: list[Waiting], capacity
     """
     evaluator = make_evaluator(question)
     least_s = best.step_time_s
-    for waiting in sorted(nearly, key=lambda one: one.least_time_s):
+    for waiting in sorted(nearly, key=lambda one: one.least_time_s)[:_MOST_TRIED]:
         if waiting.least_time_s >= least_s:
             break
         [device_bytes] = evaluator.device_bytes([waiting.candidate])  # what waits has a bound on it, or the number

@@ -56,6 +56,11 @@ class Goal:
         """What to make small, a number for each objective."""
         return tuple(_VALUES[name](num_devices, device_bytes, step_time_s) for name in self.objectives)
 
+    @property
+    def follows_time(self) -> bool:
+        """Whether the first objective is the step time, or in proportion to it on as many devices."""
+        return self.objectives[0] in ("step_time", "tokens_per_s_per_device", "cost")
+
     def tokens_per_s_per_device(self, num_devices: int, step_time_s: float) -> float:
         """Throughput."""
         return self.tokens_per_step / step_time_s / num_devices

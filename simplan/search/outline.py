@@ -38,6 +38,7 @@ class Outline(NamedTuple):
         trained, experts, frozen: Elements of weights, tied ones once, summed; trained ones but for experts of which
             other ranks have others, these, and those that are frozen.
         kept_bytes: Kept from forward to backward, the inputs of layers among them, summed.
+        between_bytes: Of these, kept between the two parts of a backward, summed; none of a whole backward.
         input_bytes: By layer, its input.
         backward_bytes: By layer, what its backward holds at its worst moment beyond what was kept.
         update_s: Seconds of the optimizer for one parameter.
@@ -50,6 +51,7 @@ class Outline(NamedTuple):
     experts: Floats
     frozen: Floats
     kept_bytes: Floats
+    between_bytes: Floats
     input_bytes: Floats
     backward_bytes: Floats
     update_s: float
@@ -107,15 +109,15 @@ class Outlines:
         for position, layer in enumerate(stages.layers[0]):
             key = layer.key, stages.facts(0, position).kept
             if key not in known:
-                known[key] = (*passes.of_layer(position, splits=splits), *_held(stages, position))
+                known[key] = (*passes.of_layer(position, splits=splits), *_held(stages, position, splits=splits))
             rows.append(known[key])
         block_s, *of_layers = np.array(rows).T
-        forward_s, backward_s, trained, experts, frozen, kept_bytes = map(_sums, of_layers[:6])
-        input_bytes, backward_bytes = of_layers[6:]
+        *sums, input_bytes, backward_bytes = of_layers
         update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, candidate.microbatch_size, _MANY)
         update_s = 0.0 if asked.training.optimizer in LAYERWISE else prices.work_s(update) / _MANY
+        forward_s, backward_s, trained, experts, frozen, kept_bytes, between_bytes = map(_sums, sums)
         return Outline(
-            forward_s, backward_s, trained, experts, frozen, kept_bytes, input_bytes, backward_bytes,
+            forward_s, backward_s, trained, experts, frozen, kept_bytes, between_bytes, input_bytes, backward_bytes,
             update_s, block_s.tolist(),
         )  # fmt: skip
 
@@ -131,15 +133,18 @@ def _sums(of_layers: Floats) -> Floats:
     return np.concatenate([np.zeros(1), of_layers.cumsum()])
 
 
-def _held(stages: Stages, position: int) -> tuple[float, ...]:
+def _held(stages: Stages, position: int, *, splits: bool) -> tuple[float, ...]:
     """Of a layer: trained weights but for experts, experts, frozen ones, and the bytes of an ``Outline``."""
-    layer, footprint = stages.layers[0][position], stages.facts(0, position).footprint
+    layer, facts = stages.layers[0][position], stages.facts(0, position)
+    footprint, between = facts.footprint, 0
+    if splits:
+        between = facts.split().between_activations + facts.split().between_logits
     own = [p for p in layer.parameters if p.name not in layer.tied]
     trained = sum(p.num_elements for p in own if not p.frozen)
     experts = sum(p.num_elements for p in own if p.expert and not p.frozen)
     frozen = sum(p.num_elements for p in own if p.frozen)
     worst = sum(effect.during_bytes for effect in layers_effects([footprint], forward=False))
-    return trained - experts, experts, frozen, footprint.activations, footprint.input_bytes, worst
+    return trained - experts, experts, frozen, footprint.activations, between, footprint.input_bytes, worst
 
 
 _BOTH = (Phase.FORWARD, Phase.BACKWARD)

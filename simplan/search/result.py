@@ -14,7 +14,16 @@ from simplan.units import GIB
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SEARCH_SCHEMA_VERSION", "Change", "Explanation", "NearestMiss", "RankedPlan", "SearchResult", "SpaceCount"]
+__all__ = [
+    "SEARCH_SCHEMA_VERSION",
+    "Alike",
+    "Change",
+    "Explanation",
+    "NearestMiss",
+    "RankedPlan",
+    "SearchResult",
+    "SpaceCount",
+]
 
 SEARCH_SCHEMA_VERSION = 1
 
@@ -53,6 +62,19 @@ class Explanation:
         return max(self.saved, key=lambda name: self.saved[name], default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Plans that are as good as one that is shown, to a thousandth, on as many ranks of every axis.
+
+    Attributes:
+        num_plans: How many.
+        differ_in: By key of a plan, the values that they have and the one that is shown has not.
+    """
+
+    num_plans: int = 0
+    differ_in: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
     """A plan that fits, with its numbers.
@@ -66,6 +88,7 @@ class RankedPlan:
         tokens_per_s_per_device: Throughput; images per second for models of images.
         cost_dollars: Price of the token budget; None without a price.
         explanation: Why it takes so long; of ranked plans only.
+        alike: Others that are as good; of ranked plans only.
     """
 
     plan: ParallelPlan
@@ -76,6 +99,7 @@ class RankedPlan:
     tokens_per_s_per_device: float
     cost_dollars: float | None = None
     explanation: Explanation | None = None
+    alike: Alike = Alike()
 
     def to_json(self) -> dict[str, Any]:
         """As in the document of ``simplan search --json``."""
@@ -88,6 +112,10 @@ class RankedPlan:
             "headroom_gib": None if self.headroom_bytes is None else self.headroom_bytes / GIB,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "cost_dollars": self.cost_dollars,
+            "alike": {
+                "num_plans": self.alike.num_plans,
+                "differ_in": {key: list(values) for key, values in self.alike.differ_in.items()},
+            },
         }
         why = self.explanation
         if why is not None:
@@ -112,7 +140,8 @@ class SpaceCount:
     Attributes:
         total: Candidates of the space.
         rejected: By the rule that removed them; ``memory`` and ``max_step_time_s`` are among the rules.
-        bounded: Could not be among the best whatever their time was.
+        bounded: Could not be among the best by a bound on their time. Where plans are written out one by one nobody knows
+            whether these fit.
         timed: The others.
     """
 
@@ -187,7 +216,8 @@ class SearchResult:
     Attributes:
         name: For people.
         objectives: What was made best.
-        ranked: The best plans by the first objective, best first.
+        ranked: The best plans by the first objective, best first; of plans that are alike and as good to a thousandth,
+            the simplest.
         pareto: With two objectives, all plans that none is better than in both, by the first.
         space: Where every candidate went.
         nearest_misses: Plans that lack least: memory, or time where nothing is within the deadline.

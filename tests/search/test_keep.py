@@ -1,0 +1,108 @@
+"""What a search remembers, plan after plan, against a look at all plans at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from simplan.search.candidate import Candidate
+from simplan.search.keep import NOISE, Keep, Timed
+from simplan.search.objective import Goal
+from simplan.search.space import Objective
+
+TOP = 3
+
+
+def plans(seed: int) -> list[tuple[Candidate, int, float]]:
+    """Candidates of a few meshes, whose times are close together."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(60):
+        dp, v = draw.choice([1, 2]), draw.randint(1, 6)
+        one = Candidate(dp_replicate=dp, pp=8 // dp, virtual_stages=v, microbatch_size=number % 2 + 1)
+        changes = draw.choice(["none", "selective", "full"]), draw.choice(["1f1b", "interleaved_1f1b"])
+        one = one._replace(recompute=changes[0], schedule=changes[1], dp_shard=1)
+        found.append((one, draw.randint(1, 9), 1 + draw.randint(0, 50) * NOISE / 7))
+    return list({row[0]: row for row in found}.values())
+
+
+def all_at_once(rows: list[tuple[Candidate, int, float]], goal: Goal) -> list[tuple[Candidate, set[Candidate]]]:
+    """Groups, each from its best plan on: who is shown, and the others."""
+    left = sorted(Timed(goal.values(c.num_devices, size, s)[0], s, c.num_devices, size, c) for c, size, s in rows)
+    found: list[tuple[Timed, set[Candidate]]] = []
+    noise = 1.0 if goal.objectives[0] == "memory" else 1 + NOISE
+    while left and len(found) < TOP:
+        first = left[0]
+        axes = (first.candidate.dp, first.candidate.pp, first.candidate.microbatch_size)
+        group = [
+            one
+            for one in left
+            if (one.candidate.dp, one.candidate.pp, one.candidate.microbatch_size) == axes
+            and one.step_time_s <= noise * first.step_time_s
+            and (goal.objectives[0] != "memory" or one.device_bytes == first.device_bytes)
+        ]
+        left = [one for one in left if one not in group]
+        order = ("none", "selective", "full")
+        shown = min(
+            group,
+            key=lambda t: (t.candidate.virtual_stages, order.index(t.candidate.recompute), t.device_bytes, t),
+        )
+        found.append((shown, {one.candidate for one in group if one is not shown}))
+    return [(shown.candidate, others) for shown, others in sorted(found, key=lambda pair: pair[0])]
+
+
+def test_some_plans_are_alike() -> None:
+    """Else the tests below say nothing."""
+    goal = Goal(("step_time",), tokens_per_step=1)
+    assert sum(bool(others) for seed in range(8) for _, others in all_at_once(plans(seed), goal)) > 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("objective", ["step_time", "tokens_per_s_per_device", "num_devices", "memory"])
+def test_groups_are_those_of_all_plans_whatever_the_order(objective: Objective, seed: int) -> None:
+    """Also where plans are left out that could not be kept."""
+    goal = Goal((objective,), tokens_per_step=1)
+    rows = plans(seed)
+    keep = Keep(goal, TOP)
+    random.Random(seed + 1).shuffle(rows)
+    left_out = 0
+    for candidate, size, seconds in rows:
+        if keep.is_hopeless(candidate.num_devices, size, seconds):
+            left_out += 1
+        else:
+            keep.add(candidate, size, seconds)
+    found = [(group.shown.candidate, {one.candidate for one in group.others}) for group in keep.groups]
+    assert found == all_at_once(rows, goal)
+    assert left_out > 0, "bounds that never cut are no bounds"
+
+
+def test_what_another_search_kept_counts_once() -> None:
+    goal = Goal(("step_time",), tokens_per_step=1)
+    one, two = Keep(goal, TOP), Keep(goal, TOP)
+    rows = plans(1)
+    for keep, part in ((one, rows[::2]), (two, rows[1::2])):
+        for row in part:
+            keep.add(*row)
+    one.merge(two.kept)
+    one.merge(two.kept)
+    found = [(group.shown.candidate, {plan.candidate for plan in group.others}) for group in one.groups]
+    assert found == all_at_once(rows, goal)
+
+
+def test_the_simplest_plan_of_a_group_is_shown() -> None:
+    goal = Goal(("step_time",), tokens_per_step=1)
+    keep = Keep(goal, 2)
+    fastest = Candidate(pp=4, virtual_stages=10, schedule="interleaved_1f1b", dp_shard=2, zero_stage=1)
+    simpler = fastest._replace(virtual_stages=2)
+    recomputes = simpler._replace(recompute="full")
+    larger = simpler._replace(zero_stage=0, dp_shard=1, dp_replicate=2)
+    slower = fastest._replace(virtual_stages=5)
+    for candidate, size, seconds in [
+        (fastest, 6, 1.0), (simpler, 6, 1.0005), (recomputes, 2, 1.0009), (larger, 9, 1.0003), (slower, 6, 1.0011),
+    ]:  # fmt: skip
+        keep.add(candidate, size, seconds)
+    first, second = keep.groups
+    assert first.shown.candidate == simpler
+    assert {timed.candidate for timed in first.others} == {fastest, recomputes, larger}
+    assert (second.shown.candidate, second.others) == (slower, ())
