@@ -58,6 +58,8 @@ def assumptions(
         found.append(f"not timed, so priced from datasheets: {', '.join(names)}")
     elif provenances & known:
         found.append(_priced_from(cluster, software))
+        if cluster.device.warning is not None:
+            found.append(f"{cluster.device.id}: {cluster.device.warning}")
     if Provenance.EXTRAPOLATED in provenances:
         names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
         found.append(f"outside of what was calibrated: {', '.join(names)}")

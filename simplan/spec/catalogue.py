@@ -332,6 +332,13 @@ def _parsed(name: str) -> dict[str, Any]:
     return data
 
 
+_INSTEAD: dict[str, str] = {
+    "devices": "docs/own-device.md says how to describe another",
+    "clusters": "or give device and devices_per_node in place of a preset",
+}
+"""What to do without an entry."""
+
+
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
     data = _file(kind)
     singular = kind.removesuffix("s")
@@ -347,8 +354,8 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
         rule = f"{missing[name]} is not modelled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=known))
     fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
-    if kind == "devices":
-        fix += "; docs/own-device.md says how to describe one"
+    if kind in _INSTEAD:
+        fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
     raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LAYERWISE", "OPTIMIZERS", "UPDATES", "OptimizerFacts", "OptimizerName", "UpdateName"]
+__all__ = ["LAYERWISE", "NOT_MODELLED", "OPTIMIZERS", "UPDATES", "OptimizerFacts", "OptimizerName", "UpdateName"]
 
 OptimizerName = Literal["adam", "adamw", "sgd", "sgd_momentum", "lars", "lamb"]
 _Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
@@ -53,6 +53,9 @@ UPDATES: dict[UpdateName, OptimizerFacts] = {
     "adamw_foreach": OptimizerFacts(2, 8 + 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),  # and decay
 }
 """The same with what torch does without fused kernels (``foreach``): bytes of one kernel after the other."""
+
+NOT_MODELLED = ("8bit", "8-bit", "4bit", "paged", "adafactor", "muon", "lion", "shampoo", "soap", "sophia", "galore")
+"""Parts of names of optimizers that keep other states than these, by which they are told from misspelt ones."""
 
 LAYERWISE = frozenset(name for name, facts in OPTIMIZERS.items() if facts.num_norms)
 """Those whose step depends on norms."""

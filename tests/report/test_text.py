@@ -87,6 +87,13 @@ def test_options_without_effect_are_noted() -> None:
     assert note not in found[1]
 
 
+def test_what_sources_say_of_a_device_is_noted() -> None:
+    cluster = catalogue.cluster("dgx-h100").model_copy(update={"device": catalogue.device("h20-sxm-96gb")})
+    asked = (catalogue.model("gpt2-124m"), cluster, TrainingSpec(global_batch_size=8))
+    found = predict("", *asked, ParallelPlan(dp_replicate=8), catalogue.software("torch")).assumptions
+    assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in found)
+
+
 def test_whole_gradients_under_fsdp_are_noted() -> None:
     """A rank of 8 holds 4 bytes for each of 124 M parameters where the other plan holds an eighth."""
     asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=32))

@@ -286,3 +286,12 @@ def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> Non
     path = tmp_path / "case.yaml"
     path.write_text(f"model: {model}\n" + TWO + REST)
     assert load_scenario(path).model.num_experts == 8
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "Adafactor", "paged_adamw_32bit", "muon"])
+def test_an_optimizer_that_is_not_modelled_is_no_misspelt_adamw(tmp_path: Path, name: str) -> None:
+    text = MODEL + TWO + REST.replace("24}", f"24, optimizer: {name}}}")
+    assert refusal(tmp_path, text) == (
+        f'case.yaml:3:35: training.optimizer = "{name}": is an optimizer that is not modelled yet, for it keeps other '
+        "states; modelled: adam, adamw, sgd, sgd_momentum, lars, lamb"
+    )

@@ -166,10 +166,10 @@ def test_torch_profile() -> None:
         (
             "device",
             "h100-sxm-80g",
-            "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb?; docs/own-device.md says how",
+            "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb? docs/own-device.md says how",
         ),
         ("device", "H100", "device = H100: is not in the catalogue; did you mean h100-sxm-80gb or h100-nvl-94gb or"),
-        ("device", "H20", "device = H20: is not in the catalogue; did you mean h20-sxm-96gb or h20-sxm-141gb?; "),
+        ("device", "H20", "device = H20: is not in the catalogue; did you mean h20-sxm-96gb or h20-sxm-141gb? docs/"),
         (
             "device",
             "MTT-S4000",
@@ -179,6 +179,12 @@ def test_torch_profile() -> None:
         ("link", "network-0gbit", "link = network-0gbit: is not in the catalogue; did you mean network-50gbit"),
         ("model", "zzzzz", "model = zzzzz: is not in the catalogue; `simplan show models` lists them"),
         ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalogue; did you mean dgx-h100"),
+        (
+            "cluster",
+            "p6",
+            "cluster = p6: is not in the catalogue; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, dgx-h100, dgx-h200, "
+            "dgx-v100, gb200-nvl72, this-machine; or give device and devices_per_node in place of a preset",
+        ),
         ("software", "pytorch", "software = pytorch: is not in the catalogue; did you mean torch"),
     ],
 )
