@@ -295,3 +295,12 @@ def test_an_optimizer_that_is_not_modelled_is_no_misspelt_adamw(tmp_path: Path, 
         f'case.yaml:3:35: training.optimizer = "{name}": is an optimizer that is not modelled yet, for it keeps other '
         "states; modelled: adam, adamw, sgd, sgd_momentum, lars, lamb"
     )
+
+
+@pytest.mark.parametrize(("length", "rule"), [("8k", 'seq_len = "8k": must be a whole number'), ("-4", "at least 1")])
+def test_a_wrong_length_is_one_problem(tmp_path: Path, length: str, rule: str) -> None:
+    """It is the default of the longest sequence, too, which nobody wrote."""
+    for preset in ("gpt2-124m", "llama2-7b", "deepseek-v3"):
+        found = refusal(tmp_path, f"model: {{preset: {preset}, seq_len: {length}}}\n" + TWO + REST)
+        assert len(found.splitlines()) == 1
+        assert found.endswith(rule)

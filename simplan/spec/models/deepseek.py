@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from simplan.spec.layer import LayerSpec
-from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Family
+from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Family, longest
 from simplan.spec.models.mla import latent_attention, latent_form
 from simplan.spec.models.moe import EXPERTS, sparse_layers, with_experts
 from simplan.spec.models.part import Part
@@ -34,10 +34,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"tied_embeddings": False}
-    if "seq_len" in given:
-        found["max_position_embeddings"] = given["seq_len"]
-    return found
+    return {"tied_embeddings": False} | longest(given)
 
 
 DEEPSEEK = Family(

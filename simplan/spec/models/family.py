@@ -12,7 +12,17 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this package
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["LORA", "PACKED", "TOKENS", "TRANSFORMER", "Defaults", "Family", "transformer_defaults", "with_wide_mlp"]
+__all__ = [
+    "LORA",
+    "PACKED",
+    "TOKENS",
+    "TRANSFORMER",
+    "Defaults",
+    "Family",
+    "longest",
+    "transformer_defaults",
+    "with_wide_mlp",
+]
 
 Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -74,11 +84,17 @@ def transformer_defaults(**fixed: Any) -> Defaults:
             found["num_key_value_heads"] = heads
             if isinstance(hidden, int) and hidden % heads == 0:
                 found["head_dim"] = hidden // heads
-        if "seq_len" in given:
-            found["max_position_embeddings"] = given["seq_len"]
-        return found
+        return found | longest(given)
 
     return defaults
+
+
+def longest(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As many positions as tokens. A ``seq_len`` that cannot be is an error of its own, and not one of this as well."""
+    if "seq_len" not in given:
+        return {}
+    length = given["seq_len"]
+    return {"max_position_embeddings": length if isinstance(length, int) and length > 0 else 1}
 
 
 def with_wide_mlp(defaults: Defaults) -> Defaults:
