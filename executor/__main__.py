@@ -5,7 +5,7 @@
 is nothing to join. ``environment --out FILE`` writes what a measurement here would be taken on.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
-job or request, 4 the run failed, 130 interrupted, 143 terminated.
+job or request, 4 the run failed, 130 interrupted, 143 terminated, also as a node that others go on without.
 """
 
 from __future__ import annotations

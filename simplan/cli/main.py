@@ -1,7 +1,7 @@
 """The entry point: runs a command and turns whatever goes wrong into sentences and an exit code.
 
 Exit codes: 0 done (also when the answer is "does not fit"), 1 an expectation failed, 2 bad usage, bad file or invalid
-plan, 3 no feasible plan, 4 a run failed, 70 a bug of simplan, 130 interrupted.
+plan, 3 no feasible plan, 4 a run failed, 70 a bug of simplan, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations

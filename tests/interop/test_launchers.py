@@ -34,7 +34,7 @@ for task in "${tasks[@]}"; do wait "$task" || code=$?; done
 exit $code
 """
 STUB_SCONTROL = '#!/bin/bash\n[ "$*" = "show hostnames stub-nodes" ] && printf "localhost\\nlocalhost\\n"\n'
-STUB_SIMPLAN = '#!/bin/bash\nexec {python} -m simplan "$@" --json --steps 2 -o "$STUB_OUT/$SLURM_NODEID"\n'
+STUB_SIMPLAN = '#!/bin/bash\nexec {python} -m simplan "$@" --json --steps 2 --warmup 1 -o "$STUB_OUT/$SLURM_NODEID"\n'
 
 
 def job(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
