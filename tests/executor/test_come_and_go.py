@@ -114,3 +114,19 @@ def test_a_host_that_is_cut_off_comes_back(make_job: MakeJob, tmp_path: Path) ->
     assert code == 4
     (note,) = check(tmp_path, whole, [2, 1, 2])
     assert note.endswith("; restart 1 of 2")
+
+
+def test_a_host_is_started_again_before_it_is_missed(make_job: MakeJob, tmp_path: Path) -> None:
+    """It crashes, and its command waits when the other one sees that it is lost: it takes its own place."""
+    job = elastic(make_job(dp=2), tmp_path / "kept", 2, [1])
+    whole = undisturbed(job, tmp_path / "whole")
+    with hosts(2, cores=cores_of(2)) as made:
+        started = start_on(made, job, tmp_path)
+        wait_for_step(started, tmp_path / "0", LOST_AFTER)
+        made[1].kill_all()
+        again = start_again(made[1], 1, tmp_path)
+        first, _, came = finished([*started, again], tmp_path)
+    assert first == came == (0, "")
+    (note,) = check(tmp_path, whole, [2, 2])
+    assert f"; {HERE} ({made[1].address}) joins; 2 nodes with 2 ranks go on after step " in note
+    assert note.endswith("; restart 1 of 2")
