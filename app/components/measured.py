@@ -62,7 +62,8 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
         column.metric(label, value, help=about)
     show_figure(terms_figure(found.rows), "errors", alt="Errors beside the spread of the steps")
     st.subheader("What is least sure", help="Parts of the predicted critical path and what their prices may be off by")
-    st.caption(escaped(f"{could_come_from(found)}."))
+    sentence = could_come_from(found)
+    st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
     parts = [
         {
             "part": part.part,

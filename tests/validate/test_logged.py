@@ -28,14 +28,15 @@ def prediction() -> Prediction:
     return predict("test", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
 
 
-def test_step_time_is_that_of_the_full_measurement(prediction: Prediction) -> None:
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.5, False)])
+def test_step_time_is_that_of_the_full_measurement(prediction: Prediction, factor: float, holds: bool) -> None:
     """The log of a run and its measurement have the same error, spread and verdict."""
-    full = measure(prediction, factor=1.5)
+    full = measure(prediction, factor=factor)
     whole = compare(prediction.to_json(), full)
     bare = compare_logged(prediction.to_json(), LoggedRun(step_times_s=full.step_times_s))
     assert bare.rows[0] == whole.rows[0]
-    assert bare.interval_holds == whole.interval_holds
-    assert bare.difference_s == pytest.approx(-0.5 * prediction.step_time_s)
+    assert bare.interval_holds == whole.interval_holds == holds
+    assert bare.difference_s == pytest.approx((1 - factor) * prediction.step_time_s)
 
 
 def test_steps_of_the_warm_up_are_left_out() -> None:
