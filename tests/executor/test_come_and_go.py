@@ -117,7 +117,7 @@ def test_a_host_that_is_cut_off_comes_back(make_job: MakeJob, tmp_path: Path) ->
 
 
 def test_a_host_is_started_again_before_it_is_missed(make_job: MakeJob, tmp_path: Path) -> None:
-    """It crashes, and its command waits when the other one sees that it is lost: it takes its own place."""
+    """It crashes, and its command waits when the other one sees that it is lost: they go on with two."""
     job = elastic(make_job(dp=2), tmp_path / "kept", 2, [1])
     whole = undisturbed(job, tmp_path / "whole")
     with hosts(2, cores=cores_of(2)) as made:
