@@ -14,12 +14,31 @@ from simplan.program.schedules import StageTimes
 from simplan.program.schedules.bubble import bubble_rate
 from simplan.program.table import plan_table
 from simplan.scenario import load_scenario
+from simplan.scenario.search import load_search
+from simplan.validate.logged import LoggedRun
+from simplan.validate.reading import parse_measured
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_files_of_the_readme_are_read(tmp_path: Path) -> None:
+    found = []
+    for text in blocks((DOCS.parent / "README.md").read_text(), "yaml"):
+        file = tmp_path / "file.yaml"
+        file.write_text(text)
+        if "plan:" in text:
+            load_scenario(file)
+        elif "search:" in text:
+            load_search(file)
+        else:
+            found.append(parse_measured(text, "log.yaml"))
+    [logged] = found
+    assert isinstance(logged, LoggedRun)
+    assert logged.peak_reserved_gib == (71.2,)
 
 
 def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
