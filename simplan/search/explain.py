@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from simplan.predict import predict
 from simplan.search.candidate import Candidate
-from simplan.search.evaluators import make_evaluator
+from simplan.search.evaluators import make_evaluator, make_late_evaluator
 from simplan.search.keep import Timed
 from simplan.search.question import Question
 from simplan.search.result import Explanation
@@ -19,7 +19,7 @@ __all__ = ["MORE", "explain_candidate", "more_memory"]
 MORE = 1.1
 """How much of a resource there would be, over what there is."""
 
-_MOST_TRIED = 32  # plans that nearly fit, of the least bounds
+_MOST_TRIED = 32  # of plans that are written out one by one
 _NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
 
 
@@ -65,18 +65,21 @@ def more_memory(question: Question, best: Timed, nearly: list[Waiting], capacity
     Args:
         question: What is asked.
         best: The best plan that fits.
-        nearly: Plans that would fit then, as far as bounds tell, and those of the least bounds on time.
+        nearly: Plans that would fit then, as far as bounds tell; a few are tried where each is written out alone.
         capacity: Memory of a device that plans may use, bytes.
     """
-    evaluator = make_evaluator(question)
+    late, evaluator = make_late_evaluator(question, jobs=1), make_evaluator(question)
     least_s = best.step_time_s
-    for waiting in sorted(nearly, key=lambda one: one.least_time_s)[:_MOST_TRIED]:
+    promising = sorted(nearly, key=lambda one: one.least_time_s)
+    for waiting in promising if late is None else promising[:_MOST_TRIED]:
         if waiting.least_time_s >= least_s:
             break
-        [device_bytes] = evaluator.device_bytes([waiting.candidate])  # what waits has a bound on it, or the number
-        if device_bytes <= MORE * capacity:
+        step_time_s: float | None
+        if late is None:  # what waits is known to fit
             [step_time_s] = evaluator.step_times_s([waiting.candidate])
-            least_s = min(least_s, step_time_s)
+        else:
+            [(_, step_time_s)] = late.numbers([waiting.candidate], int(MORE * capacity))
+        least_s = min(least_s, step_time_s or least_s)
     return 1 - least_s / best.step_time_s
 
 
