@@ -348,7 +348,8 @@ def show(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="devices, links, clusters, models, software, schedules, metrics or search-space."
+            metavar="KIND",
+            help="devices, links, clusters, models, software, schedules, metrics, plan or search-space.",
         ),
     ],
     name: Annotated[

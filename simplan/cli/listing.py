@@ -10,6 +10,7 @@ from simplan.cli.definitions import definitions
 from simplan.cli.output import print_json, print_result
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
+from simplan.report.plan_fields import plan_fields
 from simplan.report.search_space import search_space
 from simplan.report.table import format_table_text
 from simplan.spec import catalogue
@@ -176,6 +177,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "software": _software,
     "schedules": _schedules,
     "metrics": definitions,
+    "plan": plan_fields,
     "search-space": search_space,
 }
 _ENTRIES: dict[str, Callable[[str], Any]] = {

@@ -171,7 +171,7 @@ DEEPGEMM = {
 
 @pytest.mark.parametrize("shape", DEEPGEMM, ids=str)
 def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[int, int, int, int]) -> None:
-    """Relative to the deepest product; one of a depth of 512 is priced a quarter too fast, all others within an eighth."""
+    """Relative to the deepest product; one of a depth of 512 is a quarter too fast, all others within an eighth."""
     device = catalogue.device("h100-sxm-80gb")
     rates = device.kernels
     products = replace(
