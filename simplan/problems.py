@@ -140,7 +140,8 @@ def _rule(
     if kind == "missing":
         return "is missing", f"add {key}: ..."
     if kind == "extra_forbidden":
-        return "is not a known key", did_you_mean(str(key), _field_names(annotation))
+        names = _field_names(annotation)
+        return "is not a known key", did_you_mean(str(key), names) or f"known: {', '.join(names)}" * bool(names)
     if kind == "literal_error":
         choices = _choices(annotation, key=is_key)
         rule = "is not a known key" if is_key else "is not a known choice"
