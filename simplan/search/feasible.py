@@ -40,7 +40,11 @@ def first_fit(question: Question, space: SearchSpace, witness: Candidate | None 
     if capacity is None:
         return next(candidates, None)
     floor = MemoryFloor(question)
-    possible = (candidate for candidate in candidates if floor.bytes(candidate) <= capacity)
+    possible = (
+        candidate
+        for candidate in candidates
+        if floor.bytes(candidate) <= capacity and evaluator.least_bytes([candidate])[0] <= capacity
+    )
     batch_size = 1  # the first candidates are the likeliest
     while batch := list(islice(possible, batch_size)):
         for candidate, size in zip(batch, evaluator.device_bytes(batch), strict=True):

@@ -114,7 +114,7 @@ class HeldBytes:
         if software.lists_of_shards or moment.backward is None:
             return found
         stays = unshard_of(plan) == "once" if c.pp > 1 else not (c.zero_stage == 3 and c.reshard_after_forward)
-        gathered = float(dense.sum()) if stays else float(dense[moment.backward]) if c.pp > 1 else 0.0
+        gathered = float(dense.sum()) if stays else float(dense @ moment.wanted) if c.pp > 1 else 0.0
         return found + gathered * state.gathered
 
     def _state(self, c: Candidate) -> StateBytes:

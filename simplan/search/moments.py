@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ _KINDS = {
     ActionKind.BACKWARD_INPUT: I,
     ActionKind.BACKWARD_WEIGHT: W,
 }
+_AHEAD = 3  # as in ``simplan.program.complete``
 
 
 class Moment(NamedTuple):
@@ -32,12 +32,14 @@ class Moment(NamedTuple):
         between: Microbatches between the two parts of a backward.
         adding_up: Whether gradients of some microbatches, but not of all, have been made: 1 or 0.
         backward: The stage, of the rank's own, whose whole backward begins; None where something else does.
+        wanted: The next three different stages of the rank, which FSDP gathers ahead: 1 or 0.
     """
 
     in_flight: _Integers
     between: _Integers
     adding_up: _Integers
     backward: int | None
+    wanted: _Integers
 
 
 class RankMoments(NamedTuple):
@@ -45,8 +47,8 @@ class RankMoments(NamedTuple):
 
     Attributes:
         stages: Its stages, ascending.
-        moments: When its first backward begins, when the last one of the stage begins that is first done with all, and
-            when most microbatches are under way.
+        moments: When its first backward begins, when most microbatches are under way, when all of its stages have made
+            gradients, and when the last backward of the stage begins that is first done with all.
     """
 
     stages: _Integers
@@ -76,17 +78,26 @@ def end_moments(candidate: Candidate, many: int) -> tuple[RankMoments, ...]:
 def _moments(kinds: NDArray[np.integer], stages: NDArray[np.integer]) -> RankMoments:
     own, place = np.unique(stages, return_inverse=True)
     completes = np.flatnonzero((kinds == B) | (kinds == W))
-    last = np.zeros(len(own), np.int64)
+    first, last = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
     last[place[completes]] = completes  # of equal places the last one stays
+    first[place[completes[::-1]]] = completes[::-1]
     under_way = np.cumsum(np.select([kinds == F, kinds == I], [1, 0], -1))
-    times = {int(np.argmax(kinds != F)), int(last.min()), min(int(np.argmax(under_way)) + 1, len(kinds) - 1)}
-    return RankMoments(own, tuple(_moment(kinds, place, len(own), time) for time in sorted(times)))
+    backwards = np.flatnonzero((kinds == B) | (kinds == I))
+    all_began = backwards[backwards > first.max()][:1]
+    most = min(int(np.argmax(under_way)) + 1, len(kinds) - 1)
+    times = sorted({int(backwards[0]), most, *all_began.tolist(), int(last.min())})
+    return RankMoments(own, tuple(_moment(kinds, place, len(own), time) for time in times))
 
 
-def _moment(kinds: NDArray[np.integer], place: Sequence[int] | _Integers, num_stages: int, time: int) -> Moment:
+def _moment(kinds: NDArray[np.integer], place: _Integers, num_stages: int, time: int) -> Moment:
     done = [np.bincount(place[:time][kinds[:time] == kind], minlength=num_stages) for kind in (F, B, I, W)]
     forwards, wholes, inputs, weights = done
     completed = wholes + weights
     adding_up = (completed > 0) & (completed < forwards.max())
     backward = int(place[time]) if kinds[time] == B else None
-    return Moment(forwards - wholes - inputs, inputs - weights, adding_up.astype(np.int64), backward)
+    wanted = np.zeros(num_stages, np.int64)
+    ahead = place[time:]
+    while len(ahead) and wanted.sum() < _AHEAD:
+        wanted[ahead[0]] = 1
+        ahead = ahead[ahead != ahead[0]]
+    return Moment(forwards - wholes - inputs, inputs - weights, adding_up.astype(np.int64), backward, wanted)

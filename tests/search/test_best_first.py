@@ -18,6 +18,7 @@ from simplan.search.tally import rounded
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
+from tests.search.alike import shown
 from tests.search.questions import question
 
 SPACE: dict[str, Any] = {
@@ -28,7 +29,7 @@ SPACE: dict[str, Any] = {
     "sequence_parallel": True,
 }
 CAPACITY = 1115 * MIB
-Numbers = tuple[float, int, ParallelPlan]
+Row = tuple[float, int, ParallelPlan]
 
 
 def asked_for(software: str = "megatron-core", capacity: int = CAPACITY) -> Question:
@@ -42,7 +43,7 @@ def candidates(asked: Question, space: SearchSpace) -> list[Candidate]:
 
 
 @cache
-def every() -> tuple[Numbers, ...]:
+def every() -> tuple[Row, ...]:
     """Time to 12 digits, memory and plan of every candidate, fastest first."""
     asked = asked_for()
     found = candidates(asked, SearchSpace(**SPACE))
@@ -67,7 +68,8 @@ def test_the_space_is_worth_searching() -> None:
 def test_it_finds_the_best_and_looks_at_few() -> None:
     fitting = [row for row in every() if row[1] <= CAPACITY]
     result = found_by(asked_for(), top=3)
-    assert [plan.step_time_s for plan in result.ranked] == [seconds for seconds, *_ in fitting[:3]]
+    wanted = shown([(plan, size, seconds) for seconds, size, plan in fitting])[:3]
+    assert [(plan.plan, plan.device_bytes, plan.step_time_s) for plan in result.ranked] == [row[:3] for row in wanted]
     space = result.space
     assert space.total == sum(space.rejected.values()) + space.bounded + space.timed
     assert space.timed < len(fitting) / 2, (space, len(fitting))
@@ -153,7 +155,8 @@ def test_it_ranks_as_predict_of_every_plan_does(software: str) -> None:
     for candidate in candidates(asked, SearchSpace.model_validate({**SPACE, "zero_stage": stages})):
         one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
         if one.fits and not one.worst_memory.short_bytes:
-            fitting.append(one.step_time_s)
+            fitting.append((one.plan, one.worst_memory.device_bytes, one.step_time_s))
     result = found_by(asked, top=8, zero_stage=stages)
-    wanted = sorted(fitting)[:8]
-    assert [plan.step_time_s for plan in result.ranked] == pytest.approx(wanted, rel=1e-9)
+    wanted = shown(sorted(fitting, key=lambda numbers: numbers[2]))[:8]
+    assert [plan.step_time_s for plan in result.ranked] == pytest.approx([seconds for *_, seconds, _ in wanted])
+    assert [plan.alike.num_plans for plan in result.ranked] == [others for *_, others in wanted]
