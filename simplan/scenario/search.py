@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simplan.errors import NotModelledError, Problem
+from simplan.errors import NotModelledError
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchSpace
+from simplan.search.space import that_it_has
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
-from simplan.spec.numbers import either
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
@@ -80,34 +80,20 @@ def search_of(parts: Parts) -> SearchScenario:
     sections.raise_problems()
     model, cluster, training, software = parts.complete()
     assert space is not None
+    try:
+        space = that_it_has(software, space)
+    except NotModelledError as error:
+        raise NotModelledError(error.problems, file=sections.file) from None
     return SearchScenario(
         name=parts.name,
         model=model,
         cluster=cluster,
         training=training,
         software=software,
-        space=_that_it_has(software, space, sections.file),
+        space=space,
         document=data,
         file=sections.file,
     )
-
-
-def _that_it_has(software: SoftwareSpec, space: SearchSpace, file: str) -> SearchSpace:
-    """The space without what the software does not have; what was asked for by name is refused by name."""
-    allowed: dict[str, tuple[int, ...]] = {"zero_stage": software.zero_stages}
-    if software.layers.attention == "unfused":
-        allowed["cp"] = (1,)
-    problems, ranges = [], {}
-    for field, values in allowed.items():
-        asked = getattr(space, field)
-        if any(value not in values for value in asked or ()):
-            rule = f"{software.id} has {field} {either(values)} only, as far as it is modelled"
-            problems.append(Problem(field=f"search.{field}", value=str(list(asked)), rule=rule))
-        elif asked is None and (field == "cp" or values != (0, 1, 2, 3)):
-            ranges[field] = values
-    if problems:
-        raise NotModelledError(problems, file=file)
-    return space.model_copy(update=ranges) if ranges else space
 
 
 def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from simplan.search.parallel import explore_in_parallel
 from simplan.search.question import Question
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.run import explore
-from simplan.search.space import SearchSpace
+from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.tally import Limits, Miss, Tally
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -84,7 +84,8 @@ def search(
         SpecError: What is asked is wrong whatever the plan, or a price cannot be had.
     """
     question = Question(model, cluster, training, software, calibration)
-    return _Search(name, question, space or SearchSpace(), jobs, soon, on_progress).result(explain=explain)
+    possible = that_it_has(software, space or SearchSpace())
+    return _Search(name, question, possible, jobs, soon, on_progress).result(explain=explain)
 
 
 class _Search:

@@ -6,10 +6,13 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from simplan.errors import NotModelledError, Problem
 from simplan.spec.base import Count, Positive, Spec
+from simplan.spec.numbers import either
 from simplan.spec.plan import Recompute
+from simplan.spec.software import SoftwareSpec
 
-__all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace"]
+__all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "that_it_has"]
 
 Objective = Literal["step_time", "tokens_per_s_per_device", "num_devices", "memory", "cost"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -108,3 +111,25 @@ RANGES = (
     "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "grad_sync",
 )  # fmt: skip
 """Keys of a plan that a search varies."""
+
+
+def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
+    """The space without what the software does not have; what was asked for by name is refused by name.
+
+    Raises:
+        NotModelledError: A range has values that the software does not.
+    """
+    allowed: dict[str, tuple[int, ...]] = {"zero_stage": software.zero_stages}
+    if software.layers.attention == "unfused":
+        allowed["cp"] = (1,)
+    problems, ranges = [], {}
+    for field, values in allowed.items():
+        asked = getattr(space, field)
+        if any(value not in values for value in asked or ()):
+            rule = f"{software.id} has {field} {either(values)} only, as far as it is modelled"
+            problems.append(Problem(field=f"search.{field}", value=str(list(asked)), rule=rule))
+        elif asked is None and (field == "cp" or values != (0, 1, 2, 3)):
+            ranges[field] = values
+    if problems:
+        raise NotModelledError(problems)
+    return space.model_copy(update=ranges) if ranges else space

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from simplan.errors import NotModelledError
 from simplan.predict import predict
 from simplan.search import Progress, Question, SearchResult, SearchSpace, search
 from simplan.search.abridged import AbridgedEvaluator
@@ -17,6 +18,7 @@ from simplan.search.enumeration import Enumeration
 from simplan.search.tally import rounded
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
 from simplan.units import MIB
 from tests.search.alike import shown
 from tests.search.questions import question
@@ -160,3 +162,18 @@ def test_it_ranks_as_predict_of_every_plan_does(software: str) -> None:
     wanted = shown(sorted(fitting, key=lambda numbers: numbers[2]))[:8]
     assert [plan.step_time_s for plan in result.ranked] == pytest.approx([seconds for *_, seconds, _ in wanted])
     assert [plan.alike.num_plans for plan in result.ranked] == [others for *_, others in wanted]
+
+
+def test_a_space_of_all_defaults_is_what_the_software_has() -> None:
+    """Megatron Core shards optimizer states at most; ZeRO-2 and 3 are no plans of its, and refused by name."""
+    model = catalogue.model("llama3-8b").model_copy(update={"num_hidden_layers": 2})
+    asked = (
+        model,
+        catalogue.cluster("dgx-h100"),
+        TrainingSpec(global_batch_size=16),
+        catalogue.software("megatron-core"),
+    )
+    found = search(*asked, explain=False)
+    assert {ranked.plan.zero_stage for ranked in found.ranked} <= {0, 1}
+    with pytest.raises(NotModelledError, match="megatron-core has zero_stage 0 or 1 only"):
+        search(*asked, SearchSpace(zero_stage=(3,)))
