@@ -197,3 +197,11 @@ def test_interval_of_a_single_device_by_hand() -> None:
     low_s, high_s = found.step_time_interval_s
     assert math.log(found.step_time_s / low_s) == pytest.approx(half_width / skew)
     assert math.log(high_s / found.step_time_s) == pytest.approx(half_width * skew)
+
+
+def test_what_of_deepseek_is_not_modelled_is_said() -> None:
+    model = catalogue.model("deepseek-v2-lite")
+    training = TrainingSpec(global_batch_size=8)
+    plan = ParallelPlan(dp_shard=8, ep=8)
+    found = predict("experts", model, catalogue.cluster("dgx-h100"), training, plan, catalogue.software("torch"))
+    assert any("no module predicts a second token" in sentence for sentence in found.assumptions)

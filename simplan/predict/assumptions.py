@@ -7,6 +7,7 @@ from simplan.cost.pricing import Pricing
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import Sharing, Slowdown
 from simplan.spec.hardware import ClusterSpec
+from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
@@ -17,6 +18,7 @@ __all__ = ["assumptions"]
 
 
 def assumptions(
+    model: ModelSpec,
     cluster: ClusterSpec,
     training: TrainingSpec,
     plan: ParallelPlan,
@@ -28,7 +30,7 @@ def assumptions(
     """One sentence each.
 
     Args:
-        cluster, training, plan, software: What is predicted.
+        model, cluster, training, plan, software: What is predicted.
         pricing: Of the step.
         sharing: How operations slow each other down, if they do.
         short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
@@ -51,6 +53,11 @@ def assumptions(
         )
     if plan.ep == 1 and (idle := _idle_of_experts(software)):
         found.append(f"every rank has all experts, as ep = 1: no effect of software.{' and software.'.join(idle)}")
+    if model.family == "deepseek":
+        found.append(
+            "tokens choose among all experts, not among those of a few groups, and no module predicts a second token "
+            "(n_group, num_nextn_predict_layers)"
+        )
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:

@@ -124,6 +124,7 @@ def predict(
         reference_s=_reference_s(cost, software.layers_of(model, plan), plan),
         assumptions=(
             *assumptions(
+                model,
                 cluster,
                 training,
                 plan,
