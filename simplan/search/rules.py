@@ -41,6 +41,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
         "virtual_stages_of_schedule": "virtual_stages must be what the schedule takes",
+        "expert_overlap_recompute": "exchanges beside another microbatch cannot run again with whole layers",
         "split_backward_recompute": "a split backward cannot recompute whole layers",
         "split_backward_reshard": "torch loses gradients of a split backward with reshard_after_forward",
         "split_backward_ddp": "DistributedDataParallel does not reduce what a split backward makes",
@@ -93,6 +94,7 @@ class Rules:
         self._batch = question.training.global_batch_size
         self._even = software.optimizer_shards == "elements"
         self._ddp_splits, self._ddp_stages = software.ddp_splits, software.ddp_stages
+        self._expert_overlap = software.expert_overlap
         whole = bool(family.whole_layers)
         normed = model.qk_norm == "projection"
         low = next((low for name, low in software.low_precision.items() if name == question.training.precision), None)
@@ -220,6 +222,8 @@ class Rules:
         """What is computed again."""
         if self._convolutions and recompute != "none":
             return "recompute_modelled"
+        if self._expert_overlap and recompute == "full":
+            return "expert_overlap_recompute"
         if schedule in _SPLITS and recompute not in ("none", "selective"):
             return "split_backward_recompute"
         return None

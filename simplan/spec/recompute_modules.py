@@ -8,7 +8,8 @@ runs again to its end when the gradient of its output arrives.
 ===============  ==================================================================================================
 core_attn        the attention core; of a fused kernel only the sums that it keeps for backward are gone
 mla_up_proj      of latent attention, the products from narrow vectors to heads, and the rotation (output discarded)
-layernorm        the norms before attention and before the second half of a block (output discarded)
+layernorm        norms that are no part of the product after them: before latent attention, and before experts (output
+                 discarded)
 moe_act          the activation between the products of experts (output discarded)
 mlp              the second half of a block without experts
 moe              the second half of a block with experts, with what is sent to them and back
@@ -30,6 +31,8 @@ _UP_PROJECTIONS = ("q", "q_b", "kv_b", "rotary", "assemble heads")
 _UP_PROJECTION_INPUTS = ("q_a_norm output", "kv_a_norm output")  # of all ranks, which a product gathers
 _EXPERTS_IN, _EXPERTS_OUT = ("experts_gate", "experts_up"), "experts_down"
 _SHARED = "shared_"
+_NORMS = (("norm1", "residual1", ("q", "q_a", "kv_a")), ("norm2", "residual2", ("shared_gate", "shared_up")))
+"""Where the branch of each ends, and which products read it."""
 
 
 class Rerun(NamedTuple):
@@ -123,11 +126,17 @@ def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
 
 
 def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
-    """Each is made again when the gradient of the branch that begins with it arrives."""
+    """Each is made again when the gradient of the branch that begins with it arrives.
+
+    Others are part of the product after them (TELayerNormColumnParallelLinear, megatron/core/models/gpt/
+    gpt_layer_specs.py), and do not run again.
+    """
     names = [kernel.name for kernel in layer.kernels]
-    for norm, end in (("norm1", "residual1"), ("norm2", "residual2")):
-        if norm in names and end in names and names.index(norm) < names.index(end):
-            yield _Part(_made_by(layer, {norm}), Rerun((names.index(norm),), names.index(end) - 1))
+    apart = {"norm1": "kv_b" in names, "norm2": _has_experts(layer)}
+    for norm, end, readers in _NORMS:
+        if apart[norm] and norm in names:
+            dropped = (*_made_by(layer, {norm}), *_quantized_inputs(layer, readers))
+            yield _Part(dropped, Rerun((names.index(norm),), names.index(end) - 1))
 
 
 def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
@@ -138,7 +147,8 @@ def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
     begin, end = 1 + max(names.index(name) for name in _EXPERTS_IN if name in names), names.index(_EXPERTS_OUT)
     again = tuple(index for index in range(begin, end) if isinstance(layer.kernels[index], Pointwise))
     product = tuple(t for t in layer.saved if t.name == "experts gated product")
-    dropped = dict.fromkeys((*product, *_made_by(layer, {names[index] for index in again})))
+    quantized = _quantized_inputs(layer, (_EXPERTS_OUT,))
+    dropped = dict.fromkeys((*product, *quantized, *_made_by(layer, {names[index] for index in again})))
     yield _Part(tuple(dropped), Rerun(again, end))
 
 
@@ -187,6 +197,14 @@ def _end_of_second_half(layer: LayerSpec) -> int:
 
 def _has_experts(layer: LayerSpec) -> bool:
     return any(kernel.name == _EXPERTS_OUT for kernel in layer.kernels)
+
+
+def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> tuple[Saved, ...]:
+    """What products keep of their inputs in 8 or 4 bits: nothing where the inputs are made again, from which it is.
+
+    (``set_save_original_input``, megatron/core/transformer/transformer_layer.py and moe/experts.py.)
+    """
+    return tuple(t for t in layer.saved if t.made_by in products and t.name.startswith(f"{t.made_by} input in "))
 
 
 def _made_by(layer: LayerSpec, names: set[str]) -> tuple[Saved, ...]:

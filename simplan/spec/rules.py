@@ -77,7 +77,7 @@ def check_plan(
         *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
         *offload_rules(cluster, training, plan),
-        *recompute_rules(model, plan, software),
+        *recompute_rules(model, training, plan, software),
     ]
     if violated:
         raise SpecError([*violated, *unmodelled])

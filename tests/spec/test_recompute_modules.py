@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.program.low_precision_footprint import keeping_quantized
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled
@@ -13,6 +14,7 @@ from simplan.spec.plan import ParallelPlan, RecomputeModule
 from simplan.spec.recompute import recomputation
 from simplan.spec.rules import check_plan
 from simplan.spec.shard import Shard
+from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
 DEEPSEEK = ModelSpec(
@@ -69,6 +71,25 @@ def test_norms_run_again_when_the_gradient_of_their_branch_arrives() -> None:
     names = {f"norm{number} {what}" for number in (1, 2) for what in ("statistics", "output")}
     assert dropped(block(), "layernorm") == names
     assert runs(block(), "layernorm") == [(["norm2"], "combine"), (["norm1"], "proj")]
+
+
+def test_norms_that_are_part_of_a_product_do_not_run_again() -> None:
+    """TELayerNormColumnParallelLinear: all of a dense Llama, and norm1 of experts behind usual attention."""
+    llama = catalogue.model("llama3-8b").layers[1]
+    mixtral = catalogue.model("mixtral-8x7b").layers[1]
+    assert not dropped(llama, "layernorm")
+    assert dropped(mixtral, "layernorm") == {"norm2 statistics", "norm2 output"}
+
+
+@pytest.mark.parametrize(
+    ("module", "products"), [("moe_act", ["experts_down"]), ("layernorm", ["q_a", "kv_a", "shared_gate"])]
+)
+def test_in_8_bits_products_quantize_what_is_made_again(module: RecomputeModule, products: list[str]) -> None:
+    """They keep no quantized copy of it (set_save_original_input)."""
+    software = catalogue.software("megatron-core")
+    state = software.state(TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan())
+    layer = keeping_quantized(block(), state.linear, joined=True)
+    assert {f"{product} input in fp8" for product in products} <= dropped(layer, module)
 
 
 def test_activations_of_experts_run_again_before_the_backward_of_the_last_product() -> None:
@@ -140,8 +161,9 @@ def test_how_a_plan_says_it_in_words() -> None:
         ("megatron-core", {"recompute_modules": ("moe", "moe")}, "recompute_modules", "names a module twice"),
         ("megatron-core", {"recompute_modules": ("moe", "moe_act")}, "recompute_modules", "is part of moe"),
         ("megatron-core", {"recompute_layers": 2}, "recompute_layers", "recompute is selective"),
+        ("megatron-core", {"recompute": "full", "recompute_layers": 5}, "recompute_layers", "more than the 4 blocks"),
         ("torch", {"recompute_modules": ("moe_act",)}, "recompute_modules", "torch does not run this module alone"),
-        ("maxtext", {"recompute": "full", "recompute_layers": 1}, "recompute_layers", "maxtext runs all blocks again"),
+        ("maxtext", {"recompute": "full", "recompute_layers": 1}, "recompute_layers", "is not modelled for maxtext"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(software: str, changes: dict[str, object], field: str, said: str) -> None:
@@ -154,7 +176,7 @@ def test_what_cannot_be_is_refused_by_name(software: str, changes: dict[str, obj
 def test_a_module_that_no_block_has_is_refused() -> None:
     plan = ParallelPlan(dp_shard=8, zero_stage=1, recompute="selective", recompute_modules=("moe_act", "layernorm"))
     dense = catalogue.model("llama3-8b")
-    with pytest.raises(SpecError, match="no block of the model has such a module"):
+    with pytest.raises(SpecError, match="no block of the model has such a module apart"):
         check(dense, plan, "megatron-core")
 
 
@@ -164,7 +186,22 @@ def test_modules_are_not_run_again_in_two_parts_of_a_backward() -> None:
         check(DEEPSEEK, ParallelPlan.model_validate({**fields, "recompute_modules": ("layernorm",)}), "megatron-core")
 
 
-def check(model: ModelSpec, plan: ParallelPlan, software: str) -> None:
-    cluster = catalogue.cluster("dgx-h100")
-    training = TrainingSpec(global_batch_size=32, precision="bf16", optimizer="adamw")
-    check_plan(model, cluster, training, plan, catalogue.software(software))
+@pytest.mark.parametrize("changes", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}])
+def test_tokens_beside_another_microbatch_are_not_sent_again(changes: dict[str, object]) -> None:
+    """overlap_moe_expert_parallel_comm takes neither (transformer_config.py)."""
+    overlapping = catalogue.software("megatron-core").model_copy(update={"expert_overlap": True})
+    plan = ParallelPlan.model_validate({"dp_shard": 8, "zero_stage": 1, "ep": 8, **changes})
+    with pytest.raises(SpecError, match="would send tokens again"):
+        check(DEEPSEEK, plan, overlapping)
+
+
+def test_delayed_scaling_makes_nothing_again() -> None:
+    fields = {"dp_shard": 8, "zero_stage": 1, "ep": 8, "recompute": "selective", "recompute_modules": ("moe_act",)}
+    with pytest.raises(SpecError, match="where fp8 has delayed scaling"):
+        check(DEEPSEEK, ParallelPlan.model_validate(fields), "megatron-core", precision="fp8", fp8_recipe="delayed")
+
+
+def check(model: ModelSpec, plan: ParallelPlan, software: str | SoftwareSpec, **training: str) -> None:
+    fields = {"global_batch_size": 32, "precision": "bf16", "optimizer": "adamw", **training}
+    named = catalogue.software(software) if isinstance(software, str) else software
+    check_plan(model, catalogue.cluster("dgx-h100"), TrainingSpec.model_validate(fields), plan, named)
