@@ -75,17 +75,18 @@ def parse_json(text: str, file: str, *, schema_version: int | None = None, kind:
     Raises:
         SpecError: As ``read_json``.
     """
+    whose = "a file that simplan wrote" if schema_version is not None or kind is not None else "a whole JSON document"
     try:
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
-        problem = Problem(field="", rule=f"this is not JSON: {error.msg}", fix="give a file that simplan wrote")
+        problem = Problem(field="", rule=f"this is not JSON: {error.msg}", fix=f"give {whose}")
         raise SpecError(problem.at(error.lineno, error.colno), file=file) from None
     except _NotFiniteError as error:
         problem = Problem(field="", rule=f"the file holds {error}, which is no number", fix="write the file again")
         raise SpecError(problem, file=file) from None
     except (RecursionError, ValueError):
         rule = "the file is nested too deeply or holds an absurd number"
-        raise SpecError(Problem(field="", rule=rule, fix="give a file that simplan wrote"), file=file) from None
+        raise SpecError(Problem(field="", rule=rule, fix=f"give {whose}"), file=file) from None
     if not isinstance(data, dict):
         rule = "must be one JSON object"
         raise SpecError(Problem(field="", value=render_value(data), rule=rule), file=file)
