@@ -185,8 +185,8 @@ def test_models_survive_a_round_trip(tmp_path: Path) -> None:
         ('{"schema_version": true}', "f: schema_version = true: must be 1: this program reads nothing else here"),
         ("{}", "f: schema_version: is missing; it must be 1: this program reads nothing else here"),
         ("[1]", "f: [1]: must be one JSON object"),
-        ('{"a": ', "f:1:7: this is not JSON: Expecting value; give a whole JSON document"),
-        ("", "f:1:1: this is not JSON: Expecting value; give a whole JSON document"),
+        ('{"a": ', "f:1:7: this is not JSON: Expecting value; give a file that simplan wrote"),
+        ("", "f:1:1: this is not JSON: Expecting value; give a file that simplan wrote"),
         ("[" * 100_000, "f: the file is nested too deeply or holds an absurd number; give a file that simplan"),
         ("9" * 5000, "f: the file is nested too deeply or holds an absurd number; give a file that simplan"),
     ],
@@ -195,6 +195,13 @@ def test_bad_json_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
     assert refusal(path).startswith(sentence)
+
+
+def test_json_of_any_kind_is_asked_for_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": ')
+    with pytest.raises(SpecError, match="give a whole JSON document"):
+        read_json(path)
 
 
 def test_json_that_is_no_measurement(tmp_path: Path) -> None:
