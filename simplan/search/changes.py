@@ -10,12 +10,13 @@ from simplan.search.candidate import Candidate
 from simplan.search.feasible import capacity_bytes, first_fit
 from simplan.search.question import Question
 from simplan.search.result import Change, NearestMiss
-from simplan.search.space import SearchSpace
+from simplan.search.space import SearchSpace, that_it_has
 from simplan.spec.numbers import divisors
 from simplan.units import format_bytes, format_time
 
 __all__ = ["changes"]
 
+_MOST_BYTES = 10**12  # of a device, as in DeviceSpec: no device that could be described has more
 _MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another question
 
 
@@ -44,6 +45,8 @@ def _memory(question: Question, space: SearchSpace, misses: tuple[NearestMiss, .
         return None
     miss = misses[0]
     needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
+    if needed >= _MOST_BYTES:
+        return None
     richer = question.cluster.device.model_copy(update={"memory_bytes": needed})
     asked = replace(question, cluster=question.cluster.model_copy(update={"device": richer}))
     capacity = capacity_bytes(asked, space)
@@ -64,11 +67,13 @@ def _recompute(question: Question, space: SearchSpace) -> Change | None:
 
 
 def _ranges(question: Question, space: SearchSpace) -> Change | None:
-    """The whole default space, where the ranges are narrower."""
-    if not space.narrowed:
+    """The whole default space of the software, where the ranges are narrower."""
+    whole = that_it_has(question.software, space.model_copy(update=dict.fromkeys(space.narrowed)))
+    given = [name for name in space.narrowed if getattr(space, name) != getattr(whole, name)]  # not by the software
+    if not given:
         return None
-    candidate = first_fit(question, space.model_copy(update=dict.fromkeys(space.narrowed)))
-    names = ", ".join(space.narrowed)
+    candidate = first_fit(question, whole)
+    names = ", ".join(given)
     return _change("ranges", names, f"leave out the ranges of search ({names})", candidate)
 
 

@@ -12,7 +12,7 @@ from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.feasible import first_fit
 from simplan.search.question import Question
-from simplan.search.space import SearchSpace
+from simplan.search.space import SearchSpace, that_it_has
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
 
@@ -83,6 +83,7 @@ def largest(
         NoFeasiblePlanError: Nothing fits, even with the smallest value.
     """
     question.check()
+    space = that_it_has(question.software, space)
     if question.cluster.device.memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=question.cluster.device.id, rule=rule))

@@ -9,6 +9,7 @@ import pytest
 
 from simplan.predict import predict
 from simplan.search import Change, Question, SearchSpace, search
+from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.questions import question
@@ -43,6 +44,24 @@ def test_every_change_makes_a_plan() -> None:
     assert found["recompute"].plan.recompute == "full"
     more = asked.with_devices(int(found["num_devices"].value))
     assert needs(more, found["num_devices"].plan) <= limit
+
+
+def test_changes_keep_to_what_the_software_has() -> None:
+    """Megatron Core has neither ZeRO-2 nor ZeRO-3: they are nothing that a user left out."""
+    megatron = catalogue.software("megatron-core")
+    nothing = changes_of(replace(asked_for(800), software=megatron), SearchSpace())
+    assert set(nothing) == {"memory_bytes"}
+    narrow = SearchSpace(microbatch_size=(4,), schedule=("1f1b",), recompute=("none",))
+    some = replace(asked_for(1300), software=megatron)
+    assert changes_of(some, narrow)["ranges"].value == "schedule, microbatch_size, recompute"
+    own = changes_of(some, narrow.model_copy(update={"zero_stage": (1,)}))["ranges"]
+    assert own.value == "schedule, zero_stage, microbatch_size, recompute"
+    assert own.plan.zero_stage in megatron.zero_stages
+
+
+def test_no_device_has_more_memory_than_one_can_be_described_with() -> None:
+    found = changes_of(asked_for(1500), SearchSpace(max_memory_fraction=0.001, recompute=("none",)))
+    assert "memory_bytes" not in found
 
 
 def test_a_smaller_batch_is_a_change_where_it_helps() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from simplan.errors import NoFeasiblePlanError, SpecError
+from simplan.errors import NoFeasiblePlanError, NotModelledError, SpecError
 from simplan.search import SearchSpace, largest, search
+from simplan.spec import catalogue
 from simplan.units import MIB
 from tests.search.questions import question
 
@@ -54,3 +55,11 @@ def test_nothing_fits_or_there_is_no_such_thing() -> None:
             largest(tiny, SPACE, quantity)
     with pytest.raises(SpecError, match="models of family resnet have no num_hidden_layers"):
         largest(question("resnet", precision="fp32"), SearchSpace(), "num_hidden_layers")
+
+
+def test_only_what_the_software_has() -> None:
+    """Megatron Core has neither ZeRO-2 nor ZeRO-3."""
+    megatron = replace(question(num_devices=2), software=catalogue.software("megatron-core"))
+    assert largest(megatron, SearchSpace(), "microbatch_size").plan.zero_stage in megatron.software.zero_stages
+    with pytest.raises(NotModelledError, match="megatron-core has zero_stage 0 or 1 only"):
+        largest(megatron, SPACE, "microbatch_size")
