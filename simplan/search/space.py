@@ -82,7 +82,11 @@ class SearchSpace(Spec):
                 return value
             return tuple(value) if isinstance(value, list | tuple) else (value,)
 
-        return {key: listed(key, value) for key, value in data.items()}
+        found = {key: listed(key, value) for key, value in data.items()}
+        goals = found.get("objectives")
+        if isinstance(goals, tuple) and "objective" not in found and goals[:1] and goals[0] in OBJECTIVES:
+            found["objective"] = goals[0]  # the first, so that a copy, which has every field, goes together too
+        return found
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:

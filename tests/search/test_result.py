@@ -80,6 +80,13 @@ def test_the_answer_so_far_becomes_the_answer() -> None:
     assert (last.ranked[:2], last.space) == (result.ranked[:2], result.space)
 
 
+def test_two_objectives_outlive_a_copy_and_a_document() -> None:
+    space = SearchSpace(objectives=("memory", "step_time"))
+    copy = space.model_copy(update={"zero_stage": (0, 1)})
+    assert copy.goals == space.goals == ("memory", "step_time")
+    assert SearchSpace.model_validate_json(copy.model_dump_json(exclude_none=True)) == copy
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
