@@ -13,6 +13,7 @@ from simplan.search.candidate import Candidate
 from simplan.search.question import Question
 from simplan.spec.low_precision_rules import low_precision_sizes
 from simplan.spec.models import FAMILIES
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import MAX_LAYER_PASSES, MAX_PIPELINE_CELLS
 from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
 
@@ -51,6 +52,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "tied_embeddings_sharded": "FSDP of embeddings tied over two pipeline ranks is not modelled",
         "recompute_modelled": "this recomputation of this model is not modelled",
         "sharded_precision_modelled": "FSDP of batch norms in half precision is not modelled",
+        "sharded_training_modelled": "ZeRO-2 and ZeRO-3 of this task and precision are not modelled for the software",
         "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
         "grad_sync_of_replicas": "grad_sync = microbatch is about data-parallel ranks, and there is one",
         "grad_sync_modelled": "gradient reduction after every microbatch of a pipeline or of experts is not modelled",
@@ -101,6 +103,8 @@ class Rules:
         self._question = question
         self.in_low_precision = low is not None
         self._low_sizes: dict[Candidate, bool] = {}
+        shards = software.states(question.training, ParallelPlan(dp_shard=2, zero_stage=3))
+        self._no_shards = not shards or question.training.precision not in {*shards, *software.low_precision}
         self._no_tp = whole or normed
         self._no_cp = whole or self._of_classes or family.task == "masked_token" or bool(model.document_lengths)
         self._no_splits = bool(self._experts or self._convolutions or model.lora_rank or self.in_low_precision)
@@ -151,6 +155,8 @@ class Rules:
             return "zero_stage_of_shards"
         if not reshard and not sharded:
             return "reshard_needs_shards"
+        if sharded and self._no_shards:
+            return "sharded_training_modelled"
         if sharded and pp > 1 and self._tied:
             return "tied_embeddings_sharded"
         if sharded and self._convolutions and self._half:

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from simplan.errors import SpecError
+from simplan.errors import NotModelledError, SpecError
 from simplan.search import Question, SearchSpace
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.rules import RULES, Rules
+from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from simplan.spec.schedules import SCHEDULE_FACTS
 from tests.search.questions import FAMILIES, question
@@ -90,6 +91,21 @@ def test_so_it_is_where_more_is_refused(name: str, candidate: Candidate) -> None
     asked = question("llama", candidate.num_devices, batch=12, **SPECIAL[name])
     asked.check()
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
+
+
+@pytest.mark.parametrize("software", ["megatron-bridge", "deepspeed-2021", "maxtext", "torchtitan"])
+@pytest.mark.parametrize("changes", [{"lora_rank": 4, "task": "lora"}, {"precision": "fp16"}, {"precision": "fp8"}])
+def test_sharded_parameters_are_rejected_where_the_software_has_none_of_such_a_training(
+    software: str, changes: dict[str, Any]
+) -> None:
+    asked = replace(question("llama", 2, **changes), software=catalogue.software(software))
+    try:
+        asked.check()
+    except NotModelledError:
+        return  # no plan at all
+    sharded = [Candidate(dp_shard=2, zero_stage=stage) for stage in asked.software.zero_stages if stage]
+    rules = Rules(asked)
+    assert [rules.first(one) is None for one in sharded] == [is_plan(asked, one) for one in sharded]
 
 
 @pytest.mark.parametrize("name", SPECIAL)
