@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from simplan.document import Place
 from simplan.errors import Problem, SpecError, did_you_mean
@@ -72,11 +73,17 @@ def validate(
     except RecursionError:
         return None, (Problem(field=_dotted(prefix), rule="is nested too deeply").at(*find_place(lines or {}, prefix)),)
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = _without_echoes(error.errors(include_url=False))
         found = [_problem(model, dict(detail), lines or {}, prefix, elsewhere) for detail in details[:_MAX_PROBLEMS]]
         if len(details) > _MAX_PROBLEMS:
             found.append(Problem(field=_dotted(prefix), rule=f"has {len(details) - _MAX_PROBLEMS} more problems"))
         return None, tuple(dict.fromkeys(found))
+
+
+def _without_echoes(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """The findings without lists that are too short only because pydantic leaves out the wrong values in them."""
+    wrong = {detail["loc"][:length] for detail in details for length in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in wrong]
 
 
 def find_place(lines: Mapping[Path, Place], path: Path) -> tuple[int | None, int | None]:
@@ -150,6 +157,10 @@ def _rule(
     if kind in _BOUNDS:
         word, name = _BOUNDS[kind]
         return f"must be {word} {_number(context[name])}", ""
+    if kind == "too_long":
+        return f"must have at most {_number(context['max_length'])} values", ""
+    if kind == "too_short" and context["min_length"] > 1:
+        return f"must have at least {_number(context['min_length'])} values", ""
     if kind in ("value_error", "assertion_error"):
         return str(context.get("error", message)), ""
     rule = _TYPES.get(kind, message[:1].lower() + message[1:])

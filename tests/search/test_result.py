@@ -9,6 +9,8 @@ import joblib
 import pytest
 
 import simplan
+from simplan.errors import SpecError
+from simplan.problems import parse_model
 from simplan.search import Progress, SearchResult, SearchSpace, search
 from tests.search.questions import question
 
@@ -114,3 +116,22 @@ def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
         spread = search(*PARTS, SPACE, jobs=2, explain=False)
     assert (spread.ranked, spread.pareto) == (alone.ranked, alone.pareto)
     assert spread.space.rejected == alone.space.rejected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentences"),
+    [
+        ({"tp": "2"}, ['tp.0 = "2": must be a whole number; write 2 without quotes']),
+        ({"microbatch_size": 1.5}, ["microbatch_size.0 = 1.5: must be a whole number"]),
+        ({"tp": []}, ["tp = []: must not be empty"]),
+        ({"objectives": ["memory"]}, ['objectives = ["memory"]: must have at least 2 values']),
+        (
+            {"objectives": ["memory", "num_devices", "step_time"]},
+            ['objectives = ["memory", "num_devices", "step_time"]: must have at most 2 values'],
+        ),
+    ],
+)
+def test_a_wrong_range_is_one_problem_in_our_words(given: dict[str, Any], sentences: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_model(SearchSpace, given)
+    assert [problem.sentence() for problem in caught.value.problems] == sentences
