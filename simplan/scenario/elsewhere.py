@@ -46,6 +46,8 @@ _OTHER_WORDS = {
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, under what says the same here."""
 
+_AFTERWARDS = "in the scenario that --save-plan writes, as a search does not vary it"
+
 
 @cache
 def where_keys_belong(section: str, *, searches: bool) -> dict[str, str]:
@@ -61,5 +63,8 @@ def where_keys_belong(section: str, *, searches: bool) -> dict[str, str]:
     if searches:
         in_search = SearchSpace.model_fields.keys()
         moved = {key: place.partition(".") for key, place in found.items() if place.startswith("plan.")}
-        found |= {key: f"search.{name}" for key, (_, _, name) in moved.items() if name in in_search}
+        found |= {
+            key: f"search.{name}" if name in in_search else f"{section}.{name} {_AFTERWARDS}"
+            for key, (section, _, name) in moved.items()
+        }
     return found

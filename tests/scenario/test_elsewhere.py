@@ -44,6 +44,11 @@ def test_a_file_that_searches_has_ranges_instead(tmp_path: Path) -> None:
     found = refusal(tmp_path, CASE + "search: {}\n")
     assert found[0] == "model.tp: is not a known key; write search.tp"
     assert found[2] == "training.micro_batch_size: is not a known key; write search.microbatch_size"
+    [line] = refusal(tmp_path, "model: {preset: llama3-8b, seq_len: 4096}\ncluster: {preset: dgx-h100}\n"
+                               "training: {global_batch_size: 64}\nsearch: {bucket_bytes: 8}\n")  # fmt: skip
+    assert line.endswith(
+        "write plan.bucket_bytes in the scenario that --save-plan writes, as a search does not vary it"
+    )
 
 
 def test_words_of_other_frameworks_are_none_of_ours() -> None:
