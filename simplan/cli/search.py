@@ -79,7 +79,7 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
             on_progress=watch.update,
         )
     if result.best is not None and options.save_plan is not None:
-        _save(scenario, result.best.plan, options.save_plan)
+        _save(scenario, result.best.plan, options.save_plan, stopped=result.interrupted)
     if as_json:
         print_json(result.to_json())
     else:
@@ -165,12 +165,20 @@ def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
     return parse_model(SearchSpace, merged, prefix=("search",))
 
 
-def _save(scenario: SearchScenario, plan: ParallelPlan, file: Path, model: dict[str, int] | None = None) -> None:
+def _save(
+    scenario: SearchScenario,
+    plan: ParallelPlan,
+    file: Path,
+    model: dict[str, int] | None = None,
+    *,
+    stopped: bool = False,
+) -> None:
     document = plan_document(scenario, plan, file.resolve().parent)
     if model:
         document["model"] = {**document["model"], **model}
     text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
-    write_text(file, f"# The best plan that `simplan search {scenario.file}` found.\n{text}")
+    until = " until it was stopped: there may be better ones" if stopped else ""
+    write_text(file, f"# The best plan that `simplan search {scenario.file}` found{until}.\n{text}")
     say(f"wrote {file}")
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simplan.errors import NotModelledError
+from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchSpace
 from simplan.search.space import that_it_has
@@ -83,7 +84,8 @@ def search_of(parts: Parts) -> SearchScenario:
     try:
         space = that_it_has(software, space)
     except NotModelledError as error:
-        raise NotModelledError(error.problems, file=sections.file) from None
+        placed = [p.at(*find_place(parts.lines, tuple(p.field.split(".")))) for p in error.problems]
+        raise NotModelledError(sorted(placed, key=in_file_order), file=sections.file) from None
     return SearchScenario(
         name=parts.name,
         model=model,

@@ -14,6 +14,7 @@ from simplan.search.evaluators import make_evaluator, make_late_evaluator
 from simplan.search.explain import explain_candidate, more_memory
 from simplan.search.feasible import capacity_bytes
 from simplan.search.keep import Group, Keep, Timed
+from simplan.search.nothing import nothing_to_compare
 from simplan.search.objective import Goal
 from simplan.search.parallel import explore_in_parallel
 from simplan.search.question import Question
@@ -81,7 +82,8 @@ def search(
         on_progress: Called often, from this process.
 
     Raises:
-        SpecError: What is asked is wrong whatever the plan, or a price cannot be had.
+        SpecError: What is asked is wrong whatever the plan, its ranges have no plan between them, or a price cannot be
+            had.
     """
     question = Question(model, cluster, training, software, calibration)
     possible = that_it_has(software, space or SearchSpace())
@@ -115,6 +117,8 @@ class _Search:
             raise SpecError(Problem(field="search.objective", value="cost", rule=rule, fix="use step_time"))
         self._keep, self._tally = Keep(self._goal, space.top), Tally()
         self._total = sum(enumeration.total for enumeration in self._enumerations.values())
+        if not self._total:
+            raise SpecError(nothing_to_compare(space, software=question.software, enumerations=self._enumerations))
 
     def result(self, *, explain: bool) -> SearchResult:
         try:

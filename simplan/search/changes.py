@@ -10,7 +10,7 @@ from simplan.search.candidate import Candidate
 from simplan.search.feasible import capacity_bytes, first_fit
 from simplan.search.question import Question
 from simplan.search.result import Change, NearestMiss
-from simplan.search.space import SearchSpace, that_it_has
+from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.spec.numbers import divisors
 from simplan.units import format_bytes, format_time
 
@@ -68,11 +68,11 @@ def _recompute(question: Question, space: SearchSpace) -> Change | None:
 
 def _ranges(question: Question, space: SearchSpace) -> Change | None:
     """The whole default space of the software, where the ranges are narrower."""
-    whole = that_it_has(question.software, space.model_copy(update=dict.fromkeys(space.narrowed)))
-    given = [name for name in space.narrowed if getattr(space, name) != getattr(whole, name)]  # not by the software
+    given = given_ranges(question.software, space)
     if not given:
         return None
-    candidate = first_fit(question, whole)
+    wider = that_it_has(question.software, space.model_copy(update=dict.fromkeys(given)))
+    candidate = first_fit(question, wider)
     names = ", ".join(given)
     return _change("ranges", names, f"leave out the ranges of search ({names})", candidate)
 

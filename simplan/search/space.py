@@ -12,7 +12,7 @@ from simplan.spec.numbers import either
 from simplan.spec.plan import Recompute
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "that_it_has"]
+__all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "given_ranges", "that_it_has"]
 
 Objective = Literal["step_time", "tokens_per_s_per_device", "num_devices", "memory", "cost"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -131,9 +131,16 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
         asked = getattr(space, field)
         if any(value not in values for value in asked or ()):
             rule = f"{software.id} has {field} {either(values)} only, as far as it is modelled"
-            problems.append(Problem(field=f"search.{field}", value=str(list(asked)), rule=rule))
+            fix = f"write {[value for value in asked if value in values] or list(values)}, or remove it"
+            problems.append(Problem(field=f"search.{field}", value=str(list(asked)), rule=rule, fix=fix))
         elif asked is None and (field == "cp" or values != (0, 1, 2, 3)):
             ranges[field] = values
     if problems:
         raise NotModelledError(problems)
     return space.model_copy(update=ranges) if ranges else space
+
+
+def given_ranges(software: SoftwareSpec, space: SearchSpace) -> tuple[str, ...]:
+    """The narrowed ranges of a space of ``that_it_has`` that are not as the software alone would have them."""
+    whole = that_it_has(software, space.model_copy(update=dict.fromkeys(space.narrowed)))
+    return tuple(name for name in space.narrowed if getattr(space, name) != getattr(whole, name))

@@ -116,6 +116,12 @@ def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None
         ("{objectiv: memory}", "search.objectiv: is not a known key; did you mean objective"),
         ("{schedule: [1f1c]}", 'search.schedule.0 = "1f1c": is not a known choice; did you mean 1f1b?'),
         ("{tp: 0}", "search.tp.0 = 0: must be at least 1"),
+        ("{objectives: [memory, cost, step_time]}", "must have at most 2 values"),
+        (
+            "{zero_stage: [1, 2]}\nsoftware: megatron-core",
+            "has zero_stage 0 or 1 only, as far as it is modelled; write [1]",
+        ),
+        ("{recompute_layers: 3}", "write plan.recompute_layers in the scenario that --save-plan writes, as a search "),
         ("{objective: cost}", "give dollars_per_device_hour and token_budget"),
         ("{}\nplan: {}", "search: cannot go with plan; keep one of the two"),
         ("{}\nexpect: [{metric: fits, value: true}]", "expect: is about the prediction of one plan"),
@@ -126,6 +132,27 @@ def test_a_wrong_search_is_refused_with_its_line(simplan: Simplan, file: Path, s
     result = simplan("search", file)
     assert (result.returncode, result.stdout) == (2, "")
     assert f"{file}:" in result.stderr
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        (
+            "{tp: [8]}",
+            "search.tp = [8]: no values make tp x cp x pp x dp_replicate x dp_shard = 2 devices; "
+            "tp must divide 2: 1 or 2",
+        ),
+        ("{dp_shard: 3, dp_replicate: 1}", "search = dp_replicate [1], dp_shard [3]: no values make tp x cp x pp x "),
+        ("{pp: 2, schedule: 1f1b, virtual_stages: 2}", "search = pp [2], schedule ["),
+    ],
+)
+def test_ranges_without_a_plan_between_them_are_refused(
+    simplan: Simplan, file: Path, search: str, message: str
+) -> None:
+    file.write_text("".join(SCENARIO.partition("search: ")[:2]) + search + "\n")
+    result = simplan("search", file)
+    assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
 
 
@@ -194,7 +221,7 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
     """On a terminal, whose progress says when there is a best one."""
     (tmp_path / "large.yaml").write_text(LARGE)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "simplan", "search", "large.yaml"]
+    command = [sys.executable, "-m", "simplan", "search", "large.yaml", "--save-plan", "plan.yaml"]
     with subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -213,3 +240,5 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
     os.close(ours)
     assert process.returncode == 130
     assert re.match(r"large: stopped; best of the first [\d,]+ plans by step time so far: ", out)
+    saved = (tmp_path / "plan.yaml").read_text()
+    assert saved.startswith("# The best plan that `simplan search large.yaml` found until it was stopped")
