@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import torch
+from pydantic import ValidationError
 
 from executor.exchange import Host
+from simplan.errors import Problem, SpecError
 from simplan.program.nodes import Nodes
+from simplan.spec.base import Spec
 
 __all__ = ["Introduction", "disagreement", "introduction"]
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
+class Introduction(Spec):
     """What a node says of itself.
 
     Attributes:
@@ -33,13 +33,25 @@ class Introduction:
 
     def to_json(self) -> str:
         """As it is told through the store."""
-        return json.dumps(asdict(self))
+        return self.model_dump_json()
 
-    @staticmethod
-    def from_json(text: str | bytes) -> Introduction:
-        """What ``to_json`` gave."""
-        told = json.loads(text)
-        return Introduction(**{**told, "host": Host(**told["host"])})
+    @classmethod
+    def from_json(cls, text: str | bytes, who: str, leader: str) -> Introduction:
+        """What ``to_json`` gave.
+
+        Args:
+            text: As it was told.
+            who: What to call the node that told it.
+            leader: The same of node 0.
+
+        Raises:
+            SpecError: It is not what nodes of this version say.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:
+            rule = f"{who} has another version of simplan than {leader}; install one version on all nodes"
+            raise SpecError(Problem(field="", rule=rule)) from None
 
 
 def introduction(nodes: Nodes, address: str) -> Introduction:
@@ -49,7 +61,12 @@ def introduction(nodes: Nodes, address: str) -> Introduction:
         nodes: What it was asked.
         address: Where the others see it.
     """
-    return Introduction(Host(socket.gethostname(), address), nodes.num_nodes, torch.__version__, nodes.asked)
+    return Introduction(
+        host=Host(socket.gethostname(), address),
+        num_nodes=nodes.num_nodes,
+        torch=str(torch.__version__),
+        asked=nodes.asked,
+    )
 
 
 def disagreement(introductions: Sequence[Introduction], names: Sequence[str] = ()) -> str | None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = ["meet", "refuse"]
 
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 60.0
+_GOODBYE_S = 1.0
 _ANSWER_S = 30.0  # node 0 may take so long to compare and tell, and waits so long until the others know
 
 
@@ -69,13 +72,12 @@ def refuse(refusal: Refusal) -> None:
 def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
     store = _listen(nodes)
     clock = ClockServer()
-    found: dict[int, Introduction] = {}
-    deadline_s = time.monotonic() + nodes.join_timeout_s
-    while len(found) < nodes.num_nodes - 1 and time.monotonic() < deadline_s:
-        for node in set(range(1, nodes.num_nodes)) - set(found):
-            if store.check([f"node/{node}"]):
-                found[node] = Introduction.from_json(store.get(f"node/{node}"))
-        time.sleep(_POLL_S)
+    try:
+        found = _who_comes(nodes, store)
+    except SpecError as stranger:
+        _set_verdict(store, error=str(stranger), exit_code=stranger.exit_code)
+        _wait_until_heard(store, list(range(1, nodes.num_nodes)))
+        raise
     seen_from = next((found[node].host.address for node in sorted(found)), None)
     interface, address = _place(nodes, seen_from or nodes.host)
     me = introduction(nodes, address)
@@ -97,6 +99,22 @@ def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
         raise error
     _set_verdict(store, error=None, job=job, clock_port=clock.port, hosts=[asdict(host) for host in hosts])
     return Team(nodes, 0, hosts, store, line, interface, job, clock.port, room=_waiting_room(nodes, job, store, me))
+
+
+def _who_comes(nodes: Nodes, store: Store) -> dict[int, Introduction]:
+    """What the others say of themselves, by place; without those that do not come in time.
+
+    Raises:
+        SpecError: One has another version of simplan.
+    """
+    found: dict[int, Introduction] = {}
+    deadline_s = time.monotonic() + nodes.join_timeout_s
+    while len(found) < nodes.num_nodes - 1 and time.monotonic() < deadline_s:
+        for node in set(range(1, nodes.num_nodes)) - set(found):
+            if store.check([f"node/{node}"]):
+                found[node] = Introduction.from_json(store.get(f"node/{node}"), f"node {node}", "node 0")
+        time.sleep(_POLL_S)
+    return found
 
 
 def _waiting_room(nodes: Nodes, job: str, store: Store, me: Introduction) -> WaitingRoom | None:
@@ -137,13 +155,25 @@ def _join(nodes: Nodes, line: StoreLine, on_note: Callable[[str], None] | None) 
     _wait_for_listener(nodes, deadline_s)
     try:
         patience_s = 2 * nodes.join_timeout_s + _ANSWER_S
-        return line.ask(lambda: _introduce(nodes, line, interface, address, on_note), patience_s)
+        leaving = threading.Event()
+        met = line.submit(lambda: _introduce(nodes, line, interface, address, on_note, leaving))
+        try:
+            return met.result(patience_s)
+        except (KeyboardInterrupt, SystemExit):  # a node that waits says goodbye
+            leaving.set()
+            wait([met], _GOODBYE_S)
+            raise
     except (OSError, DistError):
         raise RunError(f"node 0 at {nodes.endpoint} went away before this node had begun") from None
 
 
 def _introduce(
-    nodes: Nodes, line: StoreLine, interface: str, address: str, on_note: Callable[[str], None] | None
+    nodes: Nodes,
+    line: StoreLine,
+    interface: str,
+    address: str,
+    on_note: Callable[[str], None] | None,
+    leaving: threading.Event,
 ) -> Team:
     store = TCPStore(
         nodes.host, nodes.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
@@ -159,7 +189,7 @@ def _introduce(
         check_job(Job.model_validate_json(verdict["job"]), nodes.ranks_per_node)
         if on_note is not None:
             on_note(f"the run at {nodes.endpoint} has begun; waiting for a place in it")
-        verdict = wait_for_place(nodes, store, me)
+        verdict = wait_for_place(nodes, store, me, leaving)
     if verdict["error"] is not None:
         if verdict["exit_code"] == SpecError.exit_code:
             raise SpecError(Problem(field="", rule=verdict["error"]))

@@ -134,9 +134,10 @@ def _decide(part: Part, team: Team, cause: RegroupError) -> _After:
             ready.append(node)
     room = team.room
     assert room is not None, "node 0 of a run that goes on with other nodes has one"
-    team.ask(room.look)
-    guests = room.here
+    guests = team.ask(room.call_roll)
     after = _after(part, team, [0, *ready], guests, cause)
+    if len(team.hosts) == len(after.places) == len(after.hosts):
+        room.pause()
     team.tell("after", after.model_dump_json())
     for place, guest in enumerate(guests[: len(after.hosts) - len(after.places)], len(after.places)):
         invitation = team.invitation(place, after.hosts, after.first_attempt)

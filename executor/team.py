@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from executor.exchange import Exchange, Host
+from executor.exchange import REGROUP, Exchange, Host, RegroupError
 from executor.failure import Failure, first_cause
 from executor.host_clock import ClockReading, read_clock
 from executor.store_line import StoreLine
@@ -171,6 +171,9 @@ class Team:
 
         Returns:
             Why the run ended early, the same on all nodes that can still talk; and on node 0 the results of the others.
+
+        Raises:
+            RegroupError: Others than these nodes are to go on, which node 0 told when this one had ended its part.
         """
         if 0 in self.exchange.lost:
             return failure, []
@@ -179,6 +182,8 @@ class Team:
             if failure is not None:
                 self.ask(lambda: self._store.set("failed", str(self.node_rank)))
             return self._decide(result) if self.leads else (self._hear_decision(result), [])
+        except RegroupError:
+            raise
         except (RuntimeError, TimeoutError):
             lost = Failure(sentence=f"{self.me} lost its connection with {self.name(0)}", consequence=True)
             return failure or lost, []
@@ -218,9 +223,14 @@ class Team:
         """Another node: sends its result and waits for what node 0 says."""
         packed = zlib.compress(mine.model_dump_json().encode())
         self.ask(lambda: self._store.set(f"result/{self.node_rank}", packed))  # type: ignore[arg-type]
-        end = self.hear("end", time.monotonic() + 2 * _ANSWER_S)
-        if end is None:
+        # with a failure of its own this node ends, whatever the others do
+        keys = ("end", REGROUP) if mine.failure is None else ("end",)
+        found = self.hear_first(keys, time.monotonic() + 2 * _ANSWER_S)
+        if found is None:
             raise TimeoutError
+        if found == REGROUP:
+            raise RegroupError("other nodes are to go on")
+        end: bytes = self.ask(lambda: self._store.get("end"))
         self.ask(lambda: self._store.set(f"bye/{self.node_rank}", ""))
         return None if end == b"null" else Failure.model_validate_json(end)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 import executor.regroup
+import executor.team
 import executor.waiting_room
-from executor.exchange import Host, RegroupError
+from executor.exchange import REGROUP, Host, RegroupError
+from executor.failure import Failure
 from executor.introduction import introduction
 from executor.loss_log import read_losses
 from executor.regroup import Part, regroup
@@ -123,7 +126,7 @@ def test_a_node_that_waits_takes_the_last_place(
     found = parts(make_job(dp=4), tmp_path, [3, 2])
     nodes, room, store = room_of(found)
     with ThreadPoolExecutor() as pool:
-        came = pool.submit(wait_for_place, nodes, store, introduction(nodes, "10.0.0.5"))
+        came = pool.submit(wait_for_place, nodes, store, introduction(nodes, "10.0.0.5"), threading.Event())
         while not room.here:
             room.look()
         after = regrouped(found, [0, 2, 3])
@@ -138,6 +141,55 @@ def test_a_node_that_waits_takes_the_last_place(
     assert (told["place"], told["team"], told["first_attempt"]) == (3, 1, 2)
     assert [host["name"] for host in told["hosts"]] == ["a", "c", "d", name]
     assert json.loads(told["job"])["plan"]["dp_replicate"] == 4
+
+
+def test_a_node_that_died_while_nobody_looked_is_not_let_in(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when ranks were asked to stop, and counted once more; it would be lost again, for a restart."""
+    monkeypatch.setattr(executor.waiting_room, "_ROLL_CALL_S", 0.05)
+    found = parts(make_job(dp=4), tmp_path, [3, 2])
+    nodes, room, store = room_of(found)
+    store.add("guests", 1)
+    store.set("guest/1", introduction(nodes, "10.0.0.5").to_json())
+    for _ in range(2):
+        store.add("here/1", 1)
+        room.look()
+    assert len(room.here) == 1
+    store.add("here/1", 1)
+    for part in regrouped(found, [0, 2, 3]).values():
+        assert isinstance(part, Part)
+        assert part.why == f"{LOST}; 3 nodes with 3 ranks go on after step 30; restart 2 of 3"
+
+
+def test_ranks_that_stopped_for_nobody_are_not_stopped_again_at_once(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[WaitingRoom] = []
+    monkeypatch.setattr(WaitingRoom, "pause", lambda room: paused.append(room))
+    found = parts(make_job(dp=4), tmp_path, [3, 2])
+    first = found[0].team
+    assert first is not None
+    first.exchange.lost = set()
+    after = regrouped(found, [0, 1, 2, 3], RegroupError("other nodes are to go on"))[0]
+    assert isinstance(after, Part)
+    assert after.why.startswith("a node that wanted to join has gone; 4 nodes ")
+    assert paused == [first.room]
+
+
+def test_a_node_that_has_finished_hears_that_others_go_on(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a failure of its own it waits for the end, as before."""
+    monkeypatch.setattr(executor.team, "_ANSWER_S", 0.1)
+    first, _, third, _ = (part.team for part in parts(make_job(dp=4), tmp_path, [3, 2]))
+    assert first is not None
+    assert third is not None
+    first.tell(REGROUP)
+    with pytest.raises(RegroupError):
+        third.settle(None, {})
+    failure = Failure(sentence="boom")
+    assert third.settle(failure, {}) == (failure, [])
 
 
 def test_nodes_that_leave_count_as_no_restart(make_job: MakeJob, tmp_path: Path) -> None:
