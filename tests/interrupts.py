@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["heed_interrupts"]
+__all__ = ["heed_interrupts", "heeded_interrupts"]
 
 
 def heed_interrupts() -> None:
     """For a child before it becomes another program: a shell has its background jobs ignore SIGINT, and so would it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def heeded_interrupts() -> Iterator[None]:
+    """The same for this process, meanwhile."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

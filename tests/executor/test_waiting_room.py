@@ -24,6 +24,7 @@ from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
 from simplan.program.nodes import Nodes
 from tests.executor.conftest import MakeJob
 from tests.executor.test_nodes import free_port
+from tests.interrupts import heeded_interrupts
 
 PATIENCE_S = 60.0
 NODES = Nodes(num_nodes=4, min_nodes=2, ranks_per_node=1, host="a", port=1)
@@ -236,6 +237,6 @@ def test_a_node_that_is_interrupted_while_it_waits_says_goodbye(make_job: MakeJo
         pool.submit(meet, nodes, None).result(PATIENCE_S)
         room, ask = first.result().room, first.result().ask
         assert room is not None
-        with pytest.raises(KeyboardInterrupt):
+        with heeded_interrupts(), pytest.raises(KeyboardInterrupt):
             meet(nodes, None, lambda note: signal.pthread_kill(main, signal.SIGINT))
         assert ask(lambda: room._store.check(["bye-guest/1"]))
