@@ -158,8 +158,7 @@ def recomputed_share(
     place = 0  # among the blocks of a stage
     for number, layer in enumerate(software.layers_of(model, plan)):
         place = 0 if number in first else place + 1
-        mode = plan.recompute if plan.recompute_layers is None or place < plan.recompute_layers else "none"
-        kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
+        kernels = recomputation(layer, plan.recompute_at(place), number - 1, plan.recompute_modules).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
         total += layer.flops() + layer.backward_flops()
     return again / total

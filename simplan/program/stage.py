@@ -219,7 +219,7 @@ class Stages:
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # with torchtitan's selective_layer every second block is recomputed, else the first ones, or all
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
-        mode = self.plan.recompute if self._is_recomputed(stage, position) else "none"
+        mode = self.plan.recompute_at(position - (self.layers[stage][0].kind is LayerKind.EMBEDDING))
         buffered = self.software.preallocated_receives  # else a receive makes its tensor, as a layer would
         ends = (
             buffered and position == 0 and self._crosses(stage - 1),
@@ -234,11 +234,6 @@ class Stages:
             b, way = self.plan.microbatch_size, self.software.layers.split_backward
             found = self._facts[key] = layer_facts(layer, b, self.state, kept, ends, left, way)
         return found
-
-    def _is_recomputed(self, stage: int, position: int) -> bool:
-        """Whether a layer is one of the first blocks of its stage, of which backward runs something again."""
-        most = self.plan.recompute_layers
-        return most is None or position - (self.layers[stage][0].kind is LayerKind.EMBEDDING) < most
 
     def _crosses(self, boundary: int) -> bool:
         """Whether the stages on both sides of a boundary are on different ranks."""

@@ -130,6 +130,10 @@ class ParallelPlan(Spec):
         """ZeRO-1: only optimizer states are sharded."""
         return self.zero_stage == 1 and self.dp_shard * self.cp > 1
 
+    def recompute_at(self, place: int) -> Recompute:
+        """What backward runs again of a block of a stage, counted from 0."""
+        return self.recompute if self.recompute_layers is None or place < self.recompute_layers else "none"
+
     @property
     def recomputed(self) -> str:
         """What backward runs again, in words."""
