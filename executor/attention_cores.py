@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from executor.context_parallel import AttentionCore, ContextAttention, causal_attention
 from executor.documents import DocumentAttention
 from executor.parallel import Parallel
+from executor.recompute import Around, run_again
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 
@@ -30,15 +31,23 @@ class Attentions:
         parallel: Which part of each layer this rank has.
         device: Where.
         recompute: Backward computes the core again.
+        around_rerun: Is entered around that.
 
     Attributes:
-        recompute: As given.
         shared: Other tables that blocks of the stage share, by name.
     """
 
-    def __init__(self, spec: ModelSpec, parallel: Parallel, device: torch.device, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parallel: Parallel,
+        device: torch.device,
+        *,
+        recompute: bool,
+        around_rerun: Around = nullcontext,
+    ) -> None:
         self._spec, self._parallel, self._device = spec, parallel, device
-        self.recompute = recompute
+        self._recompute, self._around_rerun = recompute, around_rerun
         self.shared: dict[str, Tensor] = {}
         self._by_window: dict[int, ContextAttention] = {}
 
@@ -46,11 +55,13 @@ class Attentions:
         """The attention of a block, counted from 0."""
         window = self._spec.windows[block]
         if window not in self._by_window:
-            core = self._core(window)
-            if self.recompute:
-                core = partial(checkpoint, core, use_reentrant=False, preserve_rng_state=False)
+            core = self.maybe_again(self._core(window))
             self._by_window[window] = ContextAttention(core, self._parallel, self._spec.seq_len, self._device)
         return self._by_window[window]
+
+    def maybe_again(self, core: AttentionCore) -> AttentionCore:
+        """The core, or what makes backward compute it again."""
+        return partial(run_again, core, around=self._around_rerun) if self._recompute else core
 
     def _core(self, window: int) -> AttentionCore:
         core, lengths = self._core_of_documents(window), self._spec.segments

@@ -7,6 +7,7 @@ of names for its parts, so that they are called what the LayerSpec calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from executor.attention_cores import Attentions
 from executor.documents import token_positions
 from executor.norms import RMSNorm, make_norm
 from executor.parallel import Parallel
-from executor.recompute import BlockRecompute, run_block
+from executor.recompute import Around, BlockRecompute, run_block
 from executor.tensor_parallel import column_linear, row_linear
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.attention import Biases
@@ -48,6 +49,7 @@ class LayerRequest:
         parallel: Which part of it this rank has.
         attentions: Those of its stage.
         recompute: What of it runs again in backward.
+        around_rerun: Is entered around that.
     """
 
     spec: ModelSpec
@@ -55,6 +57,7 @@ class LayerRequest:
     parallel: Parallel
     attentions: Attentions
     recompute: BlockRecompute
+    around_rerun: Around = nullcontext
 
 
 class Block(nn.Module, ABC):
@@ -68,7 +71,8 @@ class Block(nn.Module, ABC):
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel, self._recompute = request.spec, request.parallel, request.recompute
+        spec, self._parallel = request.spec, request.parallel
+        self._recompute, self._around_rerun = request.recompute, request.around_rerun
         self._attention = request.attentions.of_block(spec.block_indices().index(request.index))
         self._heads = spec.num_attention_heads // self._parallel.shard.tp
         self._kv_heads = spec.num_key_value_heads // self._parallel.shard.tp
@@ -85,7 +89,7 @@ class Block(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states (batch, own tokens, hidden_size) to hidden states."""
-        return run_block(self._block, x, recompute=self._recompute)
+        return run_block(self._block, x, recompute=self._recompute, around=self._around_rerun)
 
     def _block(self, x: Tensor) -> Tensor:
         x = x + self._self_attention(x)

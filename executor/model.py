@@ -23,7 +23,7 @@ from executor.low_precision import with_fp8_linears
 from executor.mla import deepseek_block
 from executor.moe import moe_block
 from executor.parallel import Parallel
-from executor.recompute import of_block
+from executor.recompute import Around, of_block
 from executor.resnet import ResNetHead, ResNetStem, resnet_block
 from executor.t5 import T5Embedding, T5Head, t5_block
 from simplan.spec.layer import LayerKind
@@ -86,6 +86,7 @@ def build_stage(
     recompute: Recompute = "none",
     *,
     recompute_layers: int | None = None,
+    around_rerun: Around = nullcontext,
     fp8: bool = False,
     frozen_dtype: torch.dtype | None = None,
 ) -> Stage:
@@ -103,18 +104,19 @@ def build_stage(
         recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block but for some products),
             ``full`` (every block) or ``selective_layer`` (every second one, the first not).
         recompute_layers: Of how many of these blocks, the first ones; None of all.
+        around_rerun: Is entered around every second forward.
         fp8: Linear layers of blocks are in fp8.
         frozen_dtype: Of weights that are not trained; None for the same.
     """
     modes = {layer: of_block(recompute, number) for number, layer in enumerate(spec.block_indices())}
     here = [layer for layer in modes if layer in layer_range]
     modes |= dict.fromkeys(here[recompute_layers:] if recompute_layers is not None else (), "none")
-    attentions = Attentions(spec, parallel, device, recompute=recompute == "selective")
+    attentions = Attentions(spec, parallel, device, recompute=recompute == "selective", around_rerun=around_rerun)
     layers: dict[int, nn.Module] = {}
     for index in layer_range:
         make = MODULES[spec.family][spec.layers[index].kind]
         with nullcontext() if seed is not None else device:
-            layer = make(LayerRequest(spec, index, parallel, attentions, modes.get(index, "none")))
+            layer = make(LayerRequest(spec, index, parallel, attentions, modes.get(index, "none"), around_rerun))
             add_adapters(layer, spec.layers[index], spec.lora_rank)
         if seed is not None:
             _draw_weights(layer, spec, index, seed, parallel)

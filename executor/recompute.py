@@ -1,9 +1,9 @@
-"""Blocks that backward runs again, in full or but for the products that are kept."""
+"""Blocks and attention cores that backward runs again, in full or but for the products that are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -19,13 +19,16 @@ from torch.utils.checkpoint import (
 
 from simplan.spec.plan import Recompute
 
-__all__ = ["RECOMPUTES", "BlockRecompute", "keepable", "of_block", "run_block", "uncounted"]
+__all__ = ["RECOMPUTES", "Around", "BlockRecompute", "keepable", "of_block", "run_again", "run_block", "uncounted"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selective_layer", "full")
 """The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
 
 BlockRecompute = Literal["none", "full", "selective_op"]
 """What is done with one block: it keeps all it needs, its input, or that and some products."""
+
+Around = Callable[[], AbstractContextManager[None]]
+"""Makes what is entered around a second forward, which ends early where torch needs no more of it."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -49,15 +52,36 @@ def of_block(mode: Recompute, number: int) -> BlockRecompute:
             return "none"
 
 
-def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: BlockRecompute) -> Tensor:
+def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: BlockRecompute, around: Around) -> Tensor:
     """What a block makes of its inputs.
 
     To be called inside of its module, so that FSDP's hooks run once around forward and once around backward.
     """
     if recompute == "none":
         return block(*inputs)
-    again = partial(checkpoint, block, *inputs, use_reentrant=False, preserve_rng_state=False)
-    out: Tensor = again(context_fn=_keep_every_second_product) if recompute == "selective_op" else again()
+    return run_again(block, *inputs, around=around, keeps_products=recompute == "selective_op")
+
+
+def run_again(function: Callable[..., Tensor], *inputs: Any, around: Around, keeps_products: bool = False) -> Tensor:
+    """What a function makes of its inputs; backward runs it again.
+
+    Args:
+        function: What runs twice.
+        inputs: What it is given, which is kept.
+        around: Of the second run. A compiled block has none that could be told from the rest of its backward.
+        keeps_products: Every second matrix product is kept, and what is ``keepable``.
+    """
+    again = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    if torch.compiler.is_compiling():
+        assert not keeps_products
+        compiled: Tensor = again()
+        return compiled
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        forward, second = _keep_every_second_product() if keeps_products else (nullcontext(), nullcontext())
+        return forward, _Both(around(), second)
+
+    out: Tensor = again(context_fn=contexts)
     return out
 
 
@@ -121,16 +145,16 @@ class _TakeKept(TorchFunctionMode):
 class _Both(AbstractContextManager[None]):
     """Two contexts, the second inside of the first; one generator for both would let go of tensors too early."""
 
-    def __init__(self, dispatch: AbstractContextManager[None], function: AbstractContextManager[None]) -> None:
-        self._dispatch, self._function = dispatch, function
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
+        self._outer, self._inner = outer, inner
 
     def __enter__(self) -> None:
-        self._dispatch.__enter__()
-        self._function.__enter__()
+        self._outer.__enter__()
+        self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._function.__exit__(*error)
-        self._dispatch.__exit__(*error)
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
 
 
 def _keep_every_second_product() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

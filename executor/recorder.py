@@ -33,6 +33,7 @@ class StepRecord(Spec):
         end_s: When its last action had ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
         spans: The actions.
+        reruns: Forward run again inside of them, one for each block or attention core.
         collectives: Collectives and messages.
         reference_s: What the reference product took just before the step.
     """
@@ -43,6 +44,7 @@ class StepRecord(Spec):
     end_s: float
     losses: tuple[float, ...]
     spans: tuple[MeasuredSpan, ...]
+    reruns: tuple[MeasuredSpan, ...] = ()
     collectives: tuple[MeasuredCollective, ...]
     reference_s: float | None = None
 
@@ -81,6 +83,7 @@ class Recorder:
         self._opened: Stamp = 0.0
         self._current: Action = told[0]
         self._spans: list[tuple[Action, Stamp, Stamp]] = []
+        self._reruns: list[tuple[Action, Stamp, Stamp]] = []
         self._issued: list[_Issued] = []
 
     @property
@@ -96,6 +99,7 @@ class Recorder:
         """Starts a step, right after the barrier."""
         self._step = step
         self._spans.clear()
+        self._reruns.clear()
         self._issued.clear()
         self._clock.begin_step()
         self._start = self._clock.stamp()
@@ -116,6 +120,15 @@ class Recorder:
         """The opened action ends now."""
         self._spans.append((self._current, self._opened, self._clock.stamp()))
         self.end(self._current)
+
+    @contextmanager
+    def rerun(self) -> Iterator[None]:
+        """Times the block as forward run again in the current action (from any thread)."""
+        start = self._clock.stamp()
+        try:
+            yield
+        finally:  # torch ends it by an exception once all is there that backward needs
+            self._reruns.append((self._current, start, self._clock.stamp()))
 
     def begin(self, action: Action) -> None:
         """The rank is at this action."""
@@ -158,6 +171,11 @@ class Recorder:
     ) -> StepRecord:
         """The ended step as data."""
         seconds = self._clock.seconds
+
+        def measured(found: tuple[Action, Stamp, Stamp], kind: SpanKind) -> MeasuredSpan:
+            action, start, end = found
+            return MeasuredSpan(action=str(action), kind=kind, start_s=seconds(start), end_s=seconds(end))
+
         return StepRecord(
             step=self._step,
             is_warmup=is_warmup,
@@ -166,14 +184,10 @@ class Recorder:
             end_s=end_s,
             losses=tuple(losses),
             spans=tuple(
-                MeasuredSpan(
-                    action=str(action),
-                    kind=SpanKind.OPTIMIZER if action.kind is ActionKind.OPTIM else SpanKind.COMPUTE,
-                    start_s=seconds(start),
-                    end_s=seconds(end),
-                )
-                for action, start, end in self._spans
+                measured(span, SpanKind.OPTIMIZER if span[0].kind is ActionKind.OPTIM else SpanKind.COMPUTE)
+                for span in self._spans
             ),
+            reruns=tuple(measured(span, SpanKind.RECOMPUTE) for span in self._reruns),
             collectives=tuple(
                 MeasuredCollective(
                     kind=issued.kind,

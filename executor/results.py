@@ -20,7 +20,7 @@ from executor.slow_ranks import find_slow_ranks, told
 from executor.steady import steady_from
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.job import Job
-from simplan.program.measurement import EarlierPart, Measurement, PeakMemory, RankMeasurement
+from simplan.program.measurement import EarlierPart, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 
 __all__ = ["gather", "gather_parts"]
 
@@ -88,6 +88,7 @@ def gather(
                 rank=rank,
                 peak_memory=memory,
                 actions=() if record is None else record.spans,
+                reruns=None if record is None or job.software.compiled else record.reruns,
                 collectives=() if record is None else record.collectives,
                 step_times_s=tuple(records[i].end_s - records[i].start_s for i in steady),
             )
@@ -191,9 +192,8 @@ def _moved(record: StepRecord, to: Callable[[float], float]) -> StepRecord:
         update={
             "start_s": to(record.start_s),
             "end_s": to(record.end_s),
-            "spans": tuple(
-                span.model_copy(update={"start_s": to(span.start_s), "end_s": to(span.end_s)}) for span in record.spans
-            ),
+            "spans": tuple(_moved_span(span, to) for span in record.spans),
+            "reruns": tuple(_moved_span(span, to) for span in record.reruns),
             "collectives": tuple(
                 c.model_copy(
                     update={"start_s": to(c.start_s), "end_s": None if c.end_s is None else to(c.end_s)},
@@ -202,3 +202,7 @@ def _moved(record: StepRecord, to: Callable[[float], float]) -> StepRecord:
             ),
         }
     )
+
+
+def _moved_span(span: MeasuredSpan, to: Callable[[float], float]) -> MeasuredSpan:
+    return span.model_copy(update={"start_s": to(span.start_s), "end_s": to(span.end_s)})

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from executor.blocks import LayerRequest
 from executor.norms import RMSNorm
@@ -59,11 +57,10 @@ class T5Block(nn.Module):
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel, self._recompute = request.spec, request.parallel, request.recompute
+        spec, self._parallel = request.spec, request.parallel
+        self._recompute, self._around_rerun = request.recompute, request.around_rerun
         self._attentions, self._num_heads, self._spec = request.attentions, spec.num_attention_heads, spec
-        self._core: Callable[..., Tensor] = self._biased_attention
-        if request.attentions.recompute:
-            self._core = partial(checkpoint, self._biased_attention, use_reentrant=False, preserve_rng_state=False)
+        self._core = request.attentions.maybe_again(self._biased_attention)
 
     def _linears(self) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
         """Of queries, keys, values and the projection."""
@@ -109,7 +106,7 @@ class T5Block(nn.Module):
 
     def _maybe_again(self, block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Runs a block, which backward runs again if that is wanted."""
-        return run_block(block, *inputs, recompute=self._recompute)
+        return run_block(block, *inputs, recompute=self._recompute, around=self._around_rerun)
 
 
 class T5Encoder(T5Block):

@@ -177,6 +177,7 @@ class Trainer:
             self._parallel,
             plan.recompute,
             recompute_layers=plan.recompute_layers,
+            around_rerun=self._recorder.rerun,
             fp8=computes_in_fp8(job),
             frozen_dtype=compute_dtype(job),
         )

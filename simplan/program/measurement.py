@@ -53,7 +53,7 @@ class PeakMemory(Spec):
 
 
 class MeasuredSpan(Spec):
-    """An action as it ran: waits for messages are outside of the span.
+    """An action as it ran, or a part of one: waits for messages are outside of the span.
 
     Attributes:
         action: Text form, e.g. ``0F1``; OPTIM and REDUCE_GRAD included.
@@ -96,6 +96,8 @@ class RankMeasurement(Spec):
         peak_memory: Over the whole run.
         actions: Of the representative step (the one whose step time is the median), in issue order.
         collectives: Of the same step, in issue order.
+        reruns: Forward that ran again inside of the actions, one span for each block or attention core; None where
+            that was not timed: in compiled blocks, where it is a part of their backward.
         step_times_s: This rank's own time of each steady step.
     """
 
@@ -103,6 +105,7 @@ class RankMeasurement(Spec):
     peak_memory: PeakMemory
     actions: tuple[MeasuredSpan, ...]
     collectives: tuple[MeasuredCollective, ...]
+    reruns: tuple[MeasuredSpan, ...] | None = None
     step_times_s: tuple[float, ...] = ()
 
 

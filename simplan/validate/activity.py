@@ -164,7 +164,6 @@ def _gap(start_s: float, end_s: float, transfers: Sequence[Transfer], activity: 
 
 _SHARES = {
     SpanKind.COMPUTE: Share.COMPUTE,
-    SpanKind.RECOMPUTE: Share.RECOMPUTE,
     SpanKind.OPTIMIZER: Share.OPTIMIZER,
     SpanKind.HOST: Share.HOST,
 }
@@ -190,6 +189,8 @@ _STREAMS = {
 
 def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy:
     """A span of the compute stream."""
+    if kind is SpanKind.RECOMPUTE:
+        return Busy(start_s, end_s, Share.RECOMPUTE, "recomputation")
     parsed = Action.parse(action).kind
     return Busy(start_s, end_s, _SHARES[kind], _WORDS.get(parsed, str(parsed)))
 
@@ -203,8 +204,13 @@ def stream_words(stream: str) -> str:
     return _STREAMS[Stream(stream)]
 
 
-def predicted_activity(timeline: Timeline) -> dict[int, Activity]:
-    """By rank. Members of a meeting have spans of equal times; who was last is who computed until then."""
+def predicted_activity(timeline: Timeline, *, recompute_apart: bool = True) -> dict[int, Activity]:
+    """By rank. Members of a meeting have spans of equal times; who was last is who computed until then.
+
+    Args:
+        timeline: The predicted step.
+        recompute_apart: Forward that runs again is a share of its own, not a part of backward's computing.
+    """
     activities: dict[int, Activity] = defaultdict(Activity)
     moving: dict[tuple[float, float, int], list[Span]] = defaultdict(list)
     ends: dict[int, list[float]] = defaultdict(list)
@@ -212,7 +218,9 @@ def predicted_activity(timeline: Timeline) -> dict[int, Activity]:
         if span.kind is SpanKind.COMMUNICATION:
             moving[span.start_s, span.end_s, span.num_bytes].append(span)
         else:
-            activities[span.rank].busy.append(busy_span(span.action, span.kind, span.start_s, span.end_s))
+            merged = span.kind is SpanKind.RECOMPUTE and not recompute_apart
+            kind = SpanKind.COMPUTE if merged else span.kind
+            activities[span.rank].busy.append(busy_span(span.action, kind, span.start_s, span.end_s))
             ends[span.rank].append(span.end_s)
     for spans in moving.values():
         last = _last_of(spans, ends)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from simplan.program.measurement import Measurement
 from simplan.program.timeline import Timeline
 from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity
+from simplan.validate.measured import times_recomputation
 from simplan.validate.measured_activity import measured_activity
 from simplan.validate.path import critical_pieces
 
@@ -57,8 +58,8 @@ def attribute(
 ) -> tuple[tuple[TermDifference, ...], tuple[RankSplit, ...]]:
     """Terms of the critical paths, largest difference first, and the splits of all ranks.
 
-    What is left unexplained, and how the recorded step differs from the median, are terms of their own. Recomputation
-    happens inside of measured backwards, so on the critical path it counts as part of these.
+    What is left unexplained, and how the recorded step differs from the median, are terms of their own. Where the
+    measurement does not tell recomputation from the rest of a backward, it is a part of that on both sides.
 
     Args:
         predicted: The predicted step.
@@ -68,7 +69,7 @@ def attribute(
     recorded_s = max((busy.end_s for activity in of_measured.values() for busy in activity.busy), default=0.0)
     if not recorded_s:
         return (), ()
-    of_predicted = predicted_activity(predicted)
+    of_predicted = predicted_activity(predicted, recompute_apart=times_recomputation(measurement))
     expected = {rank: pieces_of(activity, predicted.step_time_s) for rank, activity in of_predicted.items()}
     found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
@@ -87,8 +88,7 @@ def attribute(
 def _by_part(pieces: Sequence[Piece]) -> dict[tuple[str, Share], float]:
     found: dict[tuple[str, Share], float] = defaultdict(float)
     for piece in pieces:
-        share = Share.COMPUTE if piece.share is Share.RECOMPUTE else piece.share
-        found[piece.part, share] += piece.duration_s
+        found[piece.part, piece.share] += piece.duration_s
     return found
 
 

@@ -15,7 +15,7 @@ from simplan.program.timeline import Timeline
 from simplan.units import GIB, counted
 from simplan.validate.activity import UNEXPLAINED, Share
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
-from simplan.validate.measured import measured_timeline, predicted_timeline
+from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_predicted
 
@@ -23,6 +23,8 @@ __all__ = ["AT_THIS_SPEED", "Comparison", "compare"]
 
 AT_THIS_SPEED = "step time, computing as fast as in the run"
 """The row in which what is predicted of computing is slowed down as the reference product was."""
+
+_COMPUTING = (Share.COMPUTE, Share.RECOMPUTE, Share.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
         f"{counted(part.plan.num_devices, 'rank')} ({part.end_step - part.first_step}) are not compared: {part.ended}"
         for part in measurement.earlier
     ]
+    if splits and not times_recomputation(measurement):
+        notes.append("compute contains recomputation, on both sides: the run did not time it apart")
     if not measurement.complete:
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(
@@ -121,7 +125,7 @@ def _slowdown(prediction: Mapping[str, Any], measurement: Measurement) -> float 
 
 def _computing_s(terms: Iterable[TermDifference]) -> float:
     """What computing takes of the predicted critical path."""
-    return sum(term.predicted_s for term in terms if term.share in (Share.COMPUTE, Share.OPTIMIZER))
+    return sum(term.predicted_s for term in terms if term.share in _COMPUTING)
 
 
 def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:

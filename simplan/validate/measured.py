@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import MeasuredCollective, Measurement
+from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, RankMeasurement
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.spec.plan import RankMapping
 
-__all__ = ["measured_timeline", "predicted_timeline", "stream_of"]
+__all__ = ["computed_spans", "measured_timeline", "predicted_timeline", "stream_of", "times_recomputation"]
 
 
 def measured_timeline(measurement: Measurement) -> Timeline:
@@ -24,8 +24,8 @@ def measured_timeline(measurement: Measurement) -> Timeline:
     mapping = RankMapping.of(measurement.job.plan)
     for rank in measurement.ranks:
         spans += [
-            Span(rank.rank, Stream.COMPUTE, span.action, span.action, span.kind, span.start_s, span.end_s)
-            for span in rank.actions
+            Span(rank.rank, Stream.COMPUTE, _name(span), span.action, span.kind, span.start_s, span.end_s)
+            for span in computed_spans(rank)
         ]
         for message in rank.collectives:
             stream = stream_of(message, rank.rank, mapping)
@@ -48,6 +48,27 @@ def measured_timeline(measurement: Measurement) -> Timeline:
                 )
     end_s = max((span.end_s for span in spans if span.stream == Stream.COMPUTE), default=0.0)
     return Timeline(tuple(spans), len(measurement.ranks), end_s)
+
+
+def times_recomputation(measurement: Measurement) -> bool:
+    """Whether forward that runs again is told from the rest of a backward, or there is none."""
+    return measurement.job.plan.recompute == "none" or all(rank.reruns is not None for rank in measurement.ranks)
+
+
+def computed_spans(rank: RankMeasurement) -> Iterator[MeasuredSpan]:
+    """A rank's actions, cut where forward ran again inside of them."""
+    for span in rank.actions:
+        now_s = span.start_s
+        for rerun in rank.reruns or ():
+            if rerun.action == span.action and rerun.start_s >= now_s:
+                yield span.model_copy(update={"start_s": now_s, "end_s": rerun.start_s})
+                yield rerun
+                now_s = rerun.end_s
+        yield span.model_copy(update={"start_s": now_s})
+
+
+def _name(span: MeasuredSpan) -> str:
+    return f"{span.action} recompute" if span.kind is SpanKind.RECOMPUTE else span.action
 
 
 def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:

@@ -15,7 +15,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.measurement import MeasuredCollective, Measurement, RankMeasurement
 from simplan.spec.plan import RankMapping
 from simplan.validate.activity import Activity, Busy, Share, Transfer, busy_span, stream_words
-from simplan.validate.measured import stream_of
+from simplan.validate.measured import computed_spans, stream_of
 
 __all__ = ["measured_activity"]
 
@@ -68,7 +68,7 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[
     synchronous = measurement.environment.get("backend") != "nccl"
     plan = measurement.job.plan
     buckets = plan.dp > 1 and not plan.shards_parameters
-    for span in rank.actions:
+    for span in computed_spans(rank):
         inside = [
             each.collective
             for each in moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +12,7 @@ from simplan.program.action import ActionKind
 from simplan.program.complete import stage_to_rank
 from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import MeasuredCollective, RankMeasurement
+from simplan.program.timeline import SpanKind
 from simplan.sim.memory import memory_peak
 from simplan.spec.plan import Place, RankMapping
 
@@ -74,6 +76,22 @@ def test_spans_do_not_overlap_and_lie_in_the_step(finished_run: Any) -> None:
         assert times == sorted(times)
         assert times[0] >= 0
         assert times[-1] <= max(finished_run.measurement.step_times_s)
+
+
+def test_forward_that_runs_again_is_timed_inside_of_backward(finished_run: Any) -> None:
+    """Once for every block that does, or its attention core, in the action in which Level 2 has it."""
+    job = finished_run.job
+    how = Lowering(level=2)
+    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    for rank in finished_run.measurement.ranks:
+        again = [op for op in program.ops if op.rank == rank.rank and op.kind is SpanKind.RECOMPUTE]
+        wanted = Counter(action for action, _ in {(str(op.action), op.name) for op in again})
+        assert Counter(span.action for span in rank.reruns) == wanted
+        spans = {span.action: span for span in rank.actions}
+        for rerun in rank.reruns:
+            assert spans[rerun.action].start_s <= rerun.start_s < rerun.end_s <= spans[rerun.action].end_s
+        times = [time for rerun in rank.reruns for time in (rerun.start_s, rerun.end_s)]
+        assert times == sorted(times)
 
 
 def test_how_fast_the_machine_was_is_recorded_outside_of_the_steps(finished_run: Any) -> None:

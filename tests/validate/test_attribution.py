@@ -35,7 +35,11 @@ def predicted(plan: ParallelPlan) -> Prediction:
 
 
 def measured(
-    found: Prediction, actions: dict[int, list[MeasuredSpan]], moved: dict[int, list[MeasuredCollective]], step_s: float
+    found: Prediction,
+    actions: dict[int, list[MeasuredSpan]],
+    moved: dict[int, list[MeasuredCollective]],
+    step_s: float,
+    reruns: tuple[MeasuredSpan, ...] | None = (),
 ) -> Measurement:
     job = Job(
         name=found.name,
@@ -48,7 +52,11 @@ def measured(
     )
     ranks = tuple(
         RankMeasurement(
-            rank=rank, peak_memory=PeakMemory(), actions=tuple(actions[rank]), collectives=tuple(moved[rank])
+            rank=rank,
+            peak_memory=PeakMemory(),
+            actions=tuple(actions[rank]),
+            collectives=tuple(moved[rank]),
+            reruns=reruns,
         )
         for rank in actions
     )
@@ -151,6 +159,30 @@ def test_a_measured_pipeline_by_hand() -> None:
     assert of_rank_1 == pytest.approx(
         {"wait": 1.0 + 1.5, "exposed_communication": 1.0, "compute": 2.25, "optimizer": 0.5, "unexplained": 0.25}
     )
+
+
+def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:
+    """Two blocks run again in a backward of 4 s, for 0.5 s and for 1 s."""
+    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"))
+    actions = {rank: [action("0F0", 0.0, 2.0), action("0B0", 2.0, 6.0)] for rank in range(2)}
+    again = tuple(
+        MeasuredSpan(action="0B0", kind=SpanKind.RECOMPUTE, start_s=start_s, end_s=end_s)
+        for start_s, end_s in ((2.25, 2.75), (4.0, 5.0))
+    )
+    _, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, again))
+    assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 4.5, "recompute": 1.5})
+    assert splits[0].predicted_s[Share.RECOMPUTE] > 0
+
+
+def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides() -> None:
+    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"))
+    actions = {rank: [action("0F0", 0.0, 2.0), action("0B0", 2.0, 6.0)] for rank in range(2)}
+    terms, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, None))
+    assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 6.0})
+    split = found.splits[0]
+    assert splits[0].predicted_s[Share.RECOMPUTE] == 0
+    assert splits[0].predicted_s[Share.COMPUTE] == pytest.approx(split.compute_s + split.recompute_s)
+    assert not any(term.share is Share.RECOMPUTE for term in terms)
 
 
 def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() -> None:
