@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from simplan.accuracy.job import RunJob
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.statistics import ErrorFigures
-from simplan.spec.layer import Attention, Gemm, LayerKind
+from simplan.program.partition import assign_stage_layers, balanced_assignment
+from simplan.spec.layer import Attention, Gemm, LayerKind, LayerSpec
+from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
 
 __all__ = ["constant_utilization", "step_flops"]
@@ -20,16 +22,26 @@ def step_flops(job: RunJob) -> float:
     """FLOPs of a step: those of the model, causal attention counted by half, and those of recomputation.
 
     Full recomputation counts as one more forward of all blocks, as is usual, though the last product need not be made
-    again.
+    again. Where only some blocks of every stage run again, stages are those of equal FLOPs unless the plan has its own.
     """
+    layers, plan = job.model.layers, job.plan
+    assignment = _assignment(layers, plan)
     again = 0
-    for number, layer in enumerate(job.model.layers):
-        if layer.kind is LayerKind.BLOCK and job.plan.recompute != "none":
-            is_full = job.plan.recompute == "full"
-            indices = recomputation(layer, job.plan.recompute, number - 1, job.plan.recompute_modules).kernels
-            kernels = layer.kernels if is_full else [layer.kernels[index] for index in indices]
+    for number, layer in enumerate(layers):
+        mode = plan.recompute_at(assignment.place(number))
+        if layer.kind is LayerKind.BLOCK and mode != "none":
+            indices = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
+            kernels = layer.kernels if mode == "full" else [layer.kernels[index] for index in indices]
             again += sum(kernel.flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
     return float(job.training.global_batch_size * (job.model.flops_per_sequence() + again))
+
+
+def _assignment(layers: Sequence[LayerSpec], plan: ParallelPlan) -> StageAssignment:
+    if plan.recompute_layers is None:  # blocks are alike, whatever their stages
+        return StageAssignment((0, len(layers)))
+    if plan.stage_layers is not None:
+        return assign_stage_layers(plan.stage_layers)
+    return balanced_assignment([layer.flops() for layer in layers], plan.num_stages)
 
 
 def constant_utilization(outcomes: Iterable[RunOutcome]) -> ErrorFigures:

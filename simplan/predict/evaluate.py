@@ -154,11 +154,9 @@ def recomputed_share(
 ) -> float:
     """FLOPs that are computed again over those of forward and backward."""
     again = total = 0
-    first = {max(1, boundary) for boundary in assignment.boundaries}
-    place = 0  # among the blocks of a stage
     for number, layer in enumerate(software.layers_of(model, plan)):
-        place = 0 if number in first else place + 1
-        kernels = recomputation(layer, plan.recompute_at(place), number - 1, plan.recompute_modules).kernels
+        mode = plan.recompute_at(assignment.place(number))
+        kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
         total += layer.flops() + layer.backward_flops()
     return again / total

@@ -10,7 +10,7 @@ from simplan.program.program import LayerWork, Phase
 from simplan.spec.layer import Attention, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.packing import PackStatistics
-from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.spec.recompute import recomputation
 from simplan.units import format_percent
 
@@ -80,20 +80,28 @@ def attention_s(
     cost: CostModel,
 ) -> float:
     """Seconds that attention cores take in a step on the pipeline rank where they take most."""
-    by_key = {layer.key: _core_s(layer, plan, cost) for layer in layers}
+    found: dict[tuple[object, Recompute, int], float] = {}
+
+    def of_layer(index: int) -> float:
+        layer, mode = layers[index], plan.recompute_at(assignment.place(index))
+        key = (layer.key, mode, (index - 1) % 2)  # selective_layer has two kinds of blocks
+        if key not in found:
+            found[key] = _core_s(layer, plan, cost, mode, index - 1)
+        return found[key]
+
     by_row = [
-        sum(by_key[layers[index].key] for stage in {a.stage for a in row} for index in assignment.layer_range(stage))
+        sum(of_layer(index) for stage in {a.stage for a in row} for index in assignment.layer_range(stage))
         for row in table
     ]
     return microbatches * max(by_row)
 
 
-def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel) -> float:
+def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel, mode: Recompute, block: int) -> float:
     """Of one layer and microbatch."""
     cores = tuple(index for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Attention))
     if not cores:
         return 0.0
-    again = set(cores) & set(recomputation(layer, plan.recompute, modules=plan.recompute_modules).kernels)
+    again = set(cores) & set(recomputation(layer, mode, block, plan.recompute_modules).kernels)
     phases = (Phase.FORWARD, Phase.BACKWARD, *([Phase.RECOMPUTE] * bool(again)))
     works = [LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters, cores) for phase in phases]
     return sum(cost.compute(work).seconds for work in works)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
@@ -177,6 +178,15 @@ class StageAssignment:
     def layer_range(self, stage: int) -> range:
         """Indices of the stage's layers."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def place(self, layer: int) -> int:
+        """Which block of its stage a layer is, from 0; the embedding, layer 0, counts as none.
+
+        >>> [StageAssignment((0, 3, 5, 6)).place(layer) for layer in range(6)]
+        [0, 0, 1, 0, 1, 0]
+        """
+        first = self.boundaries[bisect_right(self.boundaries, layer) - 1]
+        return layer - max(1, first) if layer else 0
 
 
 class Place(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,18 @@ def test_flops_of_a_step_are_those_of_the_megatron_formula() -> None:
     s, h, layers, v = model.seq_len, model.hidden_size, model.num_hidden_layers, model.vocab_size
     formula = 96 * batch * s * layers * h**2 * (1 + s / (12 * h) + v / (16 * layers * h))
     assert step_flops(job_of_run(published)) == pytest.approx(formula, rel=1e-3)
+
+
+def test_flops_of_a_step_count_the_blocks_that_run_again() -> None:
+    """One block of each of two stages: 2 (4 h^2 + 2 h i) s and 2 s^2 h FLOPs more for every sequence."""
+    published = run(plan__recompute="none", plan__pp=2)
+    model, batch = published.model, published.plan.global_batch_size
+    s, h, i = model.seq_len, model.hidden_size, model.intermediate_size
+    job = job_of_run(published)
+    assert job.model.num_blocks > 2
+    first = job.plan.model_copy(update={"recompute": "full", "recompute_layers": 1})
+    again = step_flops(replace(job, plan=first)) - step_flops(job)
+    assert again == pytest.approx(2 * batch * (2 * s * (4 * h**2 + 2 * h * i) + 2 * s**2 * h), rel=1e-9)
 
 
 def test_choosing_looks_at_runs_that_differ_in_their_plan_only() -> None:
