@@ -59,6 +59,25 @@ _DEEPSEEK = ModelType(
     neutral={**_NEUTRAL, "attention_bias": (False,)},
     in_experts=frozenset({"shared_expert_intermediate_size"}),
 )
+# checkpoints store experts in 4 bits, which are widened when they are read to be trained
+_NEUTRAL_OF_GPT_OSS = {key: values for key, values in _NEUTRAL.items() if key != "quantization_config"} | {
+    "quantization_config.quant_method": ("mxfp4",)
+}
+_GPT_OSS = ModelType(
+    family="moe",
+    keys={
+        **_OF_ALL,
+        **_HEADS,
+        "num_experts": "num_local_experts",
+        "moe_intermediate_size": "intermediate_size",
+        "sliding_window": "sliding_window",
+    },
+    optional=_MAY_MISS,
+    neutral=_NEUTRAL_OF_GPT_OSS,
+    fixed={"attention_bias": True, "attention_sinks": True, "router_bias": True, "expert_bias": True},
+    windows=True,
+    alternates=True,
+)
 EXPERT_TYPES: Mapping[str, ModelType] = {
     "mixtral": _moe(
         {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
@@ -69,6 +88,7 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         {**_EXPERTS, **same_names("shared_expert_intermediate_size")}, qkv_bias=True, shared_expert_gate=True
     ),
     "qwen3_moe": _moe(_EXPERTS, qk_norm="head"),
+    "gpt_oss": _GPT_OSS,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }

@@ -17,6 +17,7 @@ from simplan.problems import render_value
 __all__ = ["MODEL_TYPES", "model_fields_from_config"]
 
 _USUAL_LENGTH = 4096
+_FULL, _IN_WINDOW = "full_attention", "sliding_attention"
 
 
 def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: int | None = None) -> dict[str, Any]:
@@ -53,7 +54,32 @@ def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: i
             raise SpecError(_no_length(fields.get("max_position_embeddings"), kind))
         fields["seq_len"] = seq_len
     _refuse_unmodelled(config, kind, fields.get("seq_len"))
+    if kind.alternates:
+        fields |= _windows(config, fields.pop("sliding_window", None))
     return {"name": name, "family": kind.family, **fields}
+
+
+def _windows(config: Mapping[str, Any], window: Any) -> dict[str, Any]:
+    """Fields that say which layers attend in a window.
+
+    Raises:
+        NotModelledError: Others than all, none, or all but every so many.
+    """
+    types = config.get("layer_types")
+    if window is None:
+        return {}
+    if types is None:
+        return {"sliding_window": window, "sliding_window_pattern": 2}
+    full = [number for number, of in enumerate(types, 1) if of == _FULL] if isinstance(types, list) else []
+    every = full[0] if full else 0
+    known = isinstance(types, list) and set(map(str, types)) <= {_FULL, _IN_WINDOW}
+    if not known or (every and full != list(range(every, len(types) + 1, every))):
+        rule = "is not modelled yet"
+        fix = f"only {_IN_WINDOW} with {_FULL} in none, every, or every so many layers is"
+        raise NotModelledError(Problem(field="layer_types", value=render_value(types), rule=rule, fix=fix))
+    if every == 1:
+        return {}
+    return {"sliding_window": window, "sliding_window_pattern": every}
 
 
 def _no_length(longest: Any, kind: ModelType) -> Problem:

@@ -21,6 +21,7 @@ class ModelType:
             always do).
         fixed: Fields that no key says.
         windows: ``sliding_window`` is that of all layers; else of some, where ``use_sliding_window`` is set.
+        alternates: Of every second layer, from the first on, unless ``layer_types`` says of which.
         has_sequences: Sequences are as long as the user says.
         in_experts: Widths that the config counts in experts, each as wide as ``moe_intermediate_size``.
     """
@@ -31,6 +32,7 @@ class ModelType:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     windows: bool = False
+    alternates: bool = False
     has_sequences: bool = True
     in_experts: frozenset[str] = frozenset()
 

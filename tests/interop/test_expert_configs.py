@@ -39,6 +39,20 @@ QWEN3 = {
     "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
     "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+GPT_OSS = {
+    "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "vocab_size": 201088,
+}  # fmt: skip
+GPT_OSS_LARGE = {  # whose own config does not say which layers have windows
+    **{key: value for key, value in GPT_OSS.items() if key != "layer_types"}, "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}  # fmt: skip
 DEEPSEEK2 = {
     "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
     "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
@@ -68,6 +82,8 @@ def model(config: dict[str, Any]) -> ModelSpec:
         (OLMOE, "olmoe-1b-7b"),
         (QWEN15, "qwen1.5-moe-a2.7b"),
         (QWEN3, "qwen3-30b-a3b"),
+        (GPT_OSS, "gpt-oss-20b"),
+        (GPT_OSS_LARGE, "gpt-oss-120b"),
         (DEEPSEEK2, "deepseek-v2-lite"),
         (DEEPSEEK3, "deepseek-v3"),
     ],
@@ -99,6 +115,32 @@ def test_options_that_change_the_model_are_refused_by_name(config: dict[str, Any
 
 def test_a_window_of_all_layers_is_taken() -> None:
     assert model({**MIXTRAL, "sliding_window": 1024}).sliding_window == 1024
+
+
+@pytest.mark.parametrize(
+    ("types", "windows"),
+    [
+        (["full_attention"] * 24, (0,) * 24),
+        (["sliding_attention"] * 24, (128,) * 24),
+        ((["sliding_attention"] * 5 + ["full_attention"]) * 4, (128, 128, 128, 128, 128, 0) * 4),
+    ],
+)
+def test_windows_of_some_layers_are_taken(types: list[str], windows: tuple[int, ...]) -> None:
+    assert model({**GPT_OSS, "layer_types": types}).windows == windows
+
+
+@pytest.mark.parametrize(
+    "types", [["full_attention", "sliding_attention"] * 12, ["linear"] * 24, "full_attention", [2]]
+)
+def test_windows_in_another_order_are_refused(types: object) -> None:
+    with pytest.raises(NotModelledError, match=r"layer_types = .*: is not modelled yet; only sliding_attention with"):
+        model({**GPT_OSS, "layer_types": types})
+
+
+def test_a_checkpoint_in_other_bits_is_refused() -> None:
+    with pytest.raises(NotModelledError) as caught:
+        model({**GPT_OSS, "quantization_config": {"quant_method": "gptq"}})
+    assert str(caught.value) == 'quantization_config.quant_method = "gptq": is not modelled yet; only "mxfp4" is'
 
 
 def test_experts_must_be_told() -> None:
