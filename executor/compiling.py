@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from executor.heartbeat import Heartbeat, RankState
 from executor.model import Stage
@@ -44,11 +43,10 @@ def compile_blocks(stage: Stage, spec: ModelSpec, *, whole: bool, threads: int |
         _inductor.config.compile_threads = threads
     for index, layer in stage.layers.items():
         if spec.layers[int(index)].kind is LayerKind.BLOCK:
-            _compile(layer, fullgraph=whole)
-
-
-def _compile(layer: nn.Module, *, fullgraph: bool) -> None:
-    layer.forward = torch.compile(layer.forward, backend=BACKEND, fullgraph=fullgraph, dynamic=False)
+            # torch compiles nothing of a function in which what runs again has exchanges, so only that itself
+            name = "forward" if whole or not hasattr(layer, "_block") else "_block"
+            compiled = torch.compile(getattr(layer, name), backend=BACKEND, fullgraph=whole, dynamic=False)
+            setattr(layer, name, compiled)
 
 
 @contextmanager

@@ -167,6 +167,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
+        if x._is_view():  # of what a compiled part gives, which must not be changed
+            return tp.all_reduce(x.clone())
         ctx.mark_dirty(x)
         return tp.all_reduce(x)
 

@@ -181,6 +181,10 @@ class Trainer:
             fp8=computes_in_fp8(job),
             frozen_dtype=compute_dtype(job),
         )
+        if job.software.compiled:
+            from executor.compiling import compile_blocks  # a second to import: only where needed
+
+            compile_blocks(stage, job.model, whole=plan.tp * plan.cp * plan.ep == 1)
         if plan.shards_parameters:
             assert self._groups.shard is not None
             in_pipeline = plan.pp > 1

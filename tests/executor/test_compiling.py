@@ -72,6 +72,7 @@ def test_compiled_ranks_equal_one_process(
     monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     measurement = run_job(job, tmp_path, rank_module="compiling_worker")
     assert_equal_to_one_process(Run(job, measurement, tmp_path))
+    assert all(int((tmp_path / f"graphs.rank{rank.rank}").read_text()) > 0 for rank in measurement.ranks)
     half = None if job.plan.bucket_bytes is None else job.plan.bucket_bytes // 2
     narrow = job.model_copy(update={"plan": job.plan.model_copy(update={"bucket_bytes": half})})
     for rank, predicted in predicted_messages(narrow).items():
