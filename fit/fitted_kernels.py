@@ -33,7 +33,6 @@ def _lines(values: Values, rows: Sequence[Row], spread: Spread, unseen: float) -
         yield f"  {field}: {_number(values[field])}"
     yield f"  unseen_std: {unseen:.2f}"
     yield f"  between_nodes_std: {spread.between_nodes:.2f}"
-    yield f"  interval_skew: {spread.skew:.2f}"
     yield "architectures:"
     for owner, own in _by(rows, lambda row: row.architecture):
         yield f"  {owner}:"

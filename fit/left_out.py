@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import yaml
 from joblib import Parallel, delayed
 
-from fit.rows import Row, Values, changed_device, changed_software, fold_of
+from fit.rows import Row, Values, fold_of, job_at
 from simplan.accuracy.job import job_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
@@ -88,8 +87,7 @@ def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple
 def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
     job = job_of_run(run)
     values = folds[fold_of(job, len(folds))]
-    cluster = job.cluster.model_copy(update={"device": changed_device(job.cluster.device, values)})
-    job = replace(job, cluster=cluster, software=changed_software(job.software, values))
+    job = job_at(job, values)
     asked = (job.model, job.cluster, job.training, job.plan, job.software)
     predicted_s = predict_brief(*asked, steps_overlap=job.steps_overlap).step_time_s
     measured_s = run.measured.step_time_s

@@ -18,14 +18,23 @@ from simplan.cost.compute import KernelCost
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import SimplanError
 from simplan.predict.brief import Term, brief_terms
-from simplan.predict.build import cost_model
 from simplan.program.program import Excess, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.rates import AttentionKernel
 from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["Prices", "Row", "Values", "between_nodes", "changed_device", "changed_software", "fold_of", "load_rows"]
+__all__ = [
+    "Prices",
+    "Row",
+    "Values",
+    "between_nodes",
+    "changed_device",
+    "changed_software",
+    "fold_of",
+    "job_at",
+    "load_rows",
+]
 
 Values = Mapping[str, float]
 """Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``tile_s``."""
@@ -40,16 +49,12 @@ class Row:
         run: As published.
         job: The question, at the constants that the terms were found with.
         terms: Sum up to the step time.
-        message_deviation_s: One standard deviation of what messages inside nodes add to it.
-        between_nodes_s: What messages between nodes add to it.
     """
 
     source: str
     run: PublishedRun
     job: RunJob
     terms: tuple[Term, ...]
-    message_deviation_s: float
-    between_nodes_s: float
 
     @property
     def architecture(self) -> str:
@@ -161,6 +166,12 @@ def changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
     return software.model_copy(update={"rates": rates})
 
 
+def job_at(job: RunJob, values: Values) -> RunJob:
+    """A question at other constants."""
+    cluster = job.cluster.model_copy(update={"device": changed_device(job.cluster.device, values)})
+    return replace(job, cluster=cluster, software=changed_software(job.software, values))
+
+
 def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
     """Constants of one owner."""
     prefix = f"{name}." if name else ""
@@ -192,22 +203,10 @@ def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
         job = job_of_run(run)
     except SimplanError:
         return None
-    device = changed_device(job.cluster.device, values)
-    cluster = job.cluster.model_copy(update={"device": device})
-    job = replace(job, cluster=cluster, software=changed_software(job.software, values))
+    job = job_at(job, values)
     asked = (job.model, job.cluster, job.training, job.plan, job.software)
     try:
         terms = brief_terms(*asked, steps_overlap=job.steps_overlap)
     except SimplanError:
         return None
-    cost = cost_model(*asked[1:], None)
-    deviation_s = between_s = 0.0
-    for term in terms:
-        if not isinstance(term.work, Message | Excess):
-            continue
-        messages = (term.work,) if isinstance(term.work, Message) else term.work.messages
-        if any(between_nodes(cluster, message) for message in messages):
-            between_s += term.times * term.seconds
-        else:
-            deviation_s += term.times * term.seconds * max(cost.message(m).relative_std for m in messages)
-    return Row(source, run, job, terms, deviation_s, between_s)
+    return Row(source, run, job, terms)

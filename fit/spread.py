@@ -3,9 +3,10 @@
 Logarithms of measured over predicted times scatter as Student's t with five degrees of freedom, so that a run which is
 far off does not widen the intervals of all others. Their scale has two parts: a share of what is computed, which every
 framework has of its own and which is drawn to what they have in common (as if a framework's were within a factor of
-``exp(0.5)`` of the common one in two of three cases); and a share of what the step waits for messages between nodes,
-common to all: what training shares a network with, and what collectives take beside products, no benchmark of
-collectives tells. What no model has makes steps longer, so intervals reach farther up than down, by a common factor.
+``exp(0.5)`` of the common one in two of three cases); and a share of what messages between nodes take, common to all:
+what training shares a network with, and what collectives take beside products, no benchmark of collectives tells. A
+message that computation hides lengthens a step where it takes longer and shortens it in no case, so that intervals
+reach farther up than down (``fit.moved``); a skew of all of them beyond that gains nothing.
 
 All are found where their posterior is highest on a grid (Gelman et al., Bayesian Data Analysis, 3rd edition, sections
 5.4 and 17.2), which needs no start. The degrees of freedom and what draws frameworks together are those of the best
@@ -18,15 +19,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gamma, pi
-from typing import NamedTuple
 
 import numpy as np
 
+from fit.moved import BETWEEN, Parts
 from fit.robust import Floats
-from fit.rows import Prices, Row, Values
-from simplan.program.program import LayerWork
 
-__all__ = ["Parts", "Spread", "fit_spread", "interval_score", "parts_of", "unseen_std", "within", "within_left_out"]
+__all__ = ["Spread", "fit_spread", "interval_score", "unseen_std", "within", "within_left_out"]
 
 _INSIDE = 0.9
 _NINE_IN_TEN = 1.645  # as of intervals of predictions
@@ -35,23 +34,6 @@ _TOGETHER = 0.5
 _SCALES = np.exp(np.arange(np.log(0.005), np.log(1.0), 0.05))
 _BETWEEN = np.exp(np.arange(np.log(0.05), np.log(2.5), 0.2))
 _BETWEEN_USUAL, _BETWEEN_LOG_STD = 0.3, 1.0
-_SKEWS = (1.0, 1.1, 1.2, 1.3, 1.4)
-
-
-class Parts(NamedTuple):
-    """What the step of a run consists of, as shares of the predicted time.
-
-    Attributes:
-        software: The profile it is predicted with.
-        computing: What computation takes.
-        deviation: One standard deviation of messages inside nodes.
-        between: What messages between nodes take.
-    """
-
-    software: str
-    computing: float
-    deviation: float
-    between: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +44,17 @@ class Spread:
         computing: Relative standard deviation of prices of computation by software profile.
         common: The same of a profile that no run is known of, on devices and in the manner of those that are.
         between_nodes: Relative standard deviation of messages between nodes.
-        skew: Intervals reach so many times as far up, in logarithms, and as many times less far down.
     """
 
     computing: Mapping[str, float]
     common: float
     between_nodes: float
-    skew: float
 
-    def half_widths(self, parts: Sequence[Parts]) -> Floats:
-        """Of 90 % intervals, in logarithms, before they are skewed."""
+    def half_widths(self, parts: Sequence[Parts]) -> tuple[Floats, Floats]:
+        """How far 90 % intervals reach down and up, in logarithms."""
         own = [self.computing.get(part.software, self.common) for part in parts]
-        return np.asarray(_NINE_IN_TEN * _deviations(parts, np.array(own), self.between_nodes))
-
-
-def parts_of(rows: Sequence[Row], values: Values) -> list[Parts]:
-    """What steps consist of.
-
-    Args:
-        rows: The runs.
-        values: Constants.
-    """
-    prices, found = Prices(values), []
-    for row in rows:
-        predicted_s = row.predicted_s(prices)
-        computing_s = sum(t.times * prices.seconds(row.job, t) for t in row.terms if isinstance(t.work, LayerWork))
-        messages_s = (max(0.0, row.message_deviation_s), max(0.0, row.between_nodes_s))  # some stand in for a wait
-        found.append(Parts(row.job.software.id, *(part_s / predicted_s for part_s in (computing_s, *messages_s))))
-    return found
+        down, up = _deviations(parts, np.array(own), self.between_nodes)
+        return _NINE_IN_TEN * down, _NINE_IN_TEN * up
 
 
 def fit_spread(parts: Sequence[Parts], errors: Floats) -> Spread:
@@ -103,20 +68,19 @@ def fit_spread(parts: Sequence[Parts], errors: Floats) -> Spread:
     own = np.array([[part.software == name for part in parts] for name in names], dtype=float)
     logs = np.log(_SCALES)
     drawn = (logs[:, None] - logs) ** 2 / 2 / _TOGETHER**2  # by common scale and own
-    best, found = -np.inf, Spread({}, 0.0, 0.0, 1.0)
+    best, found = -np.inf, Spread({}, 0.0, 0.0)
     for between in _BETWEEN:
-        deviations = _deviations(parts, _SCALES[:, None], float(between))
+        down, up = _deviations(parts, _SCALES[:, None], float(between))
         unusual = np.log(between / _BETWEEN_USUAL) ** 2 / 2 / _BETWEEN_LOG_STD**2
-        for skew in _SKEWS:
-            likely = own @ _log_density(errors, deviations, skew).T  # by profile and own scale
-            each = likely[:, None, :] - drawn
-            total = each.max(axis=2).sum(axis=0) - unusual
-            common = int(total.argmax())
-            if total[common] > best:
-                best = float(total[common])
-                scales = _SCALES[each[:, common].argmax(axis=1)]
-                computing = dict(zip(names, map(float, scales), strict=True))
-                found = Spread(computing, float(_SCALES[common]), float(between), skew)
+        likely = own @ _log_density(errors, down, up).T  # by profile and own scale
+        each = likely[:, None, :] - drawn
+        total = each.max(axis=2).sum(axis=0) - unusual
+        common = int(total.argmax())
+        if total[common] > best:
+            best = float(total[common])
+            scales = _SCALES[each[:, common].argmax(axis=1)]
+            computing = dict(zip(names, map(float, scales), strict=True))
+            found = Spread(computing, float(_SCALES[common]), float(between))
     return found
 
 
@@ -129,11 +93,14 @@ def unseen_std(parts: Sequence[Parts], errors: Floats, sources: Sequence[str], s
         parts: Of all runs.
         errors: By fits that have not seen the source.
         sources: By run.
-        spread: Of messages between nodes, and how far intervals reach up and down.
+        spread: Of messages between nodes.
     """
-    messages = np.array([part.deviation + spread.between_nodes * part.between for part in parts])
-    off = np.abs(errors) / _sides(errors, spread.skew) / _NINE_IN_TEN
-    needed = np.sqrt(np.maximum(0.0, off**2 - messages**2)) / np.array([part.computing for part in parts])
+    late = errors < 0
+    shorter, longer = _messages(parts, spread.between_nodes)
+    messages = np.where(late, longer, shorter)
+    off = np.sqrt(np.maximum(0.0, (errors / _NINE_IN_TEN) ** 2 - messages**2))
+    shares = np.array([part.computing for part in parts])
+    needed = np.where(late, np.expm1(off) / shares, _slower(-np.expm1(-off) / shares))
     weights = np.array([1 / list(sources).count(source) for source in sources])
     order = np.argsort(needed)
     reached = np.cumsum(weights[order]) / weights.sum()
@@ -142,7 +109,8 @@ def unseen_std(parts: Sequence[Parts], errors: Floats, sources: Sequence[str], s
 
 def within(parts: Sequence[Parts], errors: Floats, spread: Spread) -> Floats:
     """Whether measured step times are inside of 90 % intervals about predictions with such errors."""
-    return np.asarray(np.abs(errors) <= spread.half_widths(parts) * _sides(errors, spread.skew), dtype=float)
+    down, up = spread.half_widths(parts)
+    return np.asarray((errors <= down) & (-errors <= up), dtype=float)
 
 
 def within_left_out(parts: Sequence[Parts], errors: Floats, folds: Sequence[Hashable]) -> tuple[Floats, Floats]:
@@ -164,27 +132,36 @@ def within_left_out(parts: Sequence[Parts], errors: Floats, folds: Sequence[Hash
 
 def interval_score(parts: Sequence[Parts], errors: Floats, spread: Spread) -> Floats:
     """Width of the interval, and 20 times what is missing where it does not hold the truth; of the prediction."""
-    half = spread.half_widths(parts)
-    low, high, truth = np.exp(-half / spread.skew), np.exp(half * spread.skew), np.exp(-errors)
+    down, up = spread.half_widths(parts)
+    low, high, truth = np.exp(-down), np.exp(up), np.exp(-errors)
     missing = np.maximum(0.0, low - truth) + np.maximum(0.0, truth - high)
     return np.asarray(high - low + 2 / (1 - _INSIDE) * missing)
 
 
-def _deviations(parts: Sequence[Parts], computing: Floats, between: float) -> Floats:
-    """Of step times; computation and messages err independently, messages together."""
-    _, shares, deviations, betweens = (np.array(column) for column in zip(*parts, strict=True))
-    return np.asarray(np.hypot(computing * shares.astype(float), deviations + between * betweens))
+def _deviations(parts: Sequence[Parts], computing: Floats, between: float) -> tuple[Floats, Floats]:
+    """Of step times, down and up; computation and messages err independently, messages together."""
+    shares = np.array([part.computing for part in parts])
+    shorter, longer = _messages(parts, between)
+    down, up = -np.log1p(-shares * computing / (1 + computing)), np.log1p(shares * computing)
+    return np.hypot(down, shorter), np.hypot(up, longer)
 
 
-def _sides(errors: Floats, skew: float) -> Floats:
-    """How far intervals reach on the side of the truth: up where it is longer than predicted."""
-    return np.where(errors < 0, skew, 1 / skew)
+def _messages(parts: Sequence[Parts], between: float) -> tuple[Floats, Floats]:
+    """What messages shorten and lengthen steps by."""
+    sides = ([part.shorter for part in parts], [part.longer for part in parts])
+    shorter, longer = (np.array([np.interp(between, BETWEEN, own) for own in side]) for side in sides)
+    return shorter, longer
 
 
-def _log_density(errors: Floats, deviations: Floats, skew: float) -> Floats:
+def _slower(saved: Floats) -> Floats:
+    """What one minus its inverse is: of a price that is divided by one and as much."""
+    return np.where(saved < 1, saved / np.maximum(1e-9, 1 - saved), np.inf)
+
+
+def _log_density(errors: Floats, down: Floats, up: Floats) -> Floats:
     """Of Student's t in two halves of unequal scale (Fernandez and Steel 1998)."""
-    scales = deviations * (_NINE_IN_TEN / _T_NINE_IN_TEN) * _sides(errors, skew)
+    to_scale = _NINE_IN_TEN / _T_NINE_IN_TEN
+    scales = np.where(errors < 0, up, down) * to_scale
     top = gamma((_FREEDOM + 1) / 2) / gamma(_FREEDOM / 2) / np.sqrt(_FREEDOM * pi)
     power = (_FREEDOM + 1) / 2
-    halves = np.log(top * 2 / (skew + 1 / skew))
-    return np.asarray(halves - np.log(scales) - power * np.log1p((errors / scales) ** 2 / _FREEDOM))
+    return np.asarray(np.log(2 * top / (to_scale * (down + up))) - power * np.log1p((errors / scales) ** 2 / _FREEDOM))

@@ -27,10 +27,11 @@ from joblib import Parallel, delayed
 
 from fit.fitted_kernels import fitted_text
 from fit.left_out import FOLDS, LEFT_OUT_FILE, left_out_text
+from fit.moved import parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
 from fit.robust import Constant, Floats, minimize
 from fit.rows import Prices, Row, Values, fold_of, load_rows
-from fit.spread import fit_spread, parts_of, unseen_std, within, within_left_out
+from fit.spread import fit_spread, unseen_std, within, within_left_out
 from simplan.spec import catalogue
 
 __all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]

@@ -95,7 +95,7 @@ def predict_brief(
     capacity = cluster.device.memory_bytes
     return Brief(
         step_time_s=step_time_s,
-        step_time_interval_s=interval_s(step_time_s, moved_s, cluster.device.kernels.interval_skew),
+        step_time_interval_s=interval_s(step_time_s, moved_s),
         allocated_bytes=max(rank.allocated_bytes for rank in memory),
         reserved_bytes=max(rank.reserved_bytes for rank in memory),
         device_bytes=device_bytes,

@@ -108,7 +108,7 @@ def predict(
         table=table,
         num_microbatches=microbatches,
         step_time_s=step_time_s,
-        step_time_interval_s=interval_s(step_time_s, moved_s, cluster.device.kernels.interval_skew),
+        step_time_interval_s=interval_s(step_time_s, moved_s),
         level1_step_time_s=level1_step_time_s,
         bubble_fraction=_idle_fraction(spans, fine.ranks),
         capacity_bytes=capacity,

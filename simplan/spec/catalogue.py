@@ -182,7 +182,7 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
     textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
     entry = _parsed("kernels")["architectures"].get(architecture, {})
     sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
-    for name in KernelRates.model_fields.keys() - {"unseen_std", "between_nodes_std", "interval_skew"}:
+    for name in KernelRates.model_fields.keys() - {"unseen_std", "between_nodes_std"}:
         before, now = getattr(textbook, name), getattr(kernels, name)
         if before != now and isinstance(before, float):
             key = f"kernels.{name}"

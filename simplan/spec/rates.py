@@ -78,8 +78,6 @@ class KernelRates(Spec):
             published runs with experts are no further off than 1.645 of these.
         between_nodes_std: How sure messages between nodes are in training; None for as sure as where they were timed
             alone.
-        interval_skew: Steps are more often longer than predicted than shorter: intervals reach so many times as far up,
-            in logarithms, and as many times less far down.
         fitted_on: Runs that constants were fitted on; None where all are textbook values.
     """
 
@@ -110,7 +108,6 @@ class KernelRates(Spec):
     unseen_std: NonNegative = 0.3
     experts_std: NonNegative = 0.25
     between_nodes_std: NonNegative | None = None
-    interval_skew: Annotated[float, Field(ge=1)] = 1.0
     fitted_on: str | None = None
 
     def kernel_of(self, newest: AttentionKernel) -> AttentionKernel | None:

@@ -7,24 +7,33 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fit.spread import Parts, Spread, fit_spread, interval_score, unseen_std, within, within_left_out
+from fit.moved import BETWEEN, Parts
+from fit.spread import Spread, fit_spread, interval_score, unseen_std, within, within_left_out
 
 MADE = {"steady": 0.04, "usual": 0.08, "erratic": 0.2}
-TRUTH = Spread(MADE, 0.08, 0.6, 1.2)
+TRUTH = Spread(MADE, 0.08, 0.6)
+
+
+def part(name: str, computing: float, waits: float = 0.0, hidden: float = 0.0) -> Parts:
+    """A step that waits for messages between nodes for a share, and has others that may take as long before it does."""
+    spread = np.array(BETWEEN)
+    longer = np.log1p(waits * spread + np.maximum(0.0, hidden * spread - hidden))
+    shorter = -np.log1p(-waits * spread / (1 + spread))
+    return Parts(name, computing, tuple(longer), tuple(shorter))
 
 
 def made_up(runs: int, truth: Spread = TRUTH, seed: int = 0) -> tuple[list[Parts], np.ndarray]:
     """So many runs of every framework, some of which wait for messages between nodes, and their errors."""
     rng = np.random.default_rng(seed)
     parts = [
-        Parts(name, 0.95 - between, 0.005, between)
+        part(name, 0.95 - between, between)
         for name in truth.computing
         for between in rng.choice([0.0, 0.02, 0.3], size=runs)
     ]
-    late = rng.random(len(parts)) < truth.skew / (truth.skew + 1 / truth.skew)  # of two halves the wider holds more
-    scales = truth.half_widths(parts) / 2.015  # quantiles of Student's t with five degrees of freedom
-    sizes = np.abs(rng.standard_t(5, len(parts))) * scales
-    return parts, np.where(late, -sizes * truth.skew, sizes / truth.skew)
+    down, up = (side / 2.015 for side in truth.half_widths(parts))  # as Student's t of five degrees
+    late = rng.random(len(parts)) < up / (up + down)  # of two halves the wider holds more
+    sizes = np.abs(rng.standard_t(5, len(parts)))
+    return parts, np.where(late, -sizes * up, sizes * down)
 
 
 def test_scatter_that_was_put_in_is_found_again() -> None:
@@ -33,7 +42,6 @@ def test_scatter_that_was_put_in_is_found_again() -> None:
     for name, std in MADE.items():
         assert found.computing[name] == pytest.approx(std, rel=0.2)
     assert found.between_nodes == pytest.approx(TRUTH.between_nodes, rel=0.3)
-    assert found.skew == pytest.approx(TRUTH.skew, abs=0.11)
     assert within(parts, errors, found).mean() == pytest.approx(0.9, abs=0.03)
 
 
@@ -41,10 +49,11 @@ def test_intervals_hold_nine_in_ten_of_what_they_were_not_calibrated_on() -> Non
     """Errors of a normal distribution, which is not the one that is assumed."""
     parts, _ = made_up(60)
     rng = np.random.default_rng(3)
-    errors = rng.normal(0.0, Spread(MADE, 0.08, 0.6, 1.0).half_widths(parts) / 1.645)
+    down, up = TRUTH.half_widths(parts)
+    errors = rng.normal(0.0, (down + up) / 2 / 1.645)
     inside, scores = within_left_out(parts, errors, [index % 3 for index in range(len(parts))])
     assert inside.mean() == pytest.approx(0.9, abs=0.05)
-    too_wide = Spread({name: 3 * std for name, std in MADE.items()}, 0.2, 2.0, 1.0)
+    too_wide = Spread({name: 3 * std for name, std in MADE.items()}, 0.2, 2.0)
     assert scores.mean() < interval_score(parts, errors, too_wide).mean()
 
 
@@ -52,7 +61,7 @@ def test_a_run_that_is_far_off_leaves_the_others_their_width() -> None:
     """As vtrain-multi-016 among vTrain's 45: the deviation of a normal distribution would double."""
     rng = np.random.default_rng(1)
     errors = np.append(rng.normal(0.0, 0.05, 44), -0.6)
-    parts = [Parts("one", 1.0, 0.0, 0.0)] * 45
+    parts = [part("one", 1.0)] * 45
     with_it = fit_spread(parts, errors).computing["one"]
     without = fit_spread(parts[:-1], errors[:-1]).computing["one"]
     assert np.std(errors) > 1.9 * np.std(errors[:-1])
@@ -61,31 +70,52 @@ def test_a_run_that_is_far_off_leaves_the_others_their_width() -> None:
 
 def test_a_framework_of_few_runs_is_drawn_to_the_others() -> None:
     parts, errors = made_up(40, replace(TRUTH, computing=dict.fromkeys("abcd", 0.05)))
-    lucky = [Parts("few", 1.0, 0.0, 0.0)] * 2
+    lucky = [part("few", 1.0)] * 2
     found = fit_spread([*parts, *lucky], np.append(errors, [0.001, -0.001]))
     assert 0.02 < found.computing["few"] < found.common < 0.07
 
 
 def test_of_a_framework_that_was_never_seen_nine_in_ten_are_inside_each_source_counting_alike() -> None:
     """By hand: nine sources of one run 10 % off, and a tenth of many that are much further off."""
-    plain = Spread({}, 0.1, 0.5, 1.0)
-    parts = [Parts("any", 0.5, 0.0, 0.0)] * 59
-    errors = np.array([0.1] * 9 + [0.5] * 50)
+    plain = Spread({}, 0.1, 0.5)
+    parts = [part("any", 0.5)] * 59
+    late = -np.array([0.1] * 9 + [0.5] * 50)
     sources = [f"source {index}" for index in range(9)] + ["tenth"] * 50
-    assert unseen_std(parts, errors, sources, plain) == pytest.approx(0.1 / 1.645 / 0.5)
-    assert unseen_std(parts, errors, ["one"] * 59, plain) == pytest.approx(0.5 / 1.645 / 0.5)
-    late = replace(plain, skew=1.25)
-    assert unseen_std(parts, -errors, sources, late) == pytest.approx(0.1 / 1.25 / 1.645 / 0.5)
+    assert unseen_std(parts, late, sources, plain) == pytest.approx(np.expm1(0.1 / 1.645) / 0.5)
+    assert unseen_std(parts, late, ["one"] * 59, plain) == pytest.approx(np.expm1(0.5 / 1.645) / 0.5)
+    saved = -np.expm1(-0.1 / 1.645) / 0.5  # of what is computed, were it faster
+    assert unseen_std(parts, -late, sources, plain) == pytest.approx(saved / (1 - saved))
+    waiting = [part("any", 0.5, 0.1)] * 59
+    beside = np.sqrt((0.1 / 1.645) ** 2 - np.log(1.05) ** 2)
+    assert unseen_std(waiting, late, sources, plain) == pytest.approx(np.expm1(beside) / 0.5)
+
+
+def test_what_an_unseen_framework_needs_is_what_holds_nine_in_ten() -> None:
+    rng = np.random.default_rng(2)
+    parts = [part("any", 0.6, 0.1), part("any", 0.9), part("any", 0.8, 0.02, 0.3)] * 40
+    errors = rng.normal(0.0, 0.2, len(parts))
+    needed = unseen_std(parts, errors, ["one"] * len(parts), TRUTH)
+    found = Spread({}, needed * 1.0001, TRUTH.between_nodes)
+    assert within(parts, errors, found).mean() == pytest.approx(0.9, abs=0.01)
 
 
 def test_an_interval_by_hand() -> None:
-    spread = Spread({"one": 0.1}, 0.3, 0.5, 1.25)
-    parts = [Parts("one", 0.8, 0.01, 0.1)]
-    half = 1.645 * np.hypot(0.08, 0.06)
-    assert spread.half_widths(parts) == pytest.approx(half)
-    assert spread.half_widths([parts[0]._replace(software="other")]) == pytest.approx(1.645 * np.hypot(0.24, 0.06))
-    width = np.exp(1.25 * half) - np.exp(-half / 1.25)
-    high = np.log(np.exp(1.25 * half) + 0.05)  # measured 5 % of the prediction above the interval
+    spread = Spread({"one": 0.1}, 0.3, 0.5)
+    parts = [part("one", 0.8, 0.1)]
+    up = 1.645 * np.hypot(np.log(1.08), np.log(1.05))
+    down = 1.645 * np.hypot(np.log(1 - 0.8 * 0.1 / 1.1), np.log(1 - 0.1 * 0.5 / 1.5))
+    assert np.hstack(spread.half_widths(parts)) == pytest.approx([down, up])
+    _, other = spread.half_widths([parts[0]._replace(software="other")])
+    assert other == pytest.approx(1.645 * np.hypot(np.log(1.24), np.log(1.05)))
+    width = np.exp(up) - np.exp(-down)
+    high = np.log(np.exp(up) + 0.05)  # measured 5 % of the prediction above the interval
     assert interval_score(parts, np.array([0.0]), spread) == pytest.approx(width)
     assert interval_score(parts, np.array([-high]), spread) == pytest.approx(width + 20 * 0.05)
-    assert within(parts * 2, np.array([-1.24 * half, 0.81 * half]), spread).tolist() == [1.0, 0.0]
+    assert within(parts * 2, np.array([-0.99 * up, 1.01 * down]), spread).tolist() == [1.0, 0.0]
+
+
+def test_what_hides_behind_computation_reaches_up_only() -> None:
+    [down], [up] = Spread({}, 0.05, 1.5).half_widths([part("any", 1.0, hidden=0.4)])
+    [plain_down], [plain_up] = Spread({}, 0.05, 1.5).half_widths([part("any", 1.0)])
+    assert down == plain_down
+    assert up > 2 * plain_up

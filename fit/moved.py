@@ -1,0 +1,76 @@
+"""How much longer and shorter steps are when messages take longer and shorter than they are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from joblib import Parallel, delayed
+from numpy.typing import NDArray
+
+from fit.rows import Prices, Row, Values, between_nodes, job_at
+from simplan.accuracy.job import RunJob
+from simplan.cost.pricing import Pricing
+from simplan.predict.abridged import AbridgedStep
+from simplan.program.program import LayerWork, Message, Op, Program
+
+__all__ = ["BETWEEN", "Parts", "parts_of"]
+
+BETWEEN = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.5)
+"""Relative standard deviations of messages between nodes that steps are looked at with."""
+
+
+class Parts(NamedTuple):
+    """What moves the step time of a run.
+
+    Attributes:
+        software: The profile it is predicted with.
+        computing: What computation takes, as a share of the predicted time.
+        longer, shorter: By how much messages lengthen and shorten the step, in logarithms, that are one standard
+            deviation off: those between nodes of ``BETWEEN``, those inside of them of their links.
+    """
+
+    software: str
+    computing: float
+    longer: tuple[float, ...]
+    shorter: tuple[float, ...]
+
+
+def parts_of(rows: Sequence[Row], values: Values, jobs: int = -1) -> list[Parts]:
+    """What moves steps.
+
+    Args:
+        rows: The runs.
+        values: Constants.
+        jobs: Processes; -1 for one a core.
+    """
+    prices, computing = Prices(values), []
+    for row in rows:
+        computing_s = sum(t.times * prices.seconds(row.job, t) for t in row.terms if isinstance(t.work, LayerWork))
+        computing.append(computing_s / row.predicted_s(prices))
+    moves = Parallel(n_jobs=jobs)(delayed(_moves)(job_at(row.job, values)) for row in rows)
+    named = zip(rows, computing, moves, strict=True)
+    return [Parts(row.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
+
+
+def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    cluster = job.cluster
+
+    def crosses(op: Op) -> bool:
+        return any(isinstance(work, Message) and between_nodes(cluster, work) for work in op.work)
+
+    def moved(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
+        durations_s = np.array(pricing.durations_s)
+        are_between = np.array([crosses(op) for op in program.ops])
+        are_messages = np.array([any(isinstance(work, Message) for work in op.work) for op in program.ops])
+        own = np.divide(pricing.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
+        factors = [1 + np.where(are_between, std, np.where(are_messages, own, 0.0)) for std in BETWEEN]
+        return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
+
+    step = AbridgedStep(job.model, cluster, job.training, job.plan, job.software, moved)
+    written = step.written(*step.extent(steps_overlap=job.steps_overlap))
+    _, (plain_s, *moved_s) = step.whole(written, steps_overlap=job.steps_overlap)
+    logs = np.log(np.array(moved_s) / plain_s)
+    longer, shorter = np.maximum(0.0, logs[: len(BETWEEN)]), np.maximum(0.0, -logs[len(BETWEEN) :])
+    return tuple(map(float, longer)), tuple(map(float, shorter))
