@@ -163,9 +163,11 @@ class KernelCost:
                 return sum(map(self.products.seconds, products)) + more_s + self._weights_s(kernel, phase)
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)
-            case Pointwise(reads=reads, writes=writes, moves=moves):
-                times = _BACKWARD_POINTWISE if phase in _ACTIVATION_GRADIENTS and not moves else 1
-                return self._streaming_s(b * (reads + writes) * self.state.activation * self.traffic * times)
+            case Pointwise(reads=reads, writes=writes, moves=moves, launches=launches):
+                backward = phase in _ACTIVATION_GRADIENTS
+                times = _BACKWARD_POINTWISE if backward and not moves else 1
+                num_bytes = b * (reads + writes) * self.state.activation * self.traffic * times
+                return self._streaming_s(num_bytes, launches[backward])
             case Lookup(rows=rows, width=columns):
                 return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
             case Exchange():
@@ -181,8 +183,8 @@ class KernelCost:
             return 0.0
         return kernel.weight_elements * width / self.products.bytes_per_s
 
-    def _streaming_s(self, num_bytes: float) -> float:
-        return num_bytes / self.products.bytes_per_s + self.products.kernel_s
+    def _streaming_s(self, num_bytes: float, launches: int = 1) -> float:
+        return num_bytes / self.products.bytes_per_s + launches * self.products.kernel_s
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Product]:
         """That of forward, or those of backward: for the input's gradient and for the weight's."""

@@ -19,6 +19,7 @@ from simplan.spec.software import StateBytes
 
 __all__ = ["LinearCost", "LinearRates"]
 
+_WITH_ONE_SCALE = 3
 _PASSES = {Phase.FORWARD: False, Phase.RECOMPUTE: False, Phase.BACKWARD: True}
 
 
@@ -88,9 +89,7 @@ class LinearRates:
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward and cast.operand not in gemm.cast_before:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
-                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + self.low.launches_s(
-                    gemm.num_groups, gemm.streams
-                )
+                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + self._launches_s(gemm)
                 often = self.weight_casts if cast.operand == "weight" else 1.0
                 found = found.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
         m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
@@ -112,6 +111,17 @@ class LinearRates:
         wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation)
         writes = min(cast.writes, 1) if self.any_order and self.form.has_one_scale else cast.writes
         return wide + writes * self.form.quantized_bytes(height, width, weight=weight)
+
+    def _launches_s(self, gemm: Gemm) -> float:
+        """What kernels of a cast take beyond their bytes: where groups are products of their own, each has its casts.
+
+        These come one after the other, also those before products on several streams; with scales from earlier steps
+        one kernel does all of them (TE, csrc/extensions/cast.cpp, multi_tensor_quantize_impl, v2.9 to v2.16). A scale
+        of the whole operand takes three kernels: they find the largest element, work out the scale, and cast.
+        """
+        if not gemm.streams or self.form.recipe == "delayed":
+            return self.low.kernel_s
+        return gemm.num_groups * (_WITH_ONE_SCALE if self.form.finds_largest else 1) * self.low.kernel_s
 
     def _product(
         self, rows: float, columns: int, depth: float, groups: int, streams: int, *, wide: bool = False

@@ -43,6 +43,7 @@ ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
 _SORTS = ("sort by expert", "sort by rank")
 _MOVES = ("dispatch", *_SORTS)
 _PRODUCTS = ("experts_gate", "experts_up", "experts_down")
+_BIAS_KERNELS = (2, 7)
 _INPUTS = ("expert inputs", "gathered expert inputs")
 
 
@@ -105,7 +106,9 @@ def with_biases_apart(layer: LayerSpec, kernels: tuple[Kernel, ...]) -> tuple[Ke
     and casts it back: 28 bytes a value that are read or written, and 40 in backward. fusions/fused_bias_geglu.py limits
     both halves before the activation (gpt-oss, the one model with such biases) and joins them: 8 and 10 values. A pass
     counts twice in backward but for what only moves, so both are stated as two. The biases of the first matrices are
-    part of the product.
+    part of the product. Each expert's bias is weighed and added by kernels of its own: two in forward, and in backward
+    seven: a cast, three that weigh, sum and cast the bias's gradient and one that adds it to those of other
+    microbatches, two for the gradients of the weights of tokens.
 
     Args:
         layer: As ``simplan.spec.models.experts`` has it.
@@ -125,10 +128,16 @@ def with_biases_apart(layer: LayerSpec, kernels: tuple[Kernel, ...]) -> tuple[Ke
         if isinstance(kernel, Gemm) and kernel.name == "experts_down":
             values = kernel.m * kernel.n
             found += [
-                Pointwise("experts_weigh_bias", 3 * values, 3 * values),
+                Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=_of_each(kernel.num_groups)),
                 Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True),
             ]
     return tuple(found)
+
+
+def _of_each(experts: int) -> tuple[int, int]:
+    """Kernels that weigh and add a bias, and that take it back, of so many experts."""
+    forward, backward = _BIAS_KERNELS
+    return forward * experts, backward * experts
 
 
 def with_fused_experts(kernels: tuple[Kernel, ...], saved: Iterable[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:

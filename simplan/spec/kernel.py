@@ -202,6 +202,7 @@ class Pointwise:
         propagates: It has a backward.
         moves: It only moves elements: backward moves their gradients back, no more than forward does. Else backward
             also reads what forward had.
+        launches: Kernels that run for it one after the other, in forward and in backward.
     """
 
     name: str
@@ -209,6 +210,7 @@ class Pointwise:
     writes: int
     propagates: bool = True
     moves: bool = False
+    launches: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,23 @@ def test_small_kernels_bring_scales_of_blocks_into_order(precision: str, small: 
 
 
 @pytest.mark.parametrize(
+    ("precision", "recipe", "casts"), [("fp8", "delayed", 1), ("fp8", "tensorwise", 3 * 8), ("mxfp8", None, 8)]
+)
+def test_each_expert_has_casts_of_its_own_one_after_the_other(precision: Any, recipe: Any, casts: int) -> None:
+    """Of eight, on as many streams, for which products take as long as one: so the rest is of casts."""
+    cost = rates(precision, recipe, "quantized")
+    assert cost.low is not None
+    own = cost.state.model_copy(update={"linear": linear_format(precision, recipe, "quantized", experts=True)})
+    alone = replace(cost, state=own, products=replace(cost.products, kernel_s=1e-5))
+    slow = replace(alone, low=replace(cost.low, kernel_s=1e-5))
+    gemm = Gemm("experts_up", M, N, K, 8, streams=8)
+    experts = replace(layer(), kernels=(gemm,))
+    forward = LayerWork(experts, Phase.FORWARD, 1, 0)
+    scales = 2 * (recipe is None)
+    assert slow.seconds(forward) - alone.seconds(forward) == pytest.approx((2 * casts + 1 + scales) * 1e-5)
+
+
+@pytest.mark.parametrize(
     ("precision", "recipe", "saved"), [("fp8", "delayed", 1), ("fp8", "blockwise", 0), ("mxfp8", None, 0)]
 )
 def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_order(

@@ -92,7 +92,7 @@ def test_layers_that_differ_have_keys_that_do() -> None:
 def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_cast() -> None:
     """Four experts of a rank, in mxfp8 on a B200: rounds of two kernels at once instead of one for all.
 
-    Of the two in a round the one's fixed time is hidden by the other but for a part.
+    Of the two in a round the one's fixed time is hidden by the other but for a part. Casts come one after the other.
     """
     software, training = catalogue.software("megatron-bridge"), TrainingSpec(global_batch_size=8, precision="mxfp8")
     device = catalogue.device("b200-sxm")
@@ -109,9 +109,10 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
         for style in ({}, {"expert_streams": 2}, {"fused_experts": True, "expert_streams": 2})
     )
     kernel_s = device.kernels.kernel_s * cost.slowest
-    # forward, of gate with up and of down: a product, two orders of scales, casts of input and of weights
+    # forward, of gate with up and of down: a product, two orders of scales, and in line casts of input and of weights
     more_s = seconds(alone, Phase.FORWARD) - seconds(grouped, Phase.FORWARD)
-    assert more_s == pytest.approx(2 * (1 + 2 + 2) * (1 + 2 * (1 - device.kernels.stream_overlap)) * kernel_s)
+    on_streams = (1 + 2) * (1 + 2 * (1 - device.kernels.stream_overlap))
+    assert more_s == pytest.approx(2 * (on_streams + 2 * (4 - 1)) * kernel_s)
     assert seconds(fused, Phase.FORWARD) < seconds(grouped, Phase.FORWARD) - 2 * kernel_s  # activation and its cast
     assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_s
 
@@ -155,6 +156,13 @@ def test_a_bias_that_is_weighed_is_added_in_fp32_and_activations_are_limited_bef
     assert sum(elements for elements, _ in moved) == rows * (limit * width + bias * H)
     assert sum(elements * times for elements, times in moved) == rows * (back * width + bias_back * H)
     assert apart.saved == plain.saved
+    launches = {kernel.name: kernel.launches for kernel in passes if kernel.launches != (1, 1)}
+    own = model.num_experts // EP
+    forward = len(("times weights", "added"))
+    backward = len(
+        ("cast", "bias: times weights", "bias: sum", "bias: cast", "bias: to others", "weights: times", "sum")
+    )
+    assert launches == {"experts_weigh_bias": (own * forward, own * backward)}
 
 
 def test_without_biases_nothing_is_added_apart() -> None:
