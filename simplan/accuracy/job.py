@@ -16,7 +16,7 @@ from simplan.accuracy.recipes import recipes_of, with_recipes
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
 from simplan.accuracy.stage_layers import layers_of_stages
-from simplan.accuracy.standing_in import with_stand_ins
+from simplan.accuracy.standing_in import with_stand_ins, without_refused_overlap
 from simplan.errors import Problem, SpecError
 from simplan.problems import parse_model
 from simplan.spec import catalogue
@@ -73,12 +73,14 @@ def job_of_run(run: PublishedRun) -> RunJob:
     notes: list[str] = []
     software = with_recipes(_software(run, notes), run)
     notes += [f"as its recipe says: {recipe.settings}" for recipe in recipes_of(run)]
+    model, cluster, training = _model(run, software, notes), _cluster(run, notes), _training(run, software, notes)
+    plan = _plan(run, notes)
     return RunJob(
-        model=_model(run, software, notes),
-        cluster=_cluster(run, notes),
-        training=_training(run, software, notes),
-        plan=_plan(run, notes),
-        software=software,
+        model=model,
+        cluster=cluster,
+        training=training,
+        plan=plan,
+        software=without_refused_overlap(software, training, plan, notes),
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
         notes=tuple(notes),
     )

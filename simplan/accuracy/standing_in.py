@@ -11,9 +11,12 @@ from types import MappingProxyType
 
 from simplan.accuracy.schema import RunPlan
 from simplan.spec import catalogue
+from simplan.spec.expert_rules import expert_overlap_rules
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
 
-__all__ = ["with_stand_ins"]
+__all__ = ["with_stand_ins", "without_refused_overlap"]
 
 _TORCH = "torch"  # has most
 _AS_WIDE: Mapping[str, str] = MappingProxyType({"fp16": "bf16", "bf16": "fp16", "tf32": "fp32"})
@@ -43,6 +46,27 @@ def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> So
         notes.append(f"plan.grad_dtype = {plan.grad_dtype} with {profile.id}: kept and reduced as others do")
     changes |= _precision(profile, plan, notes)
     return profile.model_copy(update=changes)
+
+
+def without_refused_overlap(
+    software: SoftwareSpec, training: TrainingSpec, plan: ParallelPlan, notes: list[str]
+) -> SoftwareSpec:
+    """Without exchanges for experts beside another microbatch where the framework itself refuses them.
+
+    A recipe has them for a model on a device; a run of other stages or recomputation cannot have had them.
+
+    Args:
+        software: The profile with what recipes set.
+        training, plan: Of the run.
+        notes: Gets a sentence where they are left out.
+    """
+    again = plan.recompute == "full" or "moe" in (plan.recompute_modules or ())
+    refused = next(expert_overlap_rules(training, plan, software), None)
+    if not software.expert_overlap or (refused is None and not again):
+        return software
+    why = "recomputation of experts" if refused is None else f"{refused.field} = {refused.value}"
+    notes.append(f"no exchanges for experts beside another microbatch: {software.id} refuses them with {why}")
+    return software.model_copy(update={"expert_overlap": False})
 
 
 def _torch(profile: SoftwareSpec) -> SoftwareSpec:

@@ -114,7 +114,7 @@ class Enumeration:
     def _why_no_pipeline(self, mesh: Mesh, schedule: str, v: int, zero_stage: int, reshard: bool) -> str | None:
         ranks = mesh.dp_replicate * mesh.dp_shard * mesh.cp
         sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
-        return self.rules.pipeline(mesh.pp, schedule, v) or self.rules.sharded_pipeline(
+        return self.rules.pipeline(mesh.pp, schedule, v, mesh.ep) or self.rules.sharded_pipeline(
             schedule, v, ranks, sharded, zero_stage, reshard
         )
 

@@ -42,6 +42,8 @@ RULES: Mapping[str, str] = MappingProxyType(
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
         "virtual_stages_of_schedule": "virtual_stages must be what the schedule takes",
+        "expert_overlap_stages": "exchanges beside another microbatch need several stages a pipeline rank",
+        "expert_overlap_precision": "exchanges beside another microbatch are for weights of 16 bits and less",
         "expert_overlap_recompute": "exchanges beside another microbatch cannot run again with whole layers",
         "split_backward_recompute": "a split backward cannot recompute whole layers",
         "split_backward_reshard": "torch loses gradients of a split backward with reshard_after_forward",
@@ -115,7 +117,7 @@ class Rules:
         whys = (
             self.mesh(c.tp, c.cp, c.pp, c.dp_replicate, c.dp_shard, c.ep),
             self.sharding(c.tp, c.cp, c.dp_shard, c.zero_stage, c.reshard_after_forward, c.pp, c.ep),
-            self.pipeline(c.pp, c.schedule, c.virtual_stages),
+            self.pipeline(c.pp, c.schedule, c.virtual_stages, c.ep),
             self.sharded_pipeline(
                 c.schedule, c.virtual_stages, c.dp * c.cp, c.shards_parameters, c.zero_stage, c.reshard_after_forward
             ),
@@ -145,6 +147,8 @@ class Rules:
                 return "cp_divides_sequence"
         if ep > 1 and (not self._experts or self._experts % ep or dp_replicate * dp_shard * cp * tp % ep):
             return "ep_divides"
+        if ep > 1 and self._expert_overlap and not self._half:
+            return "expert_overlap_precision"
         return "stages_within_layers" if pp > self._blocks else None
 
     def sharding(self, tp: int, cp: int, dp_shard: int, zero_stage: int, reshard: bool, pp: int, ep: int) -> str | None:
@@ -168,7 +172,7 @@ class Rules:
                 return "ep_covers_shards"
         return None
 
-    def pipeline(self, pp: int, schedule: str, virtual_stages: int) -> str | None:
+    def pipeline(self, pp: int, schedule: str, virtual_stages: int, ep: int) -> str | None:
         """Stages and their schedule."""
         if schedule in REFUSED_SCHEDULES:
             return "schedule_modelled"
@@ -181,6 +185,8 @@ class Rules:
             return "virtual_stages_of_schedule"
         if pp * virtual_stages > self._blocks:
             return "stages_within_layers"
+        if self._expert_overlap and ep > 1 and virtual_stages == 1:
+            return "expert_overlap_stages"
         return "schedule_modelled" if schedule in _SPLITS and self._no_splits else None
 
     def sharded_pipeline(

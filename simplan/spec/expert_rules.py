@@ -10,8 +10,9 @@ from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
+from simplan.spec.training import TrainingSpec
 
-__all__ = ["expert_parallel_rules", "expert_rules", "unmodelled_expert_parallelism"]
+__all__ = ["expert_overlap_rules", "expert_parallel_rules", "expert_rules", "unmodelled_expert_parallelism"]
 
 
 def expert_rules(model: ModelSpec) -> Iterator[Problem]:
@@ -81,6 +82,32 @@ def expert_parallel_rules(model: ModelSpec, plan: ParallelPlan) -> Iterator[Prob
             )
 
 
+def expert_overlap_rules(training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    """Plans whose exchanges for experts have no other microbatch beside them.
+
+    Megatron Core at d98e8a6 asserts the same where ``overlap_moe_expert_parallel_comm`` is set
+    (megatron/core/transformer/transformer_config.py), and so does Megatron Bridge. Recomputation is in
+    ``recompute_rules``; that there are no exchanges with ep = 1 is noted, not refused.
+    """
+    if not software.expert_overlap or plan.ep == 1:
+        return
+    otherwise = "or software.expert_overlap = false"
+    if plan.pp > 1 and plan.virtual_stages == 1:
+        yield Problem(
+            field="plan.virtual_stages",
+            value="1",
+            rule="must be more with software.expert_overlap and pp > 1: the other pass is of another stage of the rank",
+            fix=f"use 2 or more, {otherwise}",
+        )
+    if training.precision in ("fp32", "tf32"):
+        yield Problem(
+            field="training.precision",
+            value=training.precision,
+            rule="does not go with software.expert_overlap, which is for weights of 16 bits and less",
+            fix=f"use bf16, {otherwise}",
+        )
+
+
 def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Plans that could train a model with experts, but that simplan does not model."""
     if not model.num_experts:
@@ -99,9 +126,6 @@ def unmodelled_expert_parallelism(model: ModelSpec, plan: ParallelPlan, software
     if facts is not None and facts.splits_backward:
         what = "a backward in two parts through experts"
         yield _not_modelled("plan.schedule", plan.schedule, what, "use 1f1b or interleaved_1f1b")
-    if software.expert_overlap and plan.schedule in ("naive", "gpipe"):
-        what = f"exchanges for experts beside another microbatch with {plan.schedule}, whose passes do not alternate,"
-        yield _not_modelled("software.expert_overlap", "true", what, "use 1f1b or interleaved_1f1b, or false")
     if software.expert_dispatch in ("deepep", "hybridep") and plan.etp > 1:
         what = "sending tokens once to ranks that split experts"
         yield _not_modelled(

@@ -13,6 +13,7 @@ from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.compile_rules import unmodelled_compilation
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.document_rules import unmodelled_documents
+from simplan.spec.expert_rules import expert_overlap_rules
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.low_precision_rules import low_precision_rules, low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model import ModelSpec
@@ -76,6 +77,7 @@ def check_plan(
         *stage_rules(model, plan),
         *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
+        *expert_overlap_rules(training, plan, software),
         *offload_rules(cluster, training, plan),
         *recompute_rules(model, training, plan, software),
     ]

@@ -60,6 +60,26 @@ def test_what_recipes_set_is_told() -> None:
     assert all(recipe.settings and recipe.source for recipe in RECIPES)
 
 
+@pytest.mark.parametrize(
+    ("plan", "overlaps", "why"),
+    [
+        ({"pp": 1, "schedule": "none"}, True, None),
+        ({"pp": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}, True, None),
+        ({"pp": 2}, False, "plan.virtual_stages = 1"),
+        ({"pp": 1, "schedule": "none", "recompute": "full"}, False, "recomputation of experts"),
+    ],
+)
+def test_a_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], overlaps: bool, why: str | None) -> None:
+    """Its recipe has it, for other plans: the run is predicted without, and says so."""
+    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": "mxfp8"}
+    changes = {f"plan__{key}": value for key, value in plan.items()}
+    job = job_of_run(bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes))
+    assert job.software.expert_overlap is overlaps
+    said = [note for note in job.notes if note.startswith("no exchanges for experts beside another microbatch")]
+    assert said == ([] if why is None else [f"{BESIDE}: megatron-bridge refuses them with {why}"])
+
+
+BESIDE = "no exchanges for experts beside another microbatch"
 EXPERTS: dict[str, Any] = {"num_experts": 128, "top_k": 8, "moe_intermediate_size": 768}
 
 

@@ -93,6 +93,24 @@ def test_so_it_is_where_more_is_refused(name: str, candidate: Candidate) -> None
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_so_it_is_where_exchanges_are_beside_another_microbatch(precision: str) -> None:
+    software = catalogue.software("megatron-core").model_copy(update={"expert_overlap": True})
+    made = [
+        Candidate(dp_replicate=2, ep=ep, pp=pp, virtual_stages=v, schedule=schedule, recompute=recompute)
+        for ep in (1, 2)
+        for pp, v, schedule in ((1, 1, "none"), (2, 1, "1f1b"), (2, 1, "gpipe"), (2, 2, "interleaved_1f1b"))
+        for recompute in ("none", "full")
+    ]
+    found = []
+    for one in made:
+        asked = replace(question("moe", one.num_devices, batch=8, precision=precision), software=software)
+        why = Rules(asked).first(one)
+        assert (why is None) == is_plan(asked, one), one
+        found += [(one.pp, one.virtual_stages)] * (why is None and one.ep > 1)
+    assert found == ([] if precision == "fp32" else [(1, 1), (2, 2)])
+
+
 @pytest.mark.parametrize("software", ["megatron-bridge", "deepspeed-2021", "maxtext", "torchtitan"])
 @pytest.mark.parametrize("changes", [{"lora_rank": 4, "task": "lora"}, {"precision": "fp16"}, {"precision": "fp8"}])
 def test_sharded_parameters_are_rejected_where_the_software_has_none_of_such_a_training(
