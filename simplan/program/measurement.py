@@ -47,9 +47,9 @@ class PeakMemory(Spec):
         device_bytes: On the device by the driver's account; on the CPU, the peak resident set of the process.
     """
 
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    device_bytes: int | None = None
+    allocated_bytes: Count | None = None
+    reserved_bytes: Count | None = None
+    device_bytes: Count | None = None
 
 
 class MeasuredSpan(Spec):

@@ -101,6 +101,7 @@ def compare(prediction: Mapping[str, Any], measurement: Measurement) -> Comparis
     ]
     if splits and not times_recomputation(measurement):
         notes.append("compute contains recomputation, on both sides: the run did not time it apart")
+    notes += _beyond_the_device(prediction, measurement)
     if not measurement.complete:
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(
@@ -167,6 +168,22 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
         value, rank = max(known)
         predicted = {r["rank"]: r["peak_memory_gib"][column] for r in prediction["ranks"]}[rank]
         yield compared(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
+
+
+def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[str]:
+    """Peaks that the predicted device has no room for."""
+    capacity_gib = prediction["capacity_gib"]
+    found = {
+        rank.rank: max(value for _, value in rank.peak_memory if value is not None) / GIB
+        for rank in measurement.ranks
+        if any(value is not None for _, value in rank.peak_memory)
+    }
+    rank = max(found, key=lambda each: found[each], default=0)
+    if capacity_gib is not None and found and found[rank] > capacity_gib:
+        yield (
+            f"rank {rank} was measured to hold {found[rank]:.4g} GiB, and a device of the predicted job has "
+            f"{capacity_gib:.4g}: another device was measured, or the file was changed"
+        )
 
 
 def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float]]:

@@ -20,13 +20,13 @@ from simplan.program.timeline import SpanKind, Timeline
 from simplan.spec.base import Positive, Spec
 from simplan.units import format_time
 from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity, stream_words
+from simplan.validate.logged_memory import COLUMNS, Peaks, memory_notes, memory_rows
 from simplan.validate.measured import predicted_timeline
 from simplan.validate.path import critical_pieces
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 
 __all__ = ["LoggedComparison", "LoggedRun", "UnsurePart", "compare_logged"]
 
-_COLUMNS = ("allocated", "reserved", "device")
 _KINDS = {
     Share.COMPUTE: SpanKind.COMPUTE,
     Share.RECOMPUTE: SpanKind.RECOMPUTE,
@@ -70,6 +70,12 @@ class LoggedRun(Spec):
     peak_allocated_gib: _Peaks | None = None
     peak_reserved_gib: _Peaks | None = None
     peak_device_gib: _Peaks | None = None
+
+    @property
+    def peaks(self) -> Peaks:
+        """By column, as far as they are told."""
+        found = {column: getattr(self, f"peak_{column}_gib") for column in COLUMNS}
+        return {column: peaks for column, peaks in found.items() if peaks is not None}
 
     @property
     def warmup_steps(self) -> int:
@@ -147,8 +153,7 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedCo
         logged: A run of the same job.
 
     Raises:
-        SpecError: No field tells the step time, two contradict each other, or there are peaks of other ranks than the
-            predicted ones.
+        SpecError: No field tells the step time, two contradict each other, or a peak cannot be of such a job.
     """
     predicted_s = prediction["step_time_s"]
     measured_s = _step_time_s(prediction, logged)
@@ -156,13 +161,13 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedCo
     return LoggedComparison(
         rows=(
             compared("step time", predicted_s, measured_s, "s", relative_spread(logged.steady_steps_s)),
-            *_memory_rows(prediction, logged),
+            *memory_rows(prediction, logged.peaks),
         ),
         interval_s=(low_s, high_s),
         interval_holds=low_s <= measured_s <= high_s,
         difference_s=predicted_s - measured_s,
         parts=_unsure_parts(prediction, measured_s - predicted_s),
-        notes=tuple(_notes(logged)),
+        notes=tuple(_notes(prediction, logged)),
     )
 
 
@@ -190,25 +195,6 @@ def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
         fix = "predict the job that was run, or remove one of the two"
         raise SpecError(Problem(field="tokens_per_s_per_device", value=f"{tokens_per_s:g}", rule=rule, fix=fix))
     return float(follows_s) if told_s is None else told_s
-
-
-def _memory_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[ComparisonRow]:
-    """Peaks of the rank that was measured to need most; where one number is known, of the rank predicted to."""
-    ranks = prediction["ranks"]
-    for column in _COLUMNS:
-        peaks: tuple[float, ...] | None = getattr(logged, f"peak_{column}_gib")
-        if peaks is None:
-            continue
-        predicted = {rank["rank"]: rank["peak_memory_gib"][column] for rank in ranks}
-        if len(peaks) == 1:
-            yield compared(f"peak memory, {column}", max(predicted.values()), peaks[0], "GiB", None)
-        elif len(peaks) == len(predicted):
-            measured_gib, rank = max((value, -rank) for rank, value in enumerate(peaks))
-            yield compared(f"peak memory, {column}, rank {-rank}", predicted[-rank], measured_gib, "GiB", None)
-        else:
-            rule = f"has {len(peaks)} numbers, and the predicted job has {len(predicted)} ranks"
-            fix = "give one number, of the rank that needs most, or one for each rank"
-            raise SpecError(Problem(field=f"peak_{column}_gib", rule=rule, fix=fix))
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UnsurePart, ...]:
@@ -270,12 +256,11 @@ def _relative_stds(prediction: Mapping[str, Any]) -> dict[SpanKind, float]:
     return {kind: deviation_s[kind] / total_s for kind, total_s in time_s.items() if total_s > 0}
 
 
-def _notes(logged: LoggedRun) -> Iterator[str]:
+def _notes(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[str]:
     if number := logged.warmup_steps:
         first = "the first step is" if number == 1 else f"the first {number} steps are"
         yield f"{first} left out as warm-up: more than {_WARMUP:g} times the median"
-    if not any(getattr(logged, f"peak_{column}_gib") for column in _COLUMNS):
-        yield "peak memory is not compared: peak_allocated_gib, peak_reserved_gib or peak_device_gib would tell it"
+    yield from memory_notes(prediction, logged.peaks)
     yield (
         "a log has no timeline: which part made the difference, whether actions and collectives were those predicted "
         "and what was left unexplained only `simplan run` can say, which records them"

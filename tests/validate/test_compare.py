@@ -114,6 +114,23 @@ def test_memory_rows_are_of_the_rank_that_needed_most(prediction: Prediction) ->
     assert not any("reserved" in name for name in rows)
 
 
+def test_more_memory_than_the_device_has_is_noted(prediction: Prediction) -> None:
+    def with_peak(gib: int) -> Measurement:
+        full = measure(prediction)
+        memory = PeakMemory(allocated_bytes=3 * GIB, device_bytes=gib * GIB)
+        last = full.ranks[1].model_copy(update={"peak_memory": memory})
+        return full.model_copy(update={"ranks": (full.ranks[0], last)})
+
+    said = "rank 1 was measured to hold 90 GiB, and a device of the predicted job has 80: "
+    assert any(note.startswith(said) for note in compare(prediction.to_json(), with_peak(90)).notes)
+    assert not any("to hold" in note for note in compare(prediction.to_json(), with_peak(79)).notes)
+
+
+def test_no_memory_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="device_bytes"):
+        PeakMemory(device_bytes=0)
+
+
 def test_another_order_of_actions_is_noticed(prediction: Prediction) -> None:
     measured = measure(prediction)
     first = measured.ranks[0]

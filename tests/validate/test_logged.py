@@ -89,6 +89,19 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
         ({"step_time_s": 1.0, "step_times_s": (1.0,)}, "step_time_s: says the same as step_times_s"),
         ({"step_time_s": 1.0, "tokens_per_s_per_device": 1024.0}, "is a step of 2.000 s in the predicted job"),
         ({"step_time_s": 1.0, "peak_device_gib": (1.0, 2.0, 3.0)}, "has 3 numbers, and the predicted job has 2 ranks"),
+        (
+            {"step_time_s": 1.0, "peak_reserved_gib": (60.0, 81.9)},
+            "peak_reserved_gib = 81.9: is more than the 80 GiB of a device of .*; if it is in GB, write 76",
+        ),
+        (
+            {"step_time_s": 1.0, "peak_device_gib": (71522.0,)},
+            r"peak_device_gib = 71522: .*; if it is in MiB, write 69.85",
+        ),
+        ({"step_time_s": 1.0, "peak_device_gib": (7e13,)}, "peak_device_gib = 7e.13: .*; write what one device held"),
+        (
+            {"step_time_s": 1.0, "peak_allocated_gib": (70.0,), "peak_reserved_gib": (60.0,)},
+            "peak_allocated_gib = 70: is more than peak_reserved_gib = 60, of which it is a part",
+        ),
     ],
 )
 def test_what_contradicts_itself_or_the_prediction_is_refused(
@@ -96,6 +109,13 @@ def test_what_contradicts_itself_or_the_prediction_is_refused(
 ) -> None:
     with pytest.raises(SpecError, match=words):
         compare_logged(prediction.to_json(), LoggedRun(**fields))  # type: ignore[arg-type]
+
+
+def test_a_peak_below_the_parameters_is_noted(prediction: Prediction) -> None:
+    found = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0, peak_reserved_gib=(0.0715,)))
+    assert any(note.startswith("peak_reserved_gib = 0.0715 is less than the ") for note in found.notes)
+    plain = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0, peak_reserved_gib=(7.15,)))
+    assert not any("less than" in note for note in plain.notes)
 
 
 def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
@@ -137,7 +157,7 @@ def test_words(prediction: Prediction) -> None:
     slow = LoggedRun(step_times_s=(9.0, *[1.5 * prediction.step_time_s] * 5))
     text = logged_text(compare_logged(prediction.to_json(), slow))
     assert re.search(
-        r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- 13 %\)", text
+        r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- \d+ %\)", text
     )
     assert "the first step is left out as warm-up: more than 1.5 times the median" in text
     assert "only `simplan run` can say" in text
