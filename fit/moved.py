@@ -1,4 +1,4 @@
-"""How much longer and shorter steps are when messages take longer and shorter than they are priced."""
+"""How much longer and shorter steps are when messages and hosts take longer and shorter than they are priced."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fit.rows import Prices, Row, Values, between_nodes, job_at
 from simplan.accuracy.job import RunJob
 from simplan.cost.pricing import Pricing
 from simplan.predict.abridged import AbridgedStep
+from simplan.predict.simulated import source_of
 from simplan.program.program import LayerWork, Message, Op, Program
 
 __all__ = ["BETWEEN", "Parts", "parts_of"]
@@ -27,8 +28,8 @@ class Parts(NamedTuple):
     Attributes:
         software: The profile it is predicted with.
         computing: What computation takes, as a share of the predicted time.
-        longer, shorter: By how much messages lengthen and shorten the step, in logarithms, that are one standard
-            deviation off: those between nodes of ``BETWEEN``, those inside of them of their links.
+        longer, shorter: By how much messages and hosts lengthen and shorten the step, in logarithms, that are one
+            standard deviation off: messages between nodes each of ``BETWEEN``, all else what it is priced with.
     """
 
     software: str
@@ -62,15 +63,17 @@ def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     def moved(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
         durations_s = np.array(pricing.durations_s)
-        are_between = np.array([crosses(op) for op in program.ops])
-        are_messages = np.array([any(isinstance(work, Message) for work in op.work) for op in program.ops])
         own = np.divide(pricing.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
-        factors = [1 + np.where(are_between, std, np.where(are_messages, own, 0.0)) for std in BETWEEN]
+        sources = np.array([source_of(op) for op in program.ops])
+        are_between = np.array([crosses(op) for op in program.ops])
+        messages = np.where(sources == "messages", own, 0.0)
+        factors = [1 + np.where(are_between, std, messages) for std in BETWEEN]
+        factors.append(1 + np.where(sources == "host", own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
     step = AbridgedStep(job.model, cluster, job.training, job.plan, job.software, moved)
     written = step.written(*step.extent(steps_overlap=job.steps_overlap))
     _, (plain_s, *moved_s) = step.whole(written, steps_overlap=job.steps_overlap)
-    logs = np.log(np.array(moved_s) / plain_s)
-    longer, shorter = np.maximum(0.0, logs[: len(BETWEEN)]), np.maximum(0.0, -logs[len(BETWEEN) :])
-    return tuple(map(float, longer)), tuple(map(float, shorter))
+    logs = np.log(np.array(moved_s) / plain_s).reshape(2, -1)
+    longer, shorter = (tuple(map(float, np.hypot(side[:-1], side[-1]))) for side in logs)
+    return longer, shorter

@@ -147,7 +147,7 @@ def _deviations(parts: Sequence[Parts], computing: Floats, between: float) -> tu
 
 
 def _messages(parts: Sequence[Parts], between: float) -> tuple[Floats, Floats]:
-    """What messages shorten and lengthen steps by."""
+    """What messages, and hosts, shorten and lengthen steps by."""
     sides = ([part.shorter for part in parts], [part.longer for part in parts])
     shorter, longer = (np.array([np.interp(between, BETWEEN, own) for own in side]) for side in sides)
     return shorter, longer

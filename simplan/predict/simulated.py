@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +15,15 @@ from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import build_program, cost_model, sharing_of
 from simplan.prediction import Prediction
-from simplan.program.program import Program
+from simplan.program.program import HostCalls, HostCopy, HostWait, Op, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
 from simplan.sim.engine import Sharing, Times
 from simplan.spec.hardware import ClusterSpec
 
-__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program"]
+__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program", "source_of"]
 
+_OF_HOST = (HostWait, HostCalls, HostCopy)
 _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 
@@ -67,7 +69,8 @@ def simulate_again(prediction: Prediction, calibration: Calibration | None = Non
 def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
     """Durations of all operations, with what one source of errors prices one standard deviation higher, and lower.
 
-    Prices of computation share their source and err together, so do those of messages; the two err independently.
+    Prices of computation share their source and err together, so do those of messages and those of what the host does;
+    the three err independently.
 
     Returns:
         Once longer for each source, then once shorter for each: by as large a factor, as prices cannot be negative.
@@ -75,9 +78,16 @@ def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.flo
     durations_s, deviations_s = np.array(pricing.durations_s), np.array(pricing.deviations_s)
     longer_s = durations_s + deviations_s
     shorter_s = np.divide(durations_s**2, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
-    are_messages = np.array([op.kind is SpanKind.COMMUNICATION for op in program.ops])
-    sources = [are_messages == kind for kind in np.unique(are_messages)]
+    named = np.array([source_of(op) for op in program.ops])
+    sources = [named == source for source in np.unique(named)]
     return [np.where(own, moved_s, durations_s) for moved_s in (longer_s, shorter_s) for own in sources]
+
+
+def source_of(op: Op) -> Literal["computing", "messages", "host"]:
+    """Operations of which a source prices: these err together."""
+    if op.kind is SpanKind.COMMUNICATION:
+        return "messages"
+    return "host" if op.work and all(isinstance(work, _OF_HOST) for work in op.work) else "computing"
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:
