@@ -197,6 +197,20 @@ def test_interval_of_a_single_device_by_hand() -> None:
     assert math.log(found.step_time_s / low_s) == pytest.approx(1.645 * math.log(longer))
 
 
+def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
+    """As of one device, whose step is a sum, but of software that waits for the batch before every forward."""
+    software = catalogue.software("megatron-lm-2023")
+    training = TrainingSpec(global_batch_size=32)
+    found = predict("host", GPT2, catalogue.cluster("dgx-a100-80gb", num_devices=1), training, ParallelPlan(), software)
+    deviations_s = {"host": 0.0, "device": 0.0}
+    for term in found.terms:
+        deviations_s["host" if "host" in term.name else "device"] += term.seconds * term.count * term.relative_std
+    assert all(deviations_s.values())
+    longer = [math.log1p(deviation_s / found.step_time_s) for deviation_s in deviations_s.values()]
+    _, high_s = found.step_time_interval_s
+    assert math.log(high_s / found.step_time_s) == pytest.approx(1.645 * math.hypot(*longer))
+
+
 def test_what_of_deepseek_is_not_modelled_is_said() -> None:
     model = catalogue.model("deepseek-v2-lite")
     training = TrainingSpec(global_batch_size=8)
