@@ -96,7 +96,8 @@ class Prices:
                 return self._of_layer(job, term.work)
             case Message() as message:
                 return term.seconds * self._slowdown(job, message)
-            case Excess(messages=messages, beside=beside):
+            case Excess(messages=messages, beside=beside, taken=taken):
+                assert not taken, "no fitted run has exchanges for experts beside another microbatch"
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s * self._slowdown(job, messages[0]) - self._of_layer(job, beside))
             case HostWait(reason=reason):

@@ -10,7 +10,7 @@ from simplan.cost.host_calls import host_calls_price
 from simplan.program.program import Excess, HostCalls, HostCopy, HostWait, LayerWork, Op, Program, Work
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
-from simplan.units import format_time
+from simplan.units import format_percent, format_time
 
 __all__ = ["PricedTerm", "Pricing", "price_program"]
 
@@ -120,8 +120,11 @@ def _excess(part: Excess, cost: CostModel) -> Price:
     beside = cost.compute(part.beside)
     moving_s = sum(price.seconds for price in messages)
     formula = f"what is left of {format_time(moving_s)} beside {format_time(beside.seconds)} of products"
+    if part.taken:
+        formula += f", which have {format_percent(part.taken)} less of the device meanwhile"
     surest = max(messages, key=lambda price: price.relative_std)
-    return Price(max(0.0, moving_s - beside.seconds), surest.provenance, surest.relative_std, formula)
+    seconds = max(0.0, moving_s - beside.seconds) + part.taken * min(moving_s, beside.seconds)
+    return Price(seconds, surest.provenance, surest.relative_std, formula)
 
 
 def _name(work: LayerWork) -> str:

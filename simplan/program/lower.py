@@ -33,6 +33,7 @@ from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
 from simplan.program.writer import RankWriter
+from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
@@ -285,6 +286,7 @@ class _RankLowering:
         found = self.merged_exchanges.get(key)
         if found is None:
             exchanges: list[Work] = []
+            taken = TAKEN_SHARE[self.stages.software.expert_dispatch]
             for segment in script:
                 if segment.exchange is None or segment.exchange.axis != axis:
                     continue
@@ -295,10 +297,10 @@ class _RankLowering:
                 if not hidden:
                     exchanges.append(message)
                 elif segment.beside is not None:
-                    exchanges.append(Excess((message,), segment.beside))
+                    exchanges.append(Excess((message,), segment.beside, taken if axis == "ep" else 0.0))
                 else:
                     assert isinstance(last, Excess)
-                    exchanges[-1] = Excess((*last.messages, message), last.beside)
+                    exchanges[-1] = last._replace(messages=(*last.messages, message))
             found = self.merged_exchanges[key] = tuple(exchanges)
         return found
 

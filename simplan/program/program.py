@@ -156,10 +156,13 @@ class Excess(NamedTuple):
     Attributes:
         messages: One after the other.
         beside: What is computed meanwhile, which is counted where it is computed.
+        taken: Part of the device's multiprocessors that messages run on: what is computed meanwhile takes longer by
+            such a part of the time that they run beside it.
     """
 
     messages: tuple[Message, ...]
     beside: LayerWork
+    taken: float = 0.0
 
 
 Work = LayerWork | Message | HostCopy | HostCalls | HostWait | Excess

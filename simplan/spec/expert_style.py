@@ -24,13 +24,14 @@ back is added up in a node before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from simplan.spec.layer import Exchange, ExpertDraw, Gemm, Kernel, LayerSpec, Pointwise, Saved
 
 __all__ = [
+    "TAKEN_SHARE",
     "ExpertDispatch",
     "dispatched",
     "one_by_one",
@@ -39,6 +40,15 @@ __all__ = [
 ]
 
 ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
+TAKEN_SHARE: Mapping[ExpertDispatch, float] = {
+    "copies": 0.0,
+    "all_to_all": 16 / 132,
+    "deepep": 20 / 132,
+    "hybridep": 32 / 148,
+}
+"""Part of the multiprocessors that exchanges run on: 20 of an H100's (NVIDIA/Megatron-LM, core_v0.15.2 to v0.18.0,
+transformer_config.py, moe_deepep_num_sms), 32 of a B200's (NVIDIA-NeMo/Megatron-Bridge, v0.2.0 to v0.6.0,
+scripts/performance, moe_hybridep_num_sms)."""
 
 _SORTS = ("sort by expert", "sort by rank")
 _MOVES = ("dispatch", *_SORTS)

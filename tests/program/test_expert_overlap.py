@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from simplan.cost.pricing import price_program
+from simplan.predict import cost_model
 from simplan.program.lower import Lowering, lower
 from simplan.program.pairs import pairs
 from simplan.program.program import Excess, Message, Op, Program, Stream
@@ -19,11 +24,14 @@ PLAN = ParallelPlan(pp=2, dp_replicate=2, ep=2, schedule="1f1b")
 M = 4
 
 
-def program(*, overlap: bool, level: int = 2, expand_all: bool = True) -> Program:
-    software = catalogue.software("torch").model_copy(update={"expert_overlap": overlap})
-    training = TrainingSpec(global_batch_size=M * PLAN.dp, precision="fp32")
+TRAINING = TrainingSpec(global_batch_size=M * PLAN.dp, precision="fp32")
+COST = cost_model(catalogue.cluster("dgx-a100-80gb", num_devices=4), TRAINING, PLAN, catalogue.software("torch"), None)
+
+
+def program(*, overlap: bool, level: int = 2, expand_all: bool = True, way: str = "copies") -> Program:
+    software = catalogue.software("torch").model_copy(update={"expert_overlap": overlap, "expert_dispatch": way})
     how = Lowering(level, None, expand_all=expand_all)
-    return lower(MODEL, training, PLAN, software, StageAssignment((0, 2, 5)), plan_table(PLAN, M), how)
+    return lower(MODEL, TRAINING, PLAN, software, StageAssignment((0, 2, 5)), plan_table(PLAN, M), how)
 
 
 def exchanges(found: Program, rank: int) -> list[Op]:
@@ -53,6 +61,24 @@ def test_all_bytes_are_still_sent(expand_all: bool) -> None:
         return sum(message.num_bytes for message in listed)
 
     assert sent(program(overlap=True, expand_all=expand_all)) == sent(program(overlap=False, expand_all=expand_all)) > 0
+
+
+@pytest.mark.parametrize(("way", "expected"), [("deepep", 20 / 132), ("hybridep", 32 / 148)])
+def test_messages_take_multiprocessors_from_what_is_computed_meanwhile(way: str, expected: float) -> None:
+    """A quarter of the device: what is computed loses a quarter of the time that messages run beside it."""
+    found = program(overlap=True, way=way)
+    taken = {work.taken for op in found.ops for work in op.work if isinstance(work, Excess)}
+    assert list(taken) == [pytest.approx(expected)]
+    first = next(work for op in exchanges(found, 2) for work in op.work if isinstance(work, Excess))
+    beside, message = first.beside, first.messages[0]
+    compute_s = COST.compute(beside).seconds
+    send_s = COST.message(message).seconds
+    for num_messages in (1, math.ceil(compute_s / send_s) + 1):
+        moving_s = num_messages * send_s
+        op = replace(found.ops[0], work=(Excess((message,) * num_messages, beside, 0.25),))
+        priced = price_program(replace(found, ops=(op,)), COST)
+        expected_s = max(0.0, moving_s - compute_s) + 0.25 * min(moving_s, compute_s)
+        assert list(priced.durations_s) == [pytest.approx(expected_s)]
 
 
 @pytest.mark.parametrize("compute_s", [0.1, 1.5, 100.0])
