@@ -40,7 +40,9 @@ def assumptions(
         instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
         found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
     microbatches = num_microbatches(training, plan)
-    if plan.shards_parameters and microbatches > 1 and not software.reduces_every(plan):
+    if microbatches > 1 and software.reduces_every(plan) and plan.grad_sync == "step":
+        found.append(f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does")
+    elif plan.shards_parameters and microbatches > 1 and plan.grad_sync == "step":
         instead = f"; microbatch would hold their shards only, and reduce {microbatches} times"
         found.append(
             f"gradients of {microbatches} microbatches add up whole before they are reduced, as grad_sync = step"

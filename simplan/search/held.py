@@ -109,7 +109,7 @@ class HeldBytes:
         """Of FSDP: gradients that add up whole, and weights of stages that stay gathered."""
         software, plan = self._question.software, c.plan()
         found = 0.0
-        if c.pp > 1 or not software.reduces_every(plan):
+        if not software.reduces_every(plan):
             found += float(dense @ moment.adding_up) * state.accumulated
         if software.lists_of_shards or moment.backward is None:
             return found

@@ -186,8 +186,8 @@ class SoftwareSpec(Spec):
             it is sent.
         splits_sends: Tensor-parallel ranks that hold equal tensors each send a part to the next stage, where the parts
             are gathered.
-        reduces_each_microbatch: Where parameters are sharded gradients are reduced after every microbatch, whatever
-            ``plan.grad_sync`` says, since nothing has room for whole ones. Without a pipeline only.
+        reduces_each_microbatch: Where parameters are sharded, and without a pipeline, gradients are reduced after every
+            microbatch, whatever ``plan.grad_sync`` says: nothing has room for whole ones.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
             what it receives when it needs it, and goes on when all is there and sent. Of an interleaved schedule in one
             batch after a forward and a backward (``simplan.program.batches``).
@@ -319,7 +319,8 @@ class SoftwareSpec(Spec):
 
     def reduces_every(self, plan: ParallelPlan) -> bool:
         """Whether gradients are reduced after every microbatch, not only after the last one."""
-        return plan.grad_sync == "microbatch" or (self.reduces_each_microbatch and plan.shards_parameters)
+        unasked = self.reduces_each_microbatch and plan.shards_parameters and plan.pp == 1
+        return unasked or plan.grad_sync == "microbatch"
 
     def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
         """Element widths by precision, as far as the software has them for such a training under such a plan."""

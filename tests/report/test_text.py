@@ -106,6 +106,9 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
     assert [len(texts) for texts in said] == [1, 0]
     once = predict("", *asked[:2], TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8), torch)
     assert not any("add up whole" in text for text in once.assumptions)
+    each = predict("", *asked, ParallelPlan(dp_shard=8), catalogue.software("torchtitan"))
+    assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
+    assert "sharded gradients are reduced after each of 4 microbatches, as torchtitan does" in each.assumptions
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])
