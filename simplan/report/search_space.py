@@ -40,6 +40,10 @@ _DEFAULTS = {
     "dollars_per_device_hour": ("", "your price, for the objective cost"),
     "token_budget": ("", "tokens to train on, for the objective cost"),
     "num_devices": ("the cluster's; with the objective num_devices its halves too", "numbers of devices to compare"),
+    "recompute_layers": (
+        "least",
+        "plans that need full recomputation, also with as few blocks of every stage as fit; or all: only with all",
+    ),
     "tp_across_nodes": ("false", "tensor-parallel groups may span nodes"),
 }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.search.best_first import explore_best_first
+from simplan.search.candidate import Candidate
 from simplan.search.changes import changes
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluators import make_evaluator, make_late_evaluator
@@ -17,6 +19,7 @@ from simplan.search.keep import Group, Keep, Timed
 from simplan.search.nothing import nothing_to_compare
 from simplan.search.objective import Goal
 from simplan.search.parallel import explore_in_parallel
+from simplan.search.partial import explore_partial, has_partial
 from simplan.search.question import Question
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.run import explore
@@ -67,6 +70,8 @@ def search(
 
     Of plans with as many ranks on every axis, as large microbatches and the same time to a thousandth the simplest is
     shown, and the others are counted (``RankedPlan.alike``): so one that is better by less may be among these.
+    Plans that need full recomputation are also tried with as few blocks of every stage as fit (``recompute_layers``):
+    the most promising ones, so that of these alone a better one may be missed.
     Layers are split into stages as ``predict`` splits them: the contiguous split whose slowest stage is fastest.
     Ctrl-C ends the search with the best so far (``interrupted``).
 
@@ -124,6 +129,8 @@ class _Search:
         try:
             for size in self._questions:
                 self._explore(size)
+            for size in self._questions:
+                self._explore_partial(size)
             if explain:
                 self._explain()
         except KeyboardInterrupt:
@@ -174,6 +181,16 @@ class _Search:
             explore(*where, make_evaluator(question), limits, self._keep, self._tally, told, soon=self._soon)
         else:
             explore_in_parallel(enumeration, question, self._space, limits, self._keep, self._tally, self._jobs, told)
+
+    def _explore_partial(self, size: int) -> None:
+        question = self._questions[size]
+        if has_partial(question, self._space):
+            limits = Limits(capacity_bytes(question, self._space), self._space.max_step_time_s)
+
+            def told(tally: Tally, keep: Keep) -> None:
+                self._tell(tally, keep, "looking for how few blocks may run again")
+
+            self._total += explore_partial(question, self._space, limits, self._keep, self._tally, told)
 
     def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
         best = keep.ranked[0].step_time_s if keep.ranked else None
@@ -227,10 +244,18 @@ class _Search:
 
 def _alike(group: Group) -> Alike:
     """What the others of a group have that the one that is shown has not."""
-    shown = group.shown.candidate._asdict()
-    others = [timed.candidate._asdict() for timed in group.others]
+    shown, *others = (_keys(timed.candidate) for timed in (group.shown, *group.others))
     found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
-    return Alike(len(others), {key: tuple(sorted(values)) for key, values in found.items() if values})
+    return Alike(len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values})
+
+
+def _keys(candidate: Candidate) -> dict[str, Any]:
+    return candidate._asdict() | {"recompute_layers": candidate.recompute_layers or None}
+
+
+def _order(value: Any) -> tuple[bool, Any]:
+    """None, which is all blocks, is last."""
+    return value is None, value or 0 if not isinstance(value, str) else value
 
 
 def _default_sizes(space: SearchSpace, question: Question) -> list[int]:

@@ -12,7 +12,8 @@ __all__ = ["Candidate"]
 class Candidate(NamedTuple):
     """What a search varies of a ``ParallelPlan``, under the same names.
 
-    Tuples compare field by field, and so break ties between plans that are equally good.
+    Tuples compare field by field, and so break ties between plans that are equally good. ``recompute_layers`` is 0
+    where a plan has none: what runs again does so in all blocks.
     """
 
     dp_replicate: int = 1
@@ -30,6 +31,7 @@ class Candidate(NamedTuple):
     microbatch_size: int = 1
     recompute: str = "none"
     grad_sync: str = "step"
+    recompute_layers: int = 0
 
     @property
     def dp(self) -> int:
@@ -62,4 +64,5 @@ class Candidate(NamedTuple):
         Args:
             base: Gives what is not varied.
         """
-        return (base or ParallelPlan()).model_copy(update=self._asdict())
+        update = self._asdict() | {"recompute_layers": self.recompute_layers or None}
+        return (base or ParallelPlan()).model_copy(update=update)

@@ -85,7 +85,7 @@ class FastEvaluator:
     def covers(self, c: Candidate) -> bool:
         """Whether it knows a plan: all ranks of a stage do the same, and the schedule is not found from times."""
         apart = c.ep > 1 or (c.tp > 1 and self._has_experts)
-        if apart or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
+        if apart or c.recompute_layers or c.schedule not in _SCHEDULES or not is_even(c, self._numbers.cluster):
             return False
         if not c.shards_parameters:
             return c.grad_sync == "step"

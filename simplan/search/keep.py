@@ -15,6 +15,7 @@ __all__ = ["NOISE", "Group", "Keep", "Timed"]
 NOISE = 1e-3
 """Of plans whose times differ by no more than this part nobody knows which is faster."""
 _RECOMPUTES = get_args(Recompute)  # the least first
+_ALL = float("inf")
 _SELDOM = 16  # ranks are found anew when one in so many is new
 
 
@@ -186,6 +187,6 @@ def _group(alike: list[Timed]) -> Group:
     return Group(shown, tuple(timed for timed in alike if timed is not shown))
 
 
-def _complexity(timed: Timed) -> tuple[int, int, int, Timed]:
+def _complexity(timed: Timed) -> tuple[int, int, float, int, Timed]:
     c = timed.candidate
-    return c.virtual_stages, _RECOMPUTES.index(c.recompute), timed.device_bytes, timed
+    return c.virtual_stages, _RECOMPUTES.index(c.recompute), c.recompute_layers or _ALL, timed.device_bytes, timed

@@ -112,7 +112,8 @@ def _least_time_s(question: Question, plan: ParallelPlan, cost: CostModel, num_m
     for stage in range(plan.num_stages):
         forward_s = backward_s = 0.0
         for index in assignment.layer_range(stage):
-            key = layers[index], tuple(recomputation(layers[index], plan.recompute, index - 1).kernels)
+            mode = plan.recompute_at(assignment.place(index))
+            key = layers[index], tuple(recomputation(layers[index], mode, index - 1, plan.recompute_modules).kernels)
             if key not in seconds:
                 seconds[key] = _layer_s(cost, *key, plan, splits=splits)
             forward_s += seconds[key][0]

@@ -41,6 +41,8 @@ class SearchSpace(Spec):
         dollars_per_device_hour, token_budget: What ``cost`` needs: the user's price, and how many tokens to train on.
         num_devices: Numbers of devices to compare; else the cluster's.
         tp_across_nodes: Tensor-parallel groups may span nodes.
+        recompute_layers: ``least``: where plans fit with full recomputation and without any they do not, those that run
+            as few blocks of every stage again as fit are compared, too, the most promising ones. ``all``: they are not.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
     """
@@ -54,6 +56,7 @@ class SearchSpace(Spec):
     token_budget: Positive | None = None
     num_devices: _Counts | None = None
     tp_across_nodes: bool = False
+    recompute_layers: Literal["least", "all"] = "least"
     tp: _Counts | None = None
     cp: _Counts | None = None
     cp_comm: tuple[Literal["ring", "all_gather", "a2a"], ...] | None = None

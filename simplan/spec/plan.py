@@ -139,7 +139,9 @@ class ParallelPlan(Spec):
     def recomputed(self) -> str:
         """What backward runs again, in words."""
         of_modules = "" if self.recompute_modules is None else f" of {', '.join(self.recompute_modules)}"
-        first = "" if self.recompute_layers is None else f" in the first {self.recompute_layers} blocks of each stage"
+        number = self.recompute_layers
+        blocks = "block" if number == 1 else f"{number} blocks"
+        first = "" if number is None else f" in the first {blocks} of each stage"
         return f"{self.recompute}{of_modules}{first}"
 
     @property

@@ -27,6 +27,7 @@ SPACE: dict[str, Any] = {
     "schedule": ("1f1b", "interleaved_1f1b", "zb-h1"),
     "microbatch_size": (1, 2),
     "recompute": ("none", "full"),
+    "recompute_layers": "all",
     "zero_stage": (0, 1),
     "sequence_parallel": True,
 }

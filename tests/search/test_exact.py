@@ -29,6 +29,7 @@ SPACE: dict[str, Any] = {
     "schedule": ("gpipe", "1f1b", "zb-h1"),
     "microbatch_size": (1, 2),
     "recompute": ("none", "full"),
+    "recompute_layers": "all",
 }
 CAPACITY = 1091 * MIB
 
