@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -81,3 +82,17 @@ def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monk
         assert bubble_rate(compute, times) == pytest.approx(bubble_rate(wanted, times))
         first = [str(action) for action in compute[0]]
         assert first.index("0B0") == min(2 * (p - 1) + 1, m)
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are here small ones of the same names."""
+    small = "model: {preset: gpt2-124m}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 8}\n"
+    (tmp_path / "plan.yaml").write_text(small + "plan: {dp_replicate: 8}\n")
+    (tmp_path / "llama.yaml").write_text(small + "search: {tp: [1], cp: [1], pp: [1], zero_stage: [0, 1], microbatch_size: [1], recompute: [none]}\n")
+    monkeypatch.chdir(tmp_path)
+    [code] = blocks((DOCS.parent / "README.md").read_text(), "python")
+    made: dict[str, Any] = {}
+    exec(code, made)
+    assert made["prediction"].fits
+    assert made["plans"]["step_time_s"].is_monotonic_increasing
+    assert made["prediction"].step_time_s >= 0.999 * made["plans"]["step_time_s"][0]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from simplan.cli.execute import predict_scenario
 from simplan.cost.pricing import price_program
 from simplan.predict import build_program, cost_model, simulate_program
 from simplan.scenario import load_scenario
@@ -24,7 +23,7 @@ ALL = [pytest.param(file, marks=[pytest.mark.slow] if file.stem in LARGE else []
 @pytest.mark.parametrize("file", ALL)
 def test_folded_is_unfolded(file: Path) -> None:
     scenario = load_scenario(file)
-    prediction = predict_scenario(scenario, None)
+    prediction = scenario.predict()
     folded, level = build_program(prediction), 2
     if len(folded.ops) / len(folded.ranks) * scenario.plan.num_devices > MOST_OPERATIONS:
         folded, level = build_program(prediction, level=1), 1
@@ -43,6 +42,6 @@ def test_folded_is_unfolded(file: Path) -> None:
 @pytest.mark.parametrize("file", ALL)
 def test_compiled_is_simulated(file: Path, level: int) -> None:
     scenario = load_scenario(file)
-    program = build_program(predict_scenario(scenario, None), level=level)
+    program = build_program(scenario.predict(), level=level)
     asked = (scenario.cluster, scenario.training, scenario.plan, scenario.software)
     check_engines(program, price_program(program, cost_model(*asked, None)).durations_s)

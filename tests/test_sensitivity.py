@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from simplan.cli.execute import predict_scenario
 from simplan.errors import NotModelledError
 from simplan.predict import Resource, Simulated, critical_path, marginal_values, predict, simulate_again
 from simplan.predict.sensitivity import improved
@@ -27,7 +26,7 @@ GPT2 = catalogue.model("gpt2-1.5b")
 
 
 def predicted(name: str) -> Prediction:
-    return predict_scenario(load_scenario(SCENARIOS / f"{name}.yaml"), None)
+    return load_scenario(SCENARIOS / f"{name}.yaml").predict()
 
 
 def asked(plan: ParallelPlan, batch: int, model: ModelSpec = GPT2) -> tuple[Prediction, Simulated]:

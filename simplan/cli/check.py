@@ -8,7 +8,6 @@ from pathlib import Path
 
 from simplan.cli.bless import bless
 from simplan.cli.calibrations import covers, is_needed, read
-from simplan.cli.execute import predict_scenario
 from simplan.cli.output import print_json, print_result, say
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
@@ -50,7 +49,7 @@ def check_command(
         for file in files:
             scenario = load_scenario(file)
             if covers(calibration, scenario):
-                prediction = predict_scenario(scenario, calibration if is_needed(scenario) else None)
+                prediction = scenario.predict(calibration if is_needed(scenario) else None)
                 for change in bless(file, prediction.to_json()):
                     say(change)
     checked = [check_file(file, calibration) for file in files]
@@ -100,7 +99,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]
             return CheckedFile(str(file), tuple(cases) or (CheckedCase("scenario", CheckStatus.SKIPPED, reason),))
-        prediction = predict_scenario(scenario, calibration if is_needed(scenario) else None).to_json()
+        prediction = scenario.predict(calibration if is_needed(scenario) else None).to_json()
     except SpecError as error:
         return CheckedFile(
             str(file),

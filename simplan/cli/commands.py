@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
-from simplan.cli.execute import RunOptions, default_folder, execute, predict_scenario, refuse_other_software
+from simplan.cli.execute import RunOptions, default_folder, execute, refuse_other_software
 from simplan.cli.fewer_nodes import scenarios_on_fewer
 from simplan.cli.nodes import Meeting, join, join_calibration, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.output import emphasize, print_json, print_result, say
@@ -42,7 +42,7 @@ def predict_command(
     """``simplan predict``."""
     scenario = load_scenario(file)
     calibration = _calibration_for(scenario, calibration_file)
-    prediction = predict_scenario(scenario, calibration)
+    prediction = scenario.predict(calibration)
     document = prediction.to_json()
     if output is not None:
         write_json(output, document)
@@ -66,7 +66,7 @@ def explain_command(file: Path, other: Path | None, *, as_json: bool, calibratio
     for path in (file, *([other] if other else [])):
         scenario = load_scenario(path)
         calibration = _calibration_for(scenario, calibration_file if is_needed(scenario) or other is None else None)
-        explained.append(explain(predict_scenario(scenario, calibration), calibration))
+        explained.append(explain(scenario.predict(calibration), calibration))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
     else:
@@ -83,7 +83,7 @@ def trace_command(file: Path, *, output: Path, calibration_file: Path | None) ->
     """``simplan trace``."""
     scenario = load_scenario(file)
     calibration = _calibration_for(scenario, calibration_file)
-    write_predicted_trace(output, predict_scenario(scenario, calibration), calibration)
+    write_predicted_trace(output, scenario.predict(calibration), calibration)
     say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
     return 0
 
@@ -95,7 +95,7 @@ def draw_command(
     if output is not None:
         refuse_other_suffix(output)
     scenario = load_scenario(file)
-    drawing = draw_pipeline(predict_scenario(scenario, _calibration_for(scenario, calibration_file)))
+    drawing = draw_pipeline(scenario.predict(_calibration_for(scenario, calibration_file)))
     if output is not None:
         write_drawing(output, drawing)
         say(f"wrote {output}; any browser opens it")

@@ -14,9 +14,9 @@ from simplan.cli.progress import Progress
 from simplan.cli.refusal import refusing_for_all
 from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
-from simplan.errors import NotModelledError, Problem, RunError, SpecError
+from simplan.errors import NotModelledError, Problem, RunError
 from simplan.io import read_model, write_json, write_model
-from simplan.predict import job_of, predict
+from simplan.predict import job_of
 from simplan.prediction import Prediction
 from simplan.program.checkpoint import Checkpointing
 from simplan.program.job import Job
@@ -33,7 +33,6 @@ __all__ = [
     "default_folder",
     "execute",
     "job_of_scenario",
-    "predict_scenario",
     "refuse_other_software",
 ]
 
@@ -97,19 +96,6 @@ class Outcome:
         }
 
 
-def predict_scenario(scenario: Scenario, calibration: Calibration | None) -> Prediction:
-    """The prediction for a scenario.
-
-    Raises:
-        SpecError: As ``predict``, with the scenario's file.
-    """
-    asked = (scenario.model, scenario.cluster, scenario.training, scenario.plan, scenario.software)
-    try:
-        return predict(scenario.name, *asked, calibration)
-    except SpecError as error:
-        raise error if error.file or scenario.file is None else error.in_file(scenario.file) from None
-
-
 def refuse_other_software(scenario: Scenario) -> None:
     """The executor runs one framework.
 
@@ -139,7 +125,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         RunError: Ranks failed or hung.
     """
     with refusing_for_all(options.nodes):
-        prediction = predict_scenario(scenario, calibration)
+        prediction = scenario.predict(calibration)
         job = job_of_scenario(scenario, prediction, options)
         on_fewer = _predictions_on_fewer(scenario, calibration, options)
         job = job.model_copy(update={"fewer_nodes": fewer_nodes(on_fewer)})
@@ -184,7 +170,7 @@ def _predictions_on_fewer(
     scenarios, sentences = scenarios_on_fewer(scenario, options.nodes.min_nodes)
     for sentence in sentences:
         say(f"note: {sentence}")
-    found = {number: predict_scenario(fewer, calibration) for number, fewer in scenarios.items()}
+    found = {number: fewer.predict(calibration) for number, fewer in scenarios.items()}
     for number, prediction in found.items():
         if prediction.fits is False:
             say(f"note: on {number} nodes the plan is predicted not to fit: {verdict(prediction)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simplan.cli.calibrations import ensure, is_needed, read
-from simplan.cli.execute import RunOptions, job_of_scenario, predict_scenario, refuse_other_software
+from simplan.cli.execute import RunOptions, job_of_scenario, refuse_other_software
 from simplan.cli.output import print_json, print_result
 from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
@@ -53,7 +53,7 @@ def rehearse_command(
         calibration = ensure([scenario], calibration_file)
     else:
         calibration = None if calibration_file is None else read(calibration_file)
-    prediction = predict_scenario(scenario, calibration)
+    prediction = scenario.predict(calibration)
     rank = _rank(options.rank, prediction)
     steps = RunOptions(num_steps=options.num_steps, num_warmup_steps=options.num_warmup_steps)
     rehearsal = _rehearse(job_of_scenario(scenario, prediction, steps), rank, fake=options.fake)

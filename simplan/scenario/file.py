@@ -23,9 +23,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from simplan.cost.calibration import Calibration
 from simplan.document import Document, Place
 from simplan.errors import SpecError
 from simplan.io import read_yaml
+from simplan.predict import predict
+from simplan.prediction import Prediction
 from simplan.problems import Path as ProblemPath
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.clusters import read_cluster
@@ -76,6 +79,21 @@ class Scenario:
     def num_microbatches(self) -> int:
         """Microbatches per step of one data-parallel rank."""
         return num_microbatches(self.training, self.plan)
+
+    def predict(self, calibration: Calibration | None = None) -> Prediction:
+        """Time and memory of one optimizer step.
+
+        Args:
+            calibration: Timings of this machine; needed when the cluster is this machine.
+
+        Raises:
+            SpecError: As ``simplan.predict.predict``, with the scenario's file.
+        """
+        asked = (self.model, self.cluster, self.training, self.plan, self.software)
+        try:
+            return predict(self.name, *asked, calibration)
+        except SpecError as error:
+            raise error if error.file or self.file is None else error.in_file(self.file) from None
 
 
 class _File(Spec):

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
-from simplan.search import SearchSpace
+from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -51,6 +52,19 @@ class SearchScenario:
     space: SearchSpace
     document: dict[str, Any]
     file: str
+
+    def search(self, calibration: Calibration | None = None, *, jobs: int = 1) -> SearchResult:
+        """The best plans of the space.
+
+        Args:
+            calibration: Timings of this machine; needed when the cluster is this machine.
+            jobs: As of ``simplan.search.search``.
+
+        Raises:
+            SpecError: As ``simplan.search.search``.
+        """
+        asked = (self.model, self.cluster, self.training, self.software, self.space)
+        return search(*asked, name=self.name, calibration=calibration, jobs=jobs)
 
 
 def load_search(path: str | Path) -> SearchScenario:
