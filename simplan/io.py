@@ -175,6 +175,8 @@ def read_text(path: str | Path, max_bytes: int) -> str:
     except SpecError:
         raise
     except FileNotFoundError:
+        if path.is_symlink():
+            raise refuse(f"is a link to {path.readlink()}, which does not exist", "check the link") from None
         raise refuse("does not exist", _nearest_file(path)) from None
     except PermissionError:
         raise refuse("may not be read", "check its permissions") from None

@@ -182,6 +182,7 @@ _TYPES = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
+    "string_too_short": "must not be empty",
     "too_short": "must not be empty",
     "tuple_type": "must be a list",
     "list_type": "must be a list",

@@ -88,7 +88,9 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     """Its files are here small ones of the same names."""
     small = "model: {preset: gpt2-124m}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 8}\n"
     (tmp_path / "plan.yaml").write_text(small + "plan: {dp_replicate: 8}\n")
-    (tmp_path / "llama.yaml").write_text(small + "search: {tp: [1], cp: [1], pp: [1], zero_stage: [0, 1], microbatch_size: [1], recompute: [none]}\n")
+    (tmp_path / "llama.yaml").write_text(
+        small + "search: {tp: [1], cp: [1], pp: [1], zero_stage: [0, 1], microbatch_size: [1], recompute: [none]}\n"
+    )
     monkeypatch.chdir(tmp_path)
     [code] = blocks((DOCS.parent / "README.md").read_text(), "python")
     made: dict[str, Any] = {}

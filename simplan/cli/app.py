@@ -298,13 +298,14 @@ def explain(
 @app.command()
 def trace(
     scenario: ScenarioFile,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the trace, which is one JSON document.")] = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Write the predicted step as a trace for Perfetto or chrome://tracing."""
     from simplan.cli.commands import trace_command
 
-    return trace_command(scenario, output=output, calibration_file=calibration)
+    return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
 @app.command()
@@ -333,6 +334,7 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to a file (default: print it).")
     ] = None,
+    json: AsJson = False,
 ) -> int:
     """Write what runs the plan on a cluster: a Slurm batch script, or a Kubernetes PyTorchJob.
 
@@ -340,7 +342,7 @@ def export(
     """
     from simplan.cli.export import export_command
 
-    return export_command(scenario, target=to, output=output)
+    return export_command(scenario, target=to, as_json=json, output=output)
 
 
 @app.command()

@@ -63,6 +63,8 @@ def check_command(
     if github and summary:
         with Path(summary).open("a", encoding="utf-8") as stream:
             stream.write(markdown_summary(checked))
+    if bless_values and count(checked, CheckStatus.FAILED):
+        say("note: --bless writes values whose why begins with 'blessed'; limits and other values are yours to change")
     if count(checked, CheckStatus.ERROR):
         return _BAD_FILE
     return _FAILED if count(checked, CheckStatus.FAILED) else 0

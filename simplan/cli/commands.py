@@ -13,7 +13,7 @@ from simplan.cli.nodes import Meeting, join, join_calibration, nodes_of, nodes_t
 from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.refusal import refusing_for_all
 from simplan.cli.search import scenarios_to_time
-from simplan.cli.traces import write_predicted_trace
+from simplan.cli.traces import predicted_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path
 from simplan.errors import Problem, SpecError
@@ -79,12 +79,18 @@ def explain_command(file: Path, other: Path | None, *, as_json: bool, calibratio
     return 0
 
 
-def trace_command(file: Path, *, output: Path, calibration_file: Path | None) -> int:
+def trace_command(file: Path, *, as_json: bool, output: Path | None, calibration_file: Path | None) -> int:
     """``simplan trace``."""
+    if output is None and not as_json:
+        raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
     scenario = load_scenario(file)
     calibration = _calibration_for(scenario, calibration_file)
-    write_predicted_trace(output, scenario.predict(calibration), calibration)
-    say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
+    document = predicted_trace(scenario.predict(calibration), calibration)
+    if output is not None:
+        write_json(output, document)
+        say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
+    if as_json:
+        print_json(document)
     return 0
 
 
@@ -185,6 +191,5 @@ def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | Non
         return None if file is None else read(file)
     calibration = read(file)
     if calibration is not None and not covers(calibration, scenario):
-        surer = f"`simplan calibrate {scenario.file}` makes the prediction surer"
-        say(f"note: not every layer here was timed itself; {surer}")
+        say(f"note: not every layer here was timed itself; `simplan calibrate {scenario.file}` times them")
     return calibration

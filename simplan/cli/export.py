@@ -6,7 +6,7 @@ from pathlib import Path
 
 import simplan
 from simplan.cli.execute import refuse_other_software
-from simplan.cli.output import print_result, say
+from simplan.cli.output import print_json, print_result, say
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
 from simplan.io import read_yaml, write_text
@@ -18,7 +18,7 @@ __all__ = ["export_command"]
 TARGETS = ("kubernetes", "slurm")
 
 
-def export_command(file: Path, *, target: str, output: Path | None) -> int:
+def export_command(file: Path, *, target: str, as_json: bool, output: Path | None) -> int:
     """``simplan export``."""
     if target not in TARGETS:
         problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
@@ -38,9 +38,11 @@ def export_command(file: Path, *, target: str, output: Path | None) -> int:
         image = f"simplan:{simplan.__version__}"
         text = kubernetes_job(launch, file.read_text(encoding="utf-8"), image)
         say(f"note: the image {image} is yours to make, with simplan[executor] in it")
-    if output is None:
+    if as_json:
+        print_json({"schema_version": 1, "kind": "export", "name": scenario.name, "target": target, "text": text})
+    elif output is None:
         print_result(text.rstrip("\n"))
-    else:
+    if output is not None:
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
     return 0

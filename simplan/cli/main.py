@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return _INTERRUPTED
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        complain(f"{error.filename or 'what is printed cannot be written'}: {error.strerror or error}")
         return _BAD_USAGE
     except Exception as error:
         if hasattr(error, "format_message"):  # bad usage; the class's place differs between versions of typer

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import Any, TextIO
 
 __all__ = ["complain", "emphasize", "print_json", "print_result", "say"]
 
 _BOLD, _RED, _GREEN, _RESET = "\033[1m", "\033[31m", "\033[32m", "\033[0m"
+_OF_OTHERS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
+"""Control characters but for line ends, tabs and colours: names in files must not steer a terminal."""
 
 
 def print_result(text: str) -> None:
@@ -41,6 +44,7 @@ def emphasize(text: str, good: bool | None = None) -> str:
 
 
 def _print(text: str, stream: TextIO) -> None:
+    text = _OF_OTHERS.sub(lambda found: repr(found[0])[1:-1], text)
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:

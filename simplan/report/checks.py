@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from simplan.units import counted
+
 __all__ = ["CheckStatus", "CheckedCase", "CheckedFile", "checks_json", "checks_text", "count", "markdown_summary"]
 
 
@@ -70,7 +72,7 @@ def checks_text(files: Iterable[CheckedFile]) -> str:
                 why = f"  ({case.why})" if case.why else ""
                 lines.append(f"         {case.status}: {place}{case.message}{why}")
     totals = ", ".join(f"{count(files, status)} {status}" for status in CheckStatus)
-    return "\n".join([*lines, f"{len(files)} scenarios: {totals.replace('error', 'errors')}"])
+    return "\n".join([*lines, f"{counted(len(files), 'scenario')}: {totals.replace('error', 'errors')}"])
 
 
 def checks_json(files: Iterable[CheckedFile]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from simplan.prediction import Prediction
@@ -25,6 +25,7 @@ __all__ = ["plan_words", "prediction_text", "short_of_reserve", "verdict"]
 
 _MAX_TERMS = 8
 _MAX_GROUPS = 16
+_STAGES_SHOWN = 16
 
 
 def verdict(prediction: Prediction) -> str:
@@ -164,8 +165,20 @@ def _asked(prediction: Prediction) -> Iterator[str]:
     yield f"  plan         {plan_words(plan)}; {several} of {counted(b, model.sample)} per data-parallel rank"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
-        counts = ", ".join(str(high - low) for low, high in pairwise(bounds))
+        counts = _in_runs([high - low for low, high in pairwise(bounds)])
         yield f"  stages       {counts} layers (embedding and head count as one each)"
+
+
+def _in_runs(numbers: Sequence[int]) -> str:
+    """Numbers one by one, or, where they are many, equal ones that follow each other together.
+
+    >>> _in_runs([3, 2, 2, 3]), _in_runs([3, *[2] * 30, 3])
+    ('3, 2, 2, 3', '3, 30 x 2, 3')
+    """
+    runs = [(value, len(list(same))) for value, same in groupby(numbers)]
+    if len(numbers) <= _STAGES_SHOWN:
+        runs = [(value, 1) for value in numbers]
+    return ", ".join(str(value) if count == 1 else f"{count} x {value}" for value, count in runs)
 
 
 def plan_words(plan: ParallelPlan) -> str:

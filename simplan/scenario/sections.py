@@ -48,6 +48,11 @@ def read_model(sections: Sections, data: Any) -> ModelSpec | None:
 def _hf_fields(sections: Sections, name: Any, seq_len: Any) -> dict[str, Any] | None:
     def read(name: str) -> dict[str, Any]:
         path = Path(sections.file).parent / name
+        if not name.endswith(".json") and not path.exists():
+            fix = "download the config.json of the model and give its path"
+            raise SpecError(
+                Problem(field="", value=render_value(name), rule="is no file, and nothing is downloaded", fix=fix)
+            )
         try:
             config = read_json(path)
             length = seq_len if seq_len is None or isinstance(seq_len, int) else 1  # refused with the other fields

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -81,6 +83,26 @@ def test_files_that_are_no_scenario(name: str, simplan: Simplan, scenario: Path)
 
 def test_a_missing_file_names_the_nearest(simplan: Simplan, scenario: Path) -> None:
     refused(simplan("predict", scenario.with_name("smal.yaml")), "smal.yaml", "small.yaml")
+
+
+def test_a_link_to_nothing_says_so(simplan: Simplan, tmp_path: Path) -> None:
+    link = tmp_path / "link.yaml"
+    link.symlink_to("gone.yaml")
+    refused(simplan("predict", link), "is a link to gone.yaml, which does not exist")
+
+
+def test_names_in_files_cannot_steer_a_terminal(simplan: Simplan, scenario: Path) -> None:
+    """Colours pass, as our own do; the sequence that sets a window's title does not."""
+    scenario.write_text(scenario.read_text().replace("name: small", r'name: "\e]0;title\a"', 1))
+    result = simplan("predict", scenario)
+    assert result.stdout.startswith(r"\x1b]0;title\x07: fits")
+
+
+def test_a_full_disk_is_told_as_a_sentence(scenario: Path, environment: dict[str, str]) -> None:
+    command = f"{sys.executable} -m simplan show metrics > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: what is printed cannot be written: No space left on device\n"
 
 
 def test_a_folder_is_no_file(simplan: Simplan, tmp_path: Path) -> None:

@@ -83,6 +83,24 @@ def test_predict_json_is_one_document_and_the_file_is_the_same(
     assert {"fits", "worst_rank", "tokens_per_s_per_device", "mfu"} <= document.keys()
 
 
+def test_every_command_but_the_dashboard_takes_json(simplan: Simplan) -> None:
+    listed = simplan("--help").stdout.partition("Commands:")[2]
+    commands = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert {"predict", "trace", "export", "dashboard"} <= set(commands)
+    assert [name for name in commands if "--json" not in simplan(name, "--help").stdout] == ["dashboard"]
+
+
+def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    result = simplan("trace", scenario, "--json", "-o", file)
+    assert json.loads(result.stdout) == json.loads(file.read_text())
+    script = simplan("export", scenario, "--to", "slurm").stdout
+    assert json.loads(simplan("export", scenario, "--to", "slurm", "--json").stdout)["text"] == script
+    nowhere = simplan("trace", scenario)
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert "give -o FILE, or --json to print the trace" in nowhere.stderr
+
+
 def test_trace_and_predict_write_the_same_trace(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     result = simplan("trace", scenario, "-o", first)
@@ -167,6 +185,7 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     result = simplan("check", scenario, "--bless")
     assert result.returncode == 1, "the derived value stays wrong"
     assert f"{scenario}:10: activations_in_flight: 3 -> 8" in result.stderr
+    assert "note: --bless writes values whose why begins with 'blessed'" in result.stderr, "why the other stays"
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
 
 
