@@ -74,7 +74,9 @@ def validate(
         return None, (Problem(field=_dotted(prefix), rule="is nested too deeply").at(*find_place(lines or {}, prefix)),)
     except ValidationError as error:
         details = _without_echoes(error.errors(include_url=False))
-        found = [_problem(model, dict(detail), lines or {}, prefix, elsewhere) for detail in details[:_MAX_PROBLEMS]]
+        found = [
+            _problem(model, dict(detail), data, lines or {}, prefix, elsewhere) for detail in details[:_MAX_PROBLEMS]
+        ]
         if len(details) > _MAX_PROBLEMS:
             found.append(Problem(field=_dotted(prefix), rule=f"has {len(details) - _MAX_PROBLEMS} more problems"))
         return None, tuple(dict.fromkeys(found))
@@ -118,6 +120,7 @@ def _dotted(path: Path) -> str:
 def _problem(
     model: type[BaseModel],
     detail: dict[str, Any],
+    data: Any,
     lines: Mapping[Path, Place],
     prefix: Path,
     elsewhere: Mapping[str, str],
@@ -132,12 +135,33 @@ def _problem(
     if kind == "extra_forbidden" and len(loc) == 1 and str(loc[0]) in elsewhere:
         fix = f"write {elsewhere[str(loc[0])]}"
     hide_value = is_key or kind in ("missing", "extra_forbidden")
+    path = (*prefix, *_as_written(loc, data))
     return Problem(
-        field=_dotted((*prefix, *loc)),
+        field=_dotted(path),
         value=None if hide_value else render_value(value),
         rule=rule,
         fix=fix,
-    ).at(*find_place(lines, (*prefix, *loc)))
+    ).at(*find_place(lines, path))
+
+
+def _as_written(loc: Path, data: Any) -> Path:
+    """A path without the places in lists of one value that were written without brackets.
+
+    >>> _as_written(("tp", 0), {"tp": "2"}), _as_written(("tp", 0), {"tp": ["2"]})
+    (('tp',), ('tp', 0))
+    """
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(part, int) and isinstance(data, str | int | float):
+            continue
+        path.append(part)
+        if isinstance(data, dict):
+            data = data.get(part)
+        elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            data = None
+    return tuple(path)
 
 
 def _rule(

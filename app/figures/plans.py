@@ -12,7 +12,6 @@ from app.figures.style import Figure, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS, SPLIT
 from simplan.report.search import alike_words, search_plan_words
 from simplan.search import RankedPlan, SearchResult, SpaceCount
-from simplan.search.rules import RULES
 from simplan.units import GIB, format_number
 
 __all__ = [
@@ -264,7 +263,7 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
 
 def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
     """Where every plan of the space went: how many, under which name, and what that means."""
-    rows = [{"plans": number, "rule": name, "why": RULES[name]} for name, number in space.rejected.items()]
+    rows = [{"plans": number, "rule": name, "why": space.why[name]} for name, number in space.rejected.items()]
     bounded = "cannot be among the best: at least so slow by a lower bound"
     rows.append({"plans": space.bounded, "rule": "bounded", "why": bounded})
     rows.append({"plans": space.timed, "rule": "timed", "why": "within all limits"})

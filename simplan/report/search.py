@@ -9,7 +9,6 @@ from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
 from simplan.search.keep import NOISE
 from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult
-from simplan.search.rules import RULES
 from simplan.search.space import Objective
 from simplan.spec.plan import ParallelPlan
 from simplan.units import counted, format_bytes, format_percent, format_time
@@ -196,7 +195,7 @@ def _numbers(plan: RankedPlan, result: SearchResult) -> list[str]:
 
 def _space_table(result: SearchResult) -> str:
     space = result.space
-    rows = [[f"{number:,}", f"rejected: {name}", RULES[name]] for name, number in space.rejected.items()]
+    rows = [[f"{number:,}", f"rejected: {name}", space.why[name]] for name, number in space.rejected.items()]
     rows.append([f"{space.bounded:,}", "bounded", "cannot be among the best: at least so slow by a lower bound"])
     rows.append([f"{space.timed:,}", "timed", "within all limits"])
     width = max(len(row[0]) for row in rows)

@@ -22,6 +22,7 @@ from simplan.spec.hardware import DeviceSpec
 __all__ = ["read_device"]
 
 _PATH: Path = ("cluster", "device")
+_ANY = "h100-sxm-80gb"  # gives fields to read others beside, where it is not known which device is meant
 _LEAST: dict[str, tuple[float, str]] = {
     "memory_bytes": (1e6, "bytes: 80 GiB is 85899345920"),
     "memory_bandwidth_bytes_per_s": (1e8, "bytes per second: 3.35 TB/s is 3.35e12"),
@@ -42,32 +43,32 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     if not isinstance(data, dict):
         return sections.look_up(_PATH, catalogue.device, data)
     given = {key: value for key, value in data.items() if key != "preset"}
+    known = [True]
     if "preset" in data:
         default = sections.look_up((*_PATH, "preset"), catalogue.device, data["preset"])
-        if default is None:
-            return None
-    implied = _implied(sections, given, default)
-    if implied is None:
-        return None
+        known.append(default is not None)
+        default = default or catalogue.device(_ANY)
+    if "architecture" in given:
+        known.append(
+            sections.look_up((*_PATH, "architecture"), catalogue.kernel_fields, given["architecture"]) is not None
+        )
+    if not all(known):  # the other fields are read all the same, for what is wrong with them
+        given.pop("architecture", None)
     base = default.model_dump() if default else {"id": "inline"}
-    device = sections.read(DeviceSpec, {**base, **implied, **given}, _PATH)
-    if device is None or not _plausible(sections, device, given):
-        return None
-    if device.host_link is not None:
-        found = sections.look_up((*_PATH, "host_link"), catalogue.link, device.host_link)
-        return None if found is None else device
-    return device
+    device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
+    known.append(_plausible(sections, given))
+    link = base.get("host_link") if "host_link" not in given else given["host_link"]
+    if isinstance(link, str):
+        known.append(sections.look_up((*_PATH, "host_link"), catalogue.link, link) is not None)
+    return device if all(known) else None
 
 
-def _implied(sections: Sections, given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any] | None:
-    """Fields that follow from those that are given, and all sources; None for an architecture that is not known."""
+def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any]:
+    """Fields that follow from those that are given, and all sources."""
     implied: dict[str, Any] = {}
     sources = {} if default is None else default.sources
     if default is None or "architecture" in given:
-        name = given.get("architecture", "other")
-        of_kernels = sections.look_up((*_PATH, "architecture"), catalogue.kernel_fields, name)
-        if of_kernels is None:
-            return None
+        of_kernels = catalogue.kernel_fields(given.get("architecture", "other"))
         sources = {key: source for key, source in sources.items() if not key.startswith("kernels.")}
         sources |= of_kernels["sources"]
         implied["kernels"] = of_kernels["kernels"]
@@ -79,14 +80,14 @@ def _implied(sections: Sections, given: dict[str, Any], default: DeviceSpec | No
     return implied | {"sources": sources | dict.fromkeys(given, "the scenario")}
 
 
-def _plausible(sections: Sections, device: DeviceSpec, given: dict[str, Any]) -> bool:
+def _plausible(sections: Sections, given: dict[str, Any]) -> bool:
     """Whether no number is far below what any device has; says which is."""
     plausible = True
     for field in _LEAST.keys() & given.keys():
         least, unit = _LEAST[field]
-        value = getattr(device, field)
+        value = given[field]
         for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
-            if number is not None and number < least:
+            if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < least:
                 path = (*_PATH, field) if key is None else (*_PATH, field, key)
                 sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
                 plausible = False

@@ -22,6 +22,7 @@ from simplan.search.parallel import explore_in_parallel
 from simplan.search.partial import explore_partial, has_partial
 from simplan.search.question import Question
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.rules import in_words
 from simplan.search.run import explore
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.tally import Limits, Miss, Tally
@@ -153,6 +154,7 @@ class _Search:
                 {rule: number for rule, number in counts.rejected.most_common() if number},
                 counts.bounded,
                 counts.timed,
+                {rule: in_words(rule, asked.software) for rule, number in counts.rejected.items() if number},
             ),
             nearest_misses=self._misses(),
             interrupted=interrupted,
@@ -190,7 +192,9 @@ class _Search:
             def told(tally: Tally, keep: Keep) -> None:
                 self._tell(tally, keep, "looking for how few blocks may run again")
 
-            self._total += explore_partial(question, self._space, limits, self._keep, self._tally, told)
+            found = explore_partial(question, self._space, limits, self._keep, self._tally, told)
+            self._total += found
+            self._tally.timed += found
 
     def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
         best = keep.ranked[0].step_time_s if keep.ranked else None

@@ -78,11 +78,11 @@ def explore_partial(
         space: Its plans.
         limits: What a plan must keep within; memory is known.
         keep: Takes the best; what it holds already bounds the others.
-        tally: Takes the counts.
+        tally: What was counted so far.
         on_progress: Called after every plan.
 
     Returns:
-        How many plans there are besides those of the space.
+        How many plans were timed besides those of the space.
     """
     search = _Search(question, limits, keep)
     whole = Enumeration(space.model_copy(update={"recompute": ("full",)}), question)
@@ -93,7 +93,6 @@ def explore_partial(
         fitting = search.least(one)
         if fitting is not None and fitting[2] <= (limits.step_time_s or math.inf):
             keep.add(*fitting)
-            tally.timed += 1
             found += 1
         on_progress(tally, keep)
     return found

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from simplan.search.rules import RULES
 from simplan.search.space import Objective
 from simplan.spec.plan import ParallelPlan
 from simplan.units import GIB
@@ -143,12 +142,14 @@ class SpaceCount:
         bounded: Could not be among the best by a bound on their time. Where plans are written out one by one, nobody
             knows whether these fit.
         timed: The others.
+        why: What the rules say, of those that removed any.
     """
 
     total: int
     rejected: Mapping[str, int]
     bounded: int
     timed: int
+    why: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +288,7 @@ class SearchResult:
                 "bounded": self.space.bounded,
                 "timed": self.space.timed,
             },
-            "rules": {name: RULES[name] for name in self.space.rejected},
+            "rules": dict(self.space.why),
             "nearest_misses": [miss.to_json() for miss in self.nearest_misses],
             "changes": [change.to_json() for change in self.changes],
             "interrupted": self.interrupted,

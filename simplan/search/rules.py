@@ -16,8 +16,9 @@ from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import MAX_LAYER_PASSES, MAX_PIPELINE_CELLS
 from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec
 
-__all__ = ["RULES", "Rules"]
+__all__ = ["RULES", "Rules", "in_words"]
 
 RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -37,7 +38,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "sequence_parallel_of_experts": "tensor parallelism beside experts goes with sequence parallelism",
         "ep_divides": "ep must divide num_experts and dp_replicate x dp_shard x cp x tp",
         "ep_covers_shards": "ep must be a multiple of dp_shard x cp x tp where whole optimizer states are dealt out",
-        "ep_within_replicas": "ep must divide dp_shard x cp x tp, or be a multiple of it, with FSDP",
+        "ep_within_replicas": "ep must divide dp_shard x cp x tp, or be a multiple of it, with sharded parameters",
         "stages_within_layers": "every stage needs a layer",
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
@@ -51,9 +52,9 @@ RULES: Mapping[str, str] = MappingProxyType(
         "virtual_stages_ddp": "DistributedDataParallel fails with several stages on a rank",
         "zero_stage_of_shards": "dp_shard > 1 needs zero_stage 1, 2 or 3",
         "reshard_needs_shards": "reshard_after_forward is about sharded parameters",
-        "tied_embeddings_sharded": "FSDP of embeddings tied over two pipeline ranks is not modelled",
+        "tied_embeddings_sharded": "sharding embeddings tied over two pipeline ranks is not modelled",
         "recompute_modelled": "this recomputation of this model is not modelled",
-        "sharded_precision_modelled": "FSDP of batch norms in half precision is not modelled",
+        "sharded_precision_modelled": "sharding batch norms in half precision is not modelled",
         "sharded_training_modelled": "ZeRO-2 and ZeRO-3 of this task and precision are not modelled for the software",
         "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
         "grad_sync_of_replicas": "grad_sync = microbatch is about data-parallel ranks, and there is one",
@@ -66,6 +67,21 @@ RULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What rejects a candidate: name and rule. Those of ``check_plan``, and what a search itself asks."""
+
+_NOT_IN_TORCH: Mapping[str, str] = MappingProxyType(
+    {
+        "split_backward_reshard": "a split backward with reshard_after_forward is not modelled",
+        "split_backward_ddp": "a split backward of replicas whose parameters are whole is not modelled",
+        "virtual_stages_ddp": "several stages on a rank of replicas whose parameters are whole are not modelled",
+    }
+)
+"""The same of software that does not run on torch, where torch's own limits say nothing."""
+
+
+def in_words(name: str, software: SoftwareSpec) -> str:
+    """What a rule says to who uses a software."""
+    return RULES[name] if software.framework == "torch" else _NOT_IN_TORCH.get(name, RULES[name])
+
 
 _SPLITS = frozenset(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
 

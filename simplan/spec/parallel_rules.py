@@ -186,7 +186,9 @@ def _stage_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem
         yield Problem(
             field="plan.virtual_stages",
             value=str(plan.virtual_stages),
-            rule="torch's DistributedDataParallel fails with several stages on a rank",
+            rule="torch's DistributedDataParallel fails with several stages on a rank"
+            if software.framework == "torch"
+            else f"is not modelled for {software.id} where parameters are whole",
             fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1",
         )
 

@@ -89,18 +89,23 @@ def _split_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem
             rule=f"would run modules again in both parts of a backward, which {name} splits in two",
             fix="remove it, or use schedule = 1f1b",
         )
+    in_torch = software.framework == "torch"
     if plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
         yield Problem(
             field="plan.reshard_after_forward",
             value="true",
-            rule=f"torch loses the gradients of parameters that are resharded when a backward is split ({name})",
+            rule=f"torch loses the gradients of parameters that are resharded when a backward is split ({name})"
+            if in_torch
+            else f"with a split backward ({name}) is not modelled for {software.id}",
             fix="use reshard_after_forward = false",
         )
     if plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_splits:
         yield Problem(
             field="plan.schedule",
             value=name,
-            rule="splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes",
+            rule="splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
+            if in_torch
+            else f"splits backward, which is not modelled for {software.id} where parameters are whole",
             fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b",
         )
 

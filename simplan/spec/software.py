@@ -228,6 +228,7 @@ class SoftwareSpec(Spec):
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
+        framework: What it is written in, whose own limits it has.
         not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
     """
@@ -281,6 +282,7 @@ class SoftwareSpec(Spec):
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     trainer: bool = False
     executable: bool = False
+    framework: Literal["torch", "jax"] = "torch"
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 

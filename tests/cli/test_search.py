@@ -115,7 +115,9 @@ def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None
     [
         ("{objectiv: memory}", "search.objectiv: is not a known key; did you mean objective"),
         ("{schedule: [1f1c]}", 'search.schedule.0 = "1f1c": is not a known choice; did you mean 1f1b?'),
-        ("{tp: 0}", "search.tp.0 = 0: must be at least 1"),
+        ("{tp: 0}", "search.tp = 0: must be at least 1"),
+        ('{tp: "2"}', 'search.tp = "2": must be a whole number; write 2 without quotes'),
+        ("{tp: [2, 0]}", "search.tp.1 = 0: must be at least 1"),
         ("{objectives: [memory, cost, step_time]}", "must have at most 2 values"),
         (
             "{zero_stage: [1, 2]}\nsoftware: megatron-core",

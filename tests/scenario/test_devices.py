@@ -49,12 +49,12 @@ def test_another_architecture_brings_its_kernels(tmp_path: Path) -> None:
         ),
         (
             "{peak_flop_per_s: {bf16: 989}}",
-            "cluster.device.peak_flop_per_s.bf16 = 989.0: is less than any device has; "
+            "cluster.device.peak_flop_per_s.bf16 = 989: is less than any device has; "
             "write it in FLOP per second: 989 TFLOP/s is 989e12",
         ),
         (
             "{memory_bandwidth_bytes_per_s: 3350}",
-            "cluster.device.memory_bandwidth_bytes_per_s = 3350.0: is less than any device has; "
+            "cluster.device.memory_bandwidth_bytes_per_s = 3350: is less than any device has; "
             "write it in bytes per second: 3.35 TB/s is 3.35e12",
         ),
         (
@@ -72,3 +72,13 @@ def test_what_no_device_is(tmp_path: Path, written: str, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         device(tmp_path, written)
     assert str(caught.value).endswith(sentence)
+
+
+def test_all_that_is_wrong_with_a_device_is_told_at_once(tmp_path: Path) -> None:
+    written = (
+        "{preset: h100-sxm, architecture: amper, memory_bytes: 80, peak_flop_per_s: {bf16: fast}, host_link: pcie9}"
+    )
+    with pytest.raises(SpecError) as caught:
+        device(tmp_path, written)
+    fields = ("preset", "architecture", "memory_bytes", "peak_flop_per_s.bf16", "host_link")
+    assert [problem.field for problem in caught.value.problems] == [f"cluster.device.{field}" for field in fields]

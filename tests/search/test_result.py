@@ -121,8 +121,8 @@ def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "sentences"),
     [
-        ({"tp": "2"}, ['tp.0 = "2": must be a whole number; write 2 without quotes']),
-        ({"microbatch_size": 1.5}, ["microbatch_size.0 = 1.5: must be a whole number"]),
+        ({"tp": "2"}, ['tp = "2": must be a whole number; write 2 without quotes']),
+        ({"microbatch_size": 1.5}, ["microbatch_size = 1.5: must be a whole number"]),
         ({"tp": []}, ["tp = []: must not be empty"]),
         ({"objectives": ["memory"]}, ['objectives = ["memory"]: must have at least 2 values']),
         (

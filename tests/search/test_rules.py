@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -15,7 +16,7 @@ from simplan.errors import NotModelledError, SpecError
 from simplan.search import Question, SearchSpace
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
-from simplan.search.rules import RULES, Rules
+from simplan.search.rules import RULES, Rules, in_words
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from simplan.spec.schedules import SCHEDULE_FACTS
@@ -73,6 +74,14 @@ def test_a_candidate_is_rejected_exactly_when_check_plan_refuses_it(
     assert (why is None) == is_plan(asked, candidate), why
     assert why is None or why in RULES
     event(str(why))
+
+
+def test_words_are_those_of_the_framework() -> None:
+    torch, jax = catalogue.software("megatron-core"), catalogue.software("maxtext")
+    assert in_words("tp_in_node", torch) == in_words("tp_in_node", jax) == RULES["tp_in_node"]
+    for name in ("virtual_stages_ddp", "split_backward_ddp", "split_backward_reshard"):
+        assert re.search("torch|DistributedDataParallel", in_words(name, torch))
+    assert not any(re.search("torch|DistributedDataParallel|FSDP", in_words(name, jax)) for name in RULES)
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
