@@ -90,6 +90,13 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
             yield Problem(field=f"model.{field}", value="true", rule=rule, fix="use false")
+    if job.model.mtp_num_layers:
+        yield Problem(
+            field="model.mtp_num_layers",
+            value=str(job.model.mtp_num_layers),
+            rule="the executor has no layers for multi-token prediction",
+            fix="use 0",
+        )
     if plan.cp > 1 and plan.cp_comm == "ring":
         yield Problem(
             field="plan.cp_comm",

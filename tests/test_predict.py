@@ -216,4 +216,4 @@ def test_what_of_deepseek_is_not_modelled_is_said() -> None:
     training = TrainingSpec(global_batch_size=8)
     plan = ParallelPlan(dp_shard=8, ep=8)
     found = predict("experts", model, catalogue.cluster("dgx-h100"), training, plan, catalogue.software("torch"))
-    assert any("no module predicts a second token" in sentence for sentence in found.assumptions)
+    assert any("no layer predicts a second token" in sentence for sentence in found.assumptions)

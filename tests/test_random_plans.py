@@ -216,6 +216,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         max_position_embeddings=64,
         tied_embeddings=draw(rarely(False, True)),
         **({"num_experts": 8, "top_k": 2, "moe_intermediate_size": 32} if family == "moe" else {}),
+        mtp_num_layers=0 if family == "gpt" else draw(rarely(0, 1, 2)),
     )
 
 

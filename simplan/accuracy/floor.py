@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,9 +11,10 @@ from simplan.accuracy.job import RunJob
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.statistics import ErrorFigures
 from simplan.program.partition import assign_stage_layers, balanced_assignment
-from simplan.spec.layer import Attention, Gemm, LayerKind, LayerSpec
+from simplan.spec.layer import Attention, Gemm, LayerKind
+from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.recompute import recomputation
+from simplan.spec.recompute import recomputation, recompute_of
 
 __all__ = ["constant_utilization", "step_flops"]
 
@@ -25,10 +26,10 @@ def step_flops(job: RunJob) -> float:
     again. Where only some blocks of every stage run again, stages are those of equal FLOPs unless the plan has its own.
     """
     layers, plan = job.model.layers, job.plan
-    assignment = _assignment(layers, plan)
+    assignment = _assignment(job.model, plan)
     again = 0
     for number, layer in enumerate(layers):
-        mode = plan.recompute_at(assignment.place(number))
+        mode = recompute_of(layer, plan, assignment.place(number))
         if layer.kind is LayerKind.BLOCK and mode != "none":
             indices = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
             kernels = layer.kernels if mode == "full" else [layer.kernels[index] for index in indices]
@@ -36,12 +37,12 @@ def step_flops(job: RunJob) -> float:
     return float(job.training.global_batch_size * (job.model.flops_per_sequence() + again))
 
 
-def _assignment(layers: Sequence[LayerSpec], plan: ParallelPlan) -> StageAssignment:
+def _assignment(model: ModelSpec, plan: ParallelPlan) -> StageAssignment:
     if plan.recompute_layers is None:  # blocks are alike, whatever their stages
-        return StageAssignment((0, len(layers)))
+        return StageAssignment((0, len(model.layers)))
     if plan.stage_layers is not None:
-        return assign_stage_layers(plan.stage_layers)
-    return balanced_assignment([layer.flops() for layer in layers], plan.num_stages)
+        return assign_stage_layers(plan.stage_layers, model.num_last_layers)
+    return balanced_assignment([layer.flops() for layer in model.layers], plan.num_stages, model.num_last_layers)
 
 
 def constant_utilization(outcomes: Iterable[RunOutcome]) -> ErrorFigures:

@@ -13,7 +13,7 @@ from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.joined import joined_gemms
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
-from simplan.spec.low_precision import linears
+from simplan.spec.low_precision import quantized_linears
 from simplan.spec.optimizer import UPDATES, UpdateName
 from simplan.spec.software import StateBytes
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
@@ -97,7 +97,7 @@ class KernelCost:
     def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Kernels that run: linear layers in low precision, and the others."""
         kernels, form = running_kernels(work), self.state.linear
-        quantized = set(linears(work.layer, experts=form.experts)) if self.low and form else set()
+        quantized = set(quantized_linears(work.layer, form)) if self.low and form else set()
         gemms = [kernel for kernel in kernels if isinstance(kernel, Gemm)]
         low, wide = [k for k in gemms if k in quantized], [k for k in gemms if k not in quantized]
         if self.joined:

@@ -57,6 +57,7 @@ _DEEPSEEK = ModelType(
     },
     optional=_MAY_MISS,
     neutral={**_NEUTRAL, "attention_bias": (False,)},
+    later_tokens="num_nextn_predict_layers",
     in_experts=frozenset({"shared_expert_intermediate_size"}),
 )
 # checkpoints store experts in 4 bits, which are widened when they are read to be trained
@@ -92,4 +93,4 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-"""Values of ``model_type``. A module that predicts a second token (DeepSeek-V3) is left out, as in Hugging Face's."""
+"""Values of ``model_type``. Hugging Face's own models leave out a layer that predicts a second token (DeepSeek-V3)."""

@@ -20,7 +20,9 @@ _USUAL_LENGTH = 4096
 _FULL, _IN_WINDOW = "full_attention", "sliding_attention"
 
 
-def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: int | None = None) -> dict[str, Any]:
+def model_fields_from_config(
+    config: Mapping[str, Any], *, name: str, seq_len: int | None = None, mtp: bool = False
+) -> dict[str, Any]:
     """Fields of a ``ModelSpec`` from a Hugging Face config, for ``ModelSpec`` to check and complete.
 
     Args:
@@ -28,6 +30,8 @@ def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: i
         name: Name for the model.
         seq_len: Tokens of one sequence; None for images only. The longest that a model knows is often many times
             what anybody trains on (131,072 of Llama 3.1), so it is no default.
+        mtp: Layers for multi-token prediction are trained: the software has them. Else they are left out, as
+            transformers leaves them out.
 
     Raises:
         SpecError: Keys or ``seq_len`` are missing or ``model_type`` is unknown.
@@ -45,6 +49,8 @@ def model_fields_from_config(config: Mapping[str, Any], *, name: str, seq_len: i
     if missing:
         raise SpecError([Problem(field=key, rule="is missing", fix=f"a {word} config has it") for key in missing])
     fields = {**kind.fixed, **{field: value for field, value in given.items() if value is not None}}
+    if mtp and kind.later_tokens is not None and (layers := kind.look_up(config, kind.later_tokens)):
+        fields["mtp_num_layers"] = layers
     width = fields.get("moe_intermediate_size")
     for field in kind.in_experts & fields.keys():
         if type(fields[field]) is int and type(width) is int:  # true is no number of experts

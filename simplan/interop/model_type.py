@@ -23,6 +23,7 @@ class ModelType:
         windows: ``sliding_window`` is that of all layers; else of some, where ``use_sliding_window`` is set.
         alternates: Of every second layer, from the first on, unless ``layer_types`` says of which.
         has_sequences: Sequences are as long as the user says.
+        later_tokens: The key of layers for multi-token prediction, of types that have some.
         in_experts: Widths that the config counts in experts, each as wide as ``moe_intermediate_size``.
     """
 
@@ -34,6 +35,7 @@ class ModelType:
     windows: bool = False
     alternates: bool = False
     has_sequences: bool = True
+    later_tokens: str | None = None
     in_experts: frozenset[str] = frozenset()
 
     def read(self, config: Mapping[str, Any], name: str) -> Any:

@@ -56,10 +56,10 @@ def assumptions(
     if plan.ep == 1 and (idle := _idle_of_experts(software)):
         found.append(f"every rank has all experts, as ep = 1: no effect of software.{' and software.'.join(idle)}")
     if model.family == "deepseek":
-        found.append(
-            "tokens choose among all experts, not among those of a few groups, and no module predicts a second token "
-            "(n_group, num_nextn_predict_layers)"
-        )
+        found.append("tokens choose among all experts, not among those of a few groups (n_group)")
+        if not model.mtp_num_layers:
+            with_it = "" if software.mtp else f", which is all that is modelled with {software.id}"
+            found.append(f"no layer predicts a second token, as mtp_num_layers = 0{with_it}")
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:

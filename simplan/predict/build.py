@@ -185,7 +185,7 @@ def _connection(op: Op) -> frozenset[int] | None:
 def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel) -> StageAssignment:
     """The user's split of layers into stages, or the balanced one."""
     if plan.stage_layers is not None:
-        return assign_stage_layers(plan.stage_layers)
+        return assign_stage_layers(plan.stage_layers, model.num_last_layers)
     seconds: dict[str, float] = {}
     for layer in (layers := software.layers_of(model, plan)):
         if layer.key not in seconds:
@@ -193,7 +193,7 @@ def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, 
                 cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters)).seconds
                 for phase in (Phase.FORWARD, Phase.BACKWARD)
             )
-    return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages)
+    return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages, model.num_last_layers)
 
 
 def stages_and_table(

@@ -27,7 +27,7 @@ from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.recompute import recomputation
+from simplan.spec.recompute import recomputation, recompute_of
 from simplan.spec.rules import check_plan, num_microbatches
 from simplan.spec.schedules import is_own_schedule
 from simplan.spec.software import SoftwareSpec
@@ -155,7 +155,7 @@ def recomputed_share(
     """FLOPs that are computed again over those of forward and backward."""
     again = total = 0
     for number, layer in enumerate(software.layers_of(model, plan)):
-        mode = plan.recompute_at(assignment.place(number))
+        mode = recompute_of(layer, plan, assignment.place(number))
         kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
         total += layer.flops() + layer.backward_flops()

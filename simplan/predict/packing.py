@@ -11,7 +11,7 @@ from simplan.spec.layer import Attention, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.packing import PackStatistics
 from simplan.spec.plan import ParallelPlan, Recompute, StageAssignment
-from simplan.spec.recompute import recomputation
+from simplan.spec.recompute import recomputation, recompute_of
 from simplan.units import format_percent
 
 __all__ = ["attention_s", "fullest_excess", "packing_assumptions"]
@@ -83,7 +83,8 @@ def attention_s(
     found: dict[tuple[object, Recompute, int], float] = {}
 
     def of_layer(index: int) -> float:
-        layer, mode = layers[index], plan.recompute_at(assignment.place(index))
+        layer = layers[index]
+        mode = recompute_of(layer, plan, assignment.place(index))
         key = (layer.key, mode, (index - 1) % 2)  # selective_layer has two kinds of blocks
         if key not in found:
             found[key] = _core_s(layer, plan, cost, mode, index - 1)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from simplan.program.low_precision_footprint import kept_weight_bytes
 from simplan.program.moment import Moment
 from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise
-from simplan.spec.low_precision import linears
+from simplan.spec.low_precision import quantized_linears
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
@@ -31,7 +31,7 @@ def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> in
     and a weight that backward makes no gradient with is not kept. Linear layers in a lower precision quantize weights
     as they are.
     """
-    if state.linear is not None and kernel in linears(layer, experts=state.linear.experts):
+    if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)
     if not (kernel.trained and kernel.propagates):
         return 0
@@ -63,7 +63,7 @@ def expert_moments(
     kernels = {kernel.name: kernel for kernel in layer.kernels}
     places, inner = b * down.m * down.n * narrow, b * down.m * down.k * narrow
     chosen = b * sum(t.elements for t in layer.saved if t.name == "outputs of chosen experts") * narrow
-    output = b * layer.output_elements
+    output = b * layer.made_elements
     copied = copied_weight_bytes(layer, down, state)
     axes = {kernel.axis for kernel in layer.kernels if isinstance(kernel, Exchange)}
     exchanges = not axes.isdisjoint(("ep", "etp"))

@@ -17,7 +17,8 @@ def head_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[Mom
 
     Backward has the gradients after and, unless the vocabulary is split, before the softmax; or, where probabilities
     become gradients in place, a narrower copy of them; or they are there. Then, with what was kept gone, it has the
-    gradients of logits, of their matrix and of its input.
+    gradients of logits, of their matrix and of its input. A head that runs several times, for later tokens, too, does
+    so one after the other: what it keeps of all is counted apart, and this is of one.
     """
     narrow = state.activation
     matrix = next(k for k in reversed(layer.kernels) if isinstance(k, Gemm))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from simplan.program.moment import Moment
 from simplan.spec.joined import joins
 from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise, Saved
-from simplan.spec.low_precision import LinearFormat, linears
+from simplan.spec.low_precision import LinearFormat, quantized_linears
 from simplan.spec.software import StateBytes
 
 __all__ = [
@@ -36,7 +36,7 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
         return layer
     saved = list(layer.saved)
     routed = any(kernel.name == "router" for kernel in layer.kernels)  # which reads in 16 bits what others quantize
-    for gemm in linears(layer, experts=form.experts):
+    for gemm in quantized_linears(layer, form):
         if not gemm.trained:
             continue
         place = layer.kernels.index(gemm)
@@ -92,7 +92,7 @@ def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
     if form is None or form.weights == "microbatch":
         return 0
     found = 0
-    for gemm in linears(layer, experts=form.experts):
+    for gemm in quantized_linears(layer, form):
         found += _along_rows(form, gemm) + (_along_columns(form, gemm) if gemm.propagates else 0)
         if form.weights == "stored":
             found -= gemm.weight_elements * (state.parameter if gemm.trained else state.frozen)
@@ -105,7 +105,7 @@ def forward_cast_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) 
     A weight that is quantized less often than that is there anyway.
     """
     form = state.linear
-    if form is None or gemm not in linears(layer, experts=form.experts):
+    if form is None or gemm not in quantized_linears(layer, form):
         return 0
     weight = _along_rows(form, gemm) if form.weights == "microbatch" else 0
     return form.quantized_bytes(b * gemm.m, gemm.k) + weight
@@ -126,7 +126,7 @@ def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, he
         held: Bytes beside what was kept, gradient of the output among them.
     """
     form = state.linear
-    if form is None or not (gemm.trained or gemm.propagates) or gemm not in linears(layer, experts=form.experts):
+    if form is None or not (gemm.trained or gemm.propagates) or gemm not in quantized_linears(layer, form):
         return ()
     rows = b * gemm.m
     gradient, result = form.quantized_bytes(rows, gemm.n), rows * gemm.k * state.activation

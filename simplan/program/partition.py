@@ -18,14 +18,14 @@ _ROUNDING = 1 + 1e-9  # sums of equal layers at different places differ by round
 _Floats = NDArray[np.float64]
 
 
-def balanced_assignment(layer_times_s: Sequence[float], num_stages: int) -> StageAssignment:
+def balanced_assignment(layer_times_s: Sequence[float], num_stages: int, num_last: int = 1) -> StageAssignment:
     """The contiguous split whose slowest stage is fastest; among those, the one with the least sum of squares. Exact.
 
     Two steps, because the second aim cannot be reached stage by stage while the slowest is still unknown: first the
     smallest possible slowest stage, then the most even split of which no stage is slower.
 
     Embedding and head count like any layer, so a stage that holds one gets fewer blocks. Every stage holds at least
-    one block: the first and the last layer are never alone in a stage.
+    one block: the first and the last layers are never alone in a stage.
 
     Stages count one by one, also where a rank has several (stages r, r + p, ... of an interleaved schedule): a rank is
     then busy for at most as many times the slowest stage.
@@ -33,14 +33,15 @@ def balanced_assignment(layer_times_s: Sequence[float], num_stages: int) -> Stag
     Args:
         layer_times_s: Forward plus backward time of every layer of one microbatch, embedding first, head last.
         num_stages: Stages to make; at most the number of blocks.
+        num_last: Layers after the last block, which stay together: the head, and those before it.
 
     Complexity: O(num_stages * blocks^2) elements of numpy, O(blocks^2) memory.
     """
-    num_blocks = len(layer_times_s) - 2
+    num_blocks = len(layer_times_s) - 1 - num_last
     assert 1 <= num_stages <= num_blocks, (num_stages, num_blocks)
-    # before[b]: time before block b, where the embedding belongs to the first block and the head to the last
+    # before[b]: time before block b, where the embedding belongs to the first block and the last layers to the last
     total = np.cumsum(layer_times_s)
-    before = np.concatenate(([0.0], total[1:-2], total[-1:]))
+    before = np.concatenate(([0.0], total[1:num_blocks], total[-1:]))
     # times_s[end, start] of a stage of blocks start to end - 1; endless where there is no block in it
     times_s = before[:, None] - before[None, :]
     times_s[np.triu_indices(num_blocks + 1)] = np.inf
@@ -91,9 +92,14 @@ def _most_even(squares: _Floats, num_stages: int) -> list[int]:
     return inner[::-1]
 
 
-def assign_stage_layers(stage_layers: Sequence[int]) -> StageAssignment:
-    """The user's own split: blocks per stage; the embedding joins the first stage, the head the last."""
+def assign_stage_layers(stage_layers: Sequence[int], num_last: int = 1) -> StageAssignment:
+    """The user's own split: blocks per stage; the embedding joins the first stage, what follows blocks the last.
+
+    Args:
+        stage_layers: Blocks of every stage.
+        num_last: As of ``balanced_assignment``.
+    """
     boundaries = [0, *accumulate(stage_layers)]
     boundaries = [0, *(b + 1 for b in boundaries[1:])]
-    boundaries[-1] += 1
+    boundaries[-1] += num_last
     return StageAssignment(tuple(boundaries))

@@ -20,7 +20,7 @@ from simplan.spec.layer import Gemm, LayerKind, LayerSpec
 from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, Recompute, StageAssignment
-from simplan.spec.recompute import Recomputation, recomputation
+from simplan.spec.recompute import Recomputation, recomputation, recompute_of
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
@@ -186,9 +186,11 @@ class Stages:
         )
 
     def layer_name(self, stage: int, position: int) -> str:
-        """``embedding``, ``block 3`` or ``head``."""
-        kind = self.layers[stage][position].kind
-        return f"block {self._first_block[stage] + position}" if kind is LayerKind.BLOCK else str(kind)
+        """``embedding``, ``block 3``, ``mtp 1`` or ``head``."""
+        layer = self.layers[stage][position]
+        is_block = layer.kind is LayerKind.BLOCK
+        number = layer.mtp_depth or self._first_block[stage] + position
+        return f"{layer.title} {number}" if is_block else layer.title
 
     def work(
         self, stage: int, part: range | tuple[int, ...], phase: Phase, *, of: Weights = "all"
@@ -219,7 +221,7 @@ class Stages:
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # with torchtitan's selective_layer every second block is recomputed, else the first ones, or all
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
-        mode = self.plan.recompute_at(position - (self.layers[stage][0].kind is LayerKind.EMBEDDING))
+        mode = recompute_of(layer, self.plan, position - (self.layers[stage][0].kind is LayerKind.EMBEDDING))
         buffered = self.software.preallocated_receives  # else a receive makes its tensor, as a layer would
         ends = (
             buffered and position == 0 and self._crosses(stage - 1),

@@ -139,6 +139,11 @@ def _inputs(model: ModelSpec) -> str:
     return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
 
 
+def _later_tokens(model: ModelSpec) -> str:
+    """Layers that predict them, if there are any."""
+    return f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
+
+
 def _trained(model: ModelSpec) -> str:
     """How many are trained, if not all."""
     if model.num_trained_parameters == model.num_parameters:
@@ -150,7 +155,7 @@ def _asked(prediction: Prediction) -> Iterator[str]:
     model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{_trained(model)}, "
-        f"{model.num_blocks} layers, {_inputs(model)}"
+        f"{model.num_blocks} layers{_later_tokens(model)}, {_inputs(model)}"
     )
     yield (
         f"  cluster      {cluster.id}: {cluster.num_devices} x {cluster.device.id}, "
@@ -166,7 +171,8 @@ def _asked(prediction: Prediction) -> Iterator[str]:
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
         counts = _in_runs([high - low for low, high in pairwise(bounds)])
-        yield f"  stages       {counts} layers (embedding and head count as one each)"
+        ends = "embedding, head and those for later tokens" if model.mtp_num_layers else "embedding and head"
+        yield f"  stages       {counts} layers ({ends} count as one each)"
 
 
 def _in_runs(numbers: Sequence[int]) -> str:

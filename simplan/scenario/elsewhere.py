@@ -39,6 +39,7 @@ _OTHER_WORDS = {
     "model.intermediate_size": "ffn_hidden_size d_ff",
     "model.num_experts": "num_local_experts n_routed_experts",
     "model.top_k": "num_experts_per_tok moe_router_topk",
+    "model.mtp_num_layers": "num_nextn_predict_layers",
     "cluster.num_devices": "num_gpus gpus world_size",
     "cluster.num_nodes": "nodes nnodes",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",

@@ -197,10 +197,11 @@ def parts_of(document: Document, file: str) -> Parts:
     sections.read(_File, data, ())  # unknown keys and missing sections
     if not isinstance(data, dict):
         sections.raise_problems()
-    model = read_model(sections, data["model"]) if "model" in data else None
+    software = read_software(sections, data.get("software", "torch"))
+    mtp = software is not None and software.mtp
+    model = read_model(sections, data["model"], mtp=mtp) if "model" in data else None
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
-    software = read_software(sections, data.get("software", "torch"))
     if model is not None and software is not None:
         refuse_idle_options(sections, data, model, software, catalogue.software(software.id))
     return Parts(data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software)

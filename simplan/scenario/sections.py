@@ -27,8 +27,14 @@ __all__ = ["read_expectations", "read_model", "read_software"]
 _MAX_EXPECTATIONS = 1000
 
 
-def read_model(sections: Sections, data: Any) -> ModelSpec | None:
-    """The section ``model``: ``preset`` or ``hf_config`` with overrides, or inline."""
+def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
+    """The section ``model``: ``preset`` or ``hf_config`` with overrides, or inline.
+
+    Args:
+        sections: Of the file.
+        data: The section.
+        mtp: The software trains layers for multi-token prediction that an ``hf_config`` has.
+    """
     if not sections.is_mapping(data, ("model",), "{preset: gpt2-124m}"):
         return None
     given = dict(data)
@@ -39,13 +45,13 @@ def read_model(sections: Sections, data: Any) -> ModelSpec | None:
     if "preset" in given:
         fields = sections.look_up(("model", "preset"), catalogue.model_fields, given.pop("preset"))
     elif "hf_config" in given:
-        fields = _hf_fields(sections, given.pop("hf_config"), given.get("seq_len"))
+        fields = _hf_fields(sections, given.pop("hf_config"), given.get("seq_len"), mtp=mtp)
     if fields is None:
         return None
     return _complete_model(sections, {**fields, **given})
 
 
-def _hf_fields(sections: Sections, name: Any, seq_len: Any) -> dict[str, Any] | None:
+def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dict[str, Any] | None:
     def read(name: str) -> dict[str, Any]:
         path = Path(sections.file).parent / name
         if not name.endswith(".json") and not path.exists():
@@ -56,7 +62,8 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any) -> dict[str, Any] | 
         try:
             config = read_json(path)
             length = seq_len if seq_len is None or isinstance(seq_len, int) else 1  # refused with the other fields
-            return model_fields_from_config(config, name=path.parent.name or path.stem, seq_len=length)
+            title = path.parent.name or path.stem
+            return model_fields_from_config(config, name=title, seq_len=length, mtp=mtp)
         except SpecError as error:
             shown = render_value(name)
             raise type(error)([Problem(field="", value=shown, rule=p.sentence()) for p in error.problems]) from None

@@ -50,7 +50,7 @@ def covers_job(question: Question) -> bool:
         and software.copies_units
         and not software.lists_of_shards
         and software.live_elements is None
-        and not question.model.lora_rank
+        and not (question.model.lora_rank or question.model.mtp_num_layers)
         and software.gradient_as_bucket_view
         and software.preallocated_receives
         and not software.splits_sends

@@ -87,8 +87,8 @@ class Outlines:
         key = way._replace(recompute="none"), *more, candidate.num_stages
         found = self._splits.get(key)
         if found is None:
-            block_s = self.of(candidate).block_s
-            found = self._splits[key] = np.array(balanced_boundaries(block_s, candidate.num_stages))
+            block_s, last = self.of(candidate).block_s, self._question.model.num_last_layers
+            found = self._splits[key] = np.array(balanced_boundaries(block_s, candidate.num_stages, last))
         return found
 
     def way(self, candidate: Candidate) -> tuple[Way, int, int]:

@@ -171,6 +171,6 @@ class _Search:
         asked = self._question
         cost = cost_model(asked.cluster, asked.training, plan, asked.software, None)
         assignment = assign_layers(asked.model, plan, asked.software, cost)
-        last = len(asked.model.layers) - 2
+        last = asked.model.num_blocks
         stages = map(assignment.layer_range, range(assignment.num_stages))
         return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)

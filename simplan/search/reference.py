@@ -13,7 +13,7 @@ from simplan.search.candidate import Candidate
 from simplan.search.question import Question
 from simplan.spec.layer import LayerSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.recompute import recomputation
+from simplan.spec.recompute import recomputation, recompute_of
 from simplan.spec.rules import num_microbatches
 from simplan.spec.schedules import SCHEDULE_FACTS
 
@@ -112,7 +112,7 @@ def _least_time_s(question: Question, plan: ParallelPlan, cost: CostModel, num_m
     for stage in range(plan.num_stages):
         forward_s = backward_s = 0.0
         for index in assignment.layer_range(stage):
-            mode = plan.recompute_at(assignment.place(index))
+            mode = recompute_of(layers[index], plan, assignment.place(index))
             key = layers[index], tuple(recomputation(layers[index], mode, index - 1, plan.recompute_modules).kernels)
             if key not in seconds:
                 seconds[key] = _layer_s(cost, *key, plan, splits=splits)

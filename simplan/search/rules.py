@@ -25,7 +25,8 @@ RULES: Mapping[str, str] = MappingProxyType(
         "devices": "dp_replicate x dp_shard x tp x cp x pp must be the number of devices",
         "tp_in_node": "tensor-parallel groups stay inside a node (search.tp_across_nodes lifts it)",
         "tp_divides_heads": "tp must divide num_attention_heads and num_key_value_heads",
-        "tp_divides_sizes": "tp must divide intermediate_size, vocab_size, num_classes and the shared expert",
+        "tp_divides_sizes": "tp must divide intermediate_size, vocab_size, num_classes and the shared expert, with MTP "
+        "hidden_size",
         "tp_modelled": "tensor parallelism of this model is not modelled",
         "cp_divides_sequence": "2 x cp must divide seq_len",
         "cp_modelled": "context parallelism of this model is not modelled",
@@ -52,6 +53,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "virtual_stages_ddp": "DistributedDataParallel fails with several stages on a rank",
         "zero_stage_of_shards": "dp_shard > 1 needs zero_stage 1, 2 or 3",
         "reshard_needs_shards": "reshard_after_forward is about sharded parameters",
+        "mtp_sharded": "sharding of parameters beside layers for multi-token prediction is not modelled",
         "tied_embeddings_sharded": "sharding embeddings tied over two pipeline ranks is not modelled",
         "recompute_modelled": "this recomputation of this model is not modelled",
         "sharded_precision_modelled": "sharding batch norms in half precision is not modelled",
@@ -102,6 +104,7 @@ class Rules:
         self._heads = (model.num_attention_heads, model.num_key_value_heads)
         self._sizes = (
             model.intermediate_size, model.vocab_size, model.num_classes, model.shared_expert_intermediate_size,
+            model.hidden_size if model.mtp_num_layers else 0,
         )  # fmt: skip
         self._seq_len = model.seq_len
         self._blocks = model.num_blocks
@@ -110,6 +113,7 @@ class Rules:
         self._latent = model.family == "deepseek"
         self._convolutions = bool(model.depths)
         self._tied = model.tied_embeddings
+        self._mtp = model.mtp_num_layers > 0
         self._half = question.training.precision not in ("fp32", "tf32")
         self._batch = question.training.global_batch_size
         self._even = software.optimizer_shards == "elements"
@@ -125,7 +129,9 @@ class Rules:
         self._no_shards = not shards or question.training.precision not in {*shards, *software.low_precision}
         self._no_tp = whole or normed
         self._no_cp = whole or self._of_classes or family.task == "masked_token" or bool(model.document_lengths)
-        self._no_splits = bool(self._experts or self._convolutions or model.lora_rank or self.in_low_precision)
+        self._no_splits = bool(
+            self._experts or self._convolutions or model.lora_rank or self.in_low_precision or self._mtp
+        )
         self._no_ring = family.alibi or any(model.windows) or cluster.device.kind == "cpu"
 
     def first(self, c: Candidate) -> str | None:
@@ -177,6 +183,8 @@ class Rules:
             return "reshard_needs_shards"
         if sharded and self._no_shards:
             return "sharded_training_modelled"
+        if sharded and self._mtp:
+            return "mtp_sharded"
         if sharded and pp > 1 and self._tied:
             return "tied_embeddings_sharded"
         if sharded and self._convolutions and self._half:

@@ -14,10 +14,10 @@ __all__ = ["balanced_boundaries"]
 _ROUNDING = 1 + 1e-9  # as there
 
 
-def balanced_boundaries(layer_times_s: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def balanced_boundaries(layer_times_s: Sequence[float], num_stages: int, num_last: int = 1) -> tuple[int, ...]:
     """The boundaries of ``balanced_assignment`` with the same arguments."""
     total = np.cumsum(layer_times_s)
-    before = np.concatenate(([0.0], total[1:-2], total[-1:]))
+    before = np.concatenate(([0.0], total[1 : -1 - num_last], total[-1:]))
     inner = _split(before, num_stages)
     return (0, *(inner + 1).tolist(), len(layer_times_s))
 

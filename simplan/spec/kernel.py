@@ -8,6 +8,7 @@ from math import comb
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "TOKEN_TABLE",
     "Attention",
     "CollectiveKind",
     "Exchange",
@@ -18,6 +19,9 @@ __all__ = [
     "Pointwise",
     "has_backward",
 ]
+
+TOKEN_TABLE = "wte"
+"""The ``Lookup`` of tokens in the embedding; any other one is in a smaller table."""
 
 
 class CollectiveKind(StrEnum):

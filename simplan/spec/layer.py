@@ -130,6 +130,7 @@ class LayerSpec:
         gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
         compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
         reruns_to_end: What backward runs again of it, it runs to its end, though nothing asks for the last results.
+        mtp_depth: It follows the last block, for tokens so many places further on (``simplan.spec.models.mtp``).
     """
 
     key: str
@@ -147,12 +148,18 @@ class LayerSpec:
     gradient_order: tuple[int, ...] = field(default=())
     compiled: bool = False
     reruns_to_end: bool = False
+    mtp_depth: int = 0
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerSpec) and self.key == other.key
+
+    @property
+    def title(self) -> str:
+        """What it is called: its kind, or ``mtp`` of one for later tokens."""
+        return "mtp" if self.mtp_depth else str(self.kind)
 
     def output_bytes(self, activation_bytes: int, residual_bytes: int) -> tuple[int, int]:
         """``(made, passed on)``: bytes of one sequence that the next layer gets."""

@@ -37,6 +37,7 @@ __all__ = [
     "casts",
     "linear_format",
     "linears",
+    "quantized_linears",
 ]
 
 LowPrecision = Literal["fp8", "mxfp8", "nvfp4"]
@@ -193,6 +194,17 @@ def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
     gemms = [kernel for kernel in layer.kernels if isinstance(kernel, Gemm) and not kernel.image_elements]
     wide = _BLOCK_LINEARS_IN_BF16 if experts else (*_BLOCK_LINEARS_IN_BF16, *_EXPERTS)
     return [gemm for gemm in gemms if gemm.name not in wide and not gemm.name.endswith(_OF_ADAPTERS)]
+
+
+def quantized_linears(layer: LayerSpec, form: LinearFormat) -> list[Gemm]:
+    """Those of a layer that a format is for.
+
+    Not in 4 bits are those of layers for multi-token prediction, which run in 16 then (NVIDIA/Megatron-LM at d98e8a6,
+    megatron/core/transformer/multi_token_prediction.py, ``_proj_and_transformer_layer``: "ignoring FP4").
+    """
+    if layer.mtp_depth and form.precision == "nvfp4":
+        return []
+    return linears(layer, experts=form.experts)
 
 
 class Cast(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from simplan.errors import Problem
-from simplan.spec.low_precision import LOW_PRECISIONS, LinearFormat, linears
+from simplan.spec.low_precision import LOW_PRECISIONS, LinearFormat, quantized_linears
 from simplan.spec.model import ModelSpec
 from simplan.spec.numbers import either
 from simplan.spec.plan import ParallelPlan
@@ -97,7 +97,7 @@ def low_precision_sizes(model: ModelSpec, plan: ParallelPlan, form: LinearFormat
     odd: dict[str, int] = {}
     rows: set[int] = set()
     for layer in set(model.layers_of(plan.shard)):
-        for gemm in linears(layer, experts=form.experts):
+        for gemm in quantized_linears(layer, form):
             sides = (("outputs", gemm.n), ("inputs", gemm.k))
             odd |= {f"{side} of {gemm.name}": size for side, size in sides if size % multiple}
             rows.add(gemm.m * plan.microbatch_size)

@@ -83,6 +83,9 @@ class ModelSpec(Spec):
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
         qk_rope_head_dim: Width that is; one for all heads of the keys.
         v_head_dim: Width of a head's values.
+        mtp_num_layers: Layers after the last block that each predict one token further ahead, which is no block of
+            ``num_hidden_layers`` (num_nextn_predict_layers; DeepSeek-V3 has 1). Their work and their parameters count
+            as the model's.
         lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
         lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
             ``mlp`` or ``all`` of them.
@@ -138,6 +141,7 @@ class ModelSpec(Spec):
     qk_nope_head_dim: Annotated[int, Field(le=10**5)]
     qk_rope_head_dim: Annotated[int, Field(le=10**5)]
     v_head_dim: Annotated[int, Field(le=10**5)]
+    mtp_num_layers: Annotated[int, Field(ge=0, le=100)] = 0
     lora_rank: Annotated[int, Field(ge=0, le=10**5)] = 0
     lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("all",)
     sources: dict[str, str] = Field(default_factory=dict)
@@ -251,6 +255,11 @@ class ModelSpec(Spec):
     def num_blocks(self) -> int:
         """Of encoder and decoder, or of all stages of a ResNet."""
         return self.num_hidden_layers + self.num_decoder_layers + sum(self.depths)
+
+    @property
+    def num_last_layers(self) -> int:
+        """Layers after the last block, which are in the last stage of a pipeline: the head, and those before it."""
+        return 1 + self.mtp_num_layers
 
     def block_indices(self) -> tuple[int, ...]:
         """Indices of the blocks in ``layers``."""

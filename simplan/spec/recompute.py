@@ -12,13 +12,26 @@ from dataclasses import replace
 from itertools import takewhile
 
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Saved
-from simplan.spec.plan import Recompute, RecomputeModule
-from simplan.spec.recompute_modules import Recomputation, Rerun, recomputed_modules
+from simplan.spec.plan import ParallelPlan, Recompute, RecomputeModule
+from simplan.spec.recompute_modules import Recomputation, Rerun, recomputed_modules, token_lookups
 
-__all__ = ["Recomputation", "Rerun", "recomputation"]
+__all__ = ["Recomputation", "Rerun", "recomputation", "recompute_of"]
 
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
 _UNCOUNTED = ("router", "experts_")  # to selective_op: torchtitan's gate, and grouped products, which are no aten.mm
+
+
+def recompute_of(layer: LayerSpec, plan: ParallelPlan, place: int) -> Recompute:
+    """What backward runs again of a layer. Not of one for later tokens where that is of the first blocks of a stage.
+
+    (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py, ``_checkpointed_forward``.)
+
+    Args:
+        layer: The layer.
+        plan: The plan.
+        place: Of the block among those of its stage, from 0.
+    """
+    return "none" if layer.mtp_depth and plan.recompute_layers is not None else plan.recompute_at(place)
 
 
 def recomputation(
@@ -83,6 +96,7 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
     if not inputs:  # backward has no use for it, but forward run again has
         inputs = [Saved("input", layer.output_elements)]
     saved = [replace(tensor, residual=True) for tensor in inputs]
+    kept = sorted({*kept, *token_lookups(layer)})  # embeddings come into what runs again as the input does
     names = {layer.kernels[index].name for index in kept}
     for index in kept:
         saved += _results(layer, index)

@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from simplan.spec.kernel import TOKEN_TABLE
 from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise, Saved
 from simplan.spec.plan import RecomputeModule
 
-__all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules"]
+__all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules", "token_lookups"]
 
 _UP_PROJECTIONS = ("q", "q_b", "kv_b", "rotary", "assemble heads")
 _UP_PROJECTION_INPUTS = ("q_a_norm output", "kv_a_norm output")  # of all ranks, which a product gathers
@@ -98,6 +99,7 @@ def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> 
 def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
     """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
     cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
+    cores -= token_lookups(layer)
     if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
         return
     first, last = min(cores), max(cores)
@@ -108,6 +110,11 @@ def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
     keeps &= not layer.compiled  # torch.compile computes the projection's input again as well
     dropped = (t for t in layer.saved if t.made_by in names and not (keeps and t.name == f"{t.made_by} output"))
     yield _Part(tuple(dropped), Rerun(tuple(again), last))
+
+
+def token_lookups(layer: LayerSpec) -> set[int]:
+    """Indices of what looks tokens up in a block: the lookup, and what adds up the parts of its ranks."""
+    return _where(layer, lambda kernel: kernel.name in (TOKEN_TABLE, f"{TOKEN_TABLE} output"))
 
 
 def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:

@@ -18,6 +18,7 @@ from simplan.spec.hardware import ClusterSpec
 from simplan.spec.low_precision_rules import low_precision_rules, low_precision_sizes, unmodelled_low_precision
 from simplan.spec.model import ModelSpec
 from simplan.spec.model_rules import model_rules
+from simplan.spec.mtp_rules import mtp_rules, unmodelled_mtp
 from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.offload_rules import offload_rules, unmodelled_offload
 from simplan.spec.optimizer_rules import unmodelled_optimizers
@@ -64,6 +65,7 @@ def check_plan(
         *unmodelled_optimizers(model, training, plan, software),
         *unmodelled_low_precision(model, training, plan, software),
         *unmodelled_compilation(training, plan, software),
+        *unmodelled_mtp(model, plan, software),
     ]
     violated = [
         *model_rules(model),
@@ -78,6 +80,7 @@ def check_plan(
         *_size_rules(model, training, plan),
         *parallel_rules(model, plan, software),
         *expert_overlap_rules(training, plan, software),
+        *mtp_rules(model, plan, software),
         *offload_rules(cluster, training, plan),
         *recompute_rules(model, training, plan, software),
     ]

@@ -225,6 +225,7 @@ class SoftwareSpec(Spec):
             what layers left.
         recompute_modules: Modules of a block besides the attention core that it can run again alone.
         recompute_layers: It can run only the first blocks of every stage again.
+        mtp: It trains layers for multi-token prediction.
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
@@ -279,6 +280,7 @@ class SoftwareSpec(Spec):
     flat_updates: bool = False
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False)] = ()
     recompute_layers: bool = False
+    mtp: bool = False
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     trainer: bool = False
     executable: bool = False

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.huggingface import model_fields_from_config
+from simplan.predict import predict
+from simplan.scenario import load_scenario
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 
@@ -154,3 +158,35 @@ def test_experts_must_be_told() -> None:
 def test_a_strange_number_of_shared_experts_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="shared_expert_intermediate_size"):
         model({**DEEPSEEK2, "n_shared_experts": value, "moe_intermediate_size": 1408})
+
+
+def test_layers_for_later_tokens_are_read_where_the_software_has_them() -> None:
+    fields = [
+        model_fields_from_config(config, name="x", seq_len=4096, mtp=mtp)
+        for config, mtp in ((DEEPSEEK3, True), (DEEPSEEK3, False), (DEEPSEEK2, True), (QWEN3, True))
+    ]
+    assert [found.get("mtp_num_layers") for found in fields] == [1, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("software", "more", "depths", "said"),
+    [
+        ("megatron-core", "", 1, []),
+        ("megatron-core", ", mtp_num_layers: 0", 0, ["no layer predicts a second token, as mtp_num_layers = 0"]),
+        ("torchtitan", "", 0, ["no layer predicts a second token, as mtp_num_layers = 0, which is all that is modelled "
+                               "with torchtitan"]),
+    ],
+)  # fmt: skip
+def test_a_scenario_says_what_is_left_out(
+    software: str, more: str, depths: int, said: list[str], tmp_path: Path
+) -> None:
+    small = {"num_hidden_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "n_routed_experts": 16}
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3 | small))
+    (tmp_path / "case.yaml").write_text(
+        f"model: {{hf_config: config.json, seq_len: 512{more}}}\ncluster: {{preset: dgx-h100, num_nodes: 1}}\n"
+        f"training: {{global_batch_size: 8}}\nsoftware: {software}\nplan: {{dp_replicate: 8}}\n"
+    )
+    asked = load_scenario(tmp_path / "case.yaml")
+    found = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    assert asked.model.mtp_num_layers == depths
+    assert [sentence for sentence in found.assumptions if "second token" in sentence] == said

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from simplan.predict.build import assign_layers, cost_model
 from simplan.search.abridged import AbridgedEvaluator
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluators import abridges
+from simplan.search.outline import Outlines
 from simplan.search.question import Question
 from simplan.search.reference import ReferenceEvaluator
 from simplan.search.space import SearchSpace
@@ -57,6 +59,19 @@ def holds(asked: Question, candidates: list[Candidate]) -> None:
 def test_numbers_are_those_of_whole_steps(family: str, software: str) -> None:
     """And bounds are below."""
     holds(asked_for(family, software), some(asked_for(family, software), 6, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("family", "software", "depths"), [("llama", "megatron-core", 2), ("deepseek", "megatron-bridge", 1)]
+)
+def test_numbers_are_those_of_whole_steps_with_layers_for_later_tokens(family: str, software: str, depths: int) -> None:
+    asked = asked_for(family, software, mtp_num_layers=depths)
+    holds(asked, some(asked, 3, seed=5))
+    for stages in (2, 4):
+        candidate = Candidate(pp=stages, dp_shard=8 // stages, zero_stage=1, schedule="1f1b")
+        plan, bounds = candidate.plan(), Outlines(asked).boundaries(candidate)
+        cost = cost_model(asked.cluster, asked.training, plan, asked.software, None)
+        assert tuple(bounds) == assign_layers(asked.model, plan, asked.software, cost).boundaries
 
 
 @pytest.mark.slow

@@ -120,6 +120,27 @@ def test_so_it_is_where_exchanges_are_beside_another_microbatch(precision: str) 
     assert found == ([] if precision == "fp32" else [(1, 1), (2, 2)])
 
 
+@given(candidate=candidates(), family=st.sampled_from(["llama", "moe", "deepseek"]), odd=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_so_it_is_beside_layers_for_later_tokens(candidate: Candidate, family: str, odd: bool) -> None:
+    hidden: dict[str, Any] = {"num_attention_heads": 12, "hidden_size": 50} | (
+        {} if family == "deepseek" else {"head_dim": 4}
+    )
+    sizes: dict[str, Any] = hidden | ({"num_key_value_heads": 12} if family == "llama" else {}) if odd else {}
+    asked = question(family, candidate.num_devices, batch=12, mtp_num_layers=1, **sizes)
+    asked = replace(asked, software=catalogue.software("megatron-core"))
+    asked.check()
+    assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
+
+
+def test_layers_for_later_tokens_rule_out_shards_and_split_backwards() -> None:
+    asked = replace(question("llama", 2, mtp_num_layers=1), software=catalogue.software("megatron-bridge"))
+    found = [Candidate(dp_shard=2, zero_stage=3), Candidate(pp=2, schedule="zb-h1"), Candidate(pp=2, schedule="1f1b")]
+    whys = ["mtp_sharded", "schedule_modelled", None]
+    assert [Rules(asked).first(candidate) for candidate in found] == whys
+    assert [is_plan(asked, candidate) for candidate in found] == [why is None for why in whys]
+
+
 @pytest.mark.parametrize("software", ["megatron-bridge", "deepspeed-2021", "maxtext", "torchtitan"])
 @pytest.mark.parametrize("changes", [{"lora_rank": 4, "task": "lora"}, {"precision": "fp16"}, {"precision": "fp8"}])
 def test_sharded_parameters_are_rejected_where_the_software_has_none_of_such_a_training(

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: multi-head latent attention and a mixture of experts.
 
-Without the module that predicts a second token, and without the corrections of scores by which V3 chooses experts,
-which get no gradient.
+Without the corrections of scores by which V3 chooses experts, which get no gradient. Its layer that predicts a second
+token is there where ``mtp_num_layers`` says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from simplan.spec.layer import LayerSpec
 from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Family, longest
 from simplan.spec.models.mla import latent_attention, latent_form
 from simplan.spec.models.moe import EXPERTS, sparse_layers, with_experts
+from simplan.spec.models.mtp import MTP
 from simplan.spec.models.part import Part
 from simplan.spec.share import Share
 
@@ -43,6 +44,7 @@ DEEPSEEK = Family(
     | TOKENS
     | PACKED
     | EXPERTS
+    | MTP
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
     defaults=with_experts(_defaults),
 )

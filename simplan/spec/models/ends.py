@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from simplan.spec.kernel import TOKEN_TABLE
 from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, Lookup, ParameterSpec, Pointwise, Saved
 from simplan.spec.models.part import FP32_BYTES, Part
 from simplan.spec.share import Share, column_exchanges, row_kernels
 
-__all__ = ["output_distribution", "row_table", "token_table"]
+__all__ = ["output_distribution", "row_table", "token_lookup", "token_table"]
 
 _INDEX_BYTES = 8
 _MASK_BYTES = 1
 
 
 def token_table(share: Share) -> Part:
-    """The embedding ``wte``: each tensor-parallel rank looks up the tokens of its part of the vocabulary."""
-    saved: tuple[Saved, ...] = ()
-    if share.shard.tp > 1:
-        saved = (
-            Saved("tokens in the own part of the vocabulary", share.tokens, _INDEX_BYTES, made_by="wte"),
-            Saved("which tokens are not", share.tokens, _MASK_BYTES, made_by="wte"),
-        )
+    """The embedding ``wte``."""
+    kernels, saved = token_lookup(share)
     return Part(
         parameters=(ParameterSpec("wte.weight", (share.vocab, share.hidden)),),
-        kernels=(Lookup("wte", share.tokens, share.hidden), *row_kernels("wte output", share, residual=True)),
+        kernels=kernels,
         saved=saved,
         gradients=("wte.weight",),
     )
+
+
+def token_lookup(share: Share) -> tuple[tuple[Kernel, ...], tuple[Saved, ...]]:
+    """What looks tokens up in the embedding, and what it keeps; each tensor-parallel rank has a part of the rows."""
+    saved: tuple[Saved, ...] = ()
+    if share.shard.tp > 1:
+        saved = (
+            Saved("tokens in the own part of the vocabulary", share.tokens, _INDEX_BYTES, made_by=TOKEN_TABLE),
+            Saved("which tokens are not", share.tokens, _MASK_BYTES, made_by=TOKEN_TABLE),
+        )
+    lookup = Lookup(TOKEN_TABLE, share.tokens, share.hidden)
+    return (lookup, *row_kernels(f"{TOKEN_TABLE} output", share, residual=True)), saved
 
 
 def row_table(name: str, rows: int, share: Share, *, add: str = "add", keeps_sum: bool = False) -> Part:
@@ -47,7 +55,9 @@ def row_table(name: str, rows: int, share: Share, *, add: str = "add", keeps_sum
     )
 
 
-def output_distribution(source: str, share: Share, *, name: str = "lm_head", bias: bool = False, rows: int = 0) -> Part:
+def output_distribution(
+    source: str, share: Share, *, name: str = "lm_head", bias: bool = False, rows: int = 0, again: bool = False
+) -> Part:
     """The output projection and the cross-entropy of its logits.
 
     Tensor-parallel ranks have their part of the vocabulary of all logits; the largest logit of every token, then its
@@ -59,10 +69,11 @@ def output_distribution(source: str, share: Share, *, name: str = "lm_head", bia
         name: Of the projection.
         bias: It has one.
         rows: Rows of logits of one sequence; 0 for as many as there are tokens.
+        again: The same layer has the projection's weights already, for another source.
     """
     n, h, v = rows or share.tokens, share.hidden, share.vocab
     before, after = column_exchanges(source, share, rows=n)
-    parameters = [ParameterSpec(f"{name}.weight", (v, h))]
+    parameters = [] if again else [ParameterSpec(f"{name}.weight", (v, h))]
     if bias:
         parameters.append(ParameterSpec(f"{name}.bias", (v,)))
     loss: list[Kernel] = [Pointwise("cross_entropy", 2 * n * v, n * v)]

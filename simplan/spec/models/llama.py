@@ -14,6 +14,7 @@ from simplan.spec.models.ends import token_table
 from simplan.spec.models.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
 from simplan.spec.models.keys import block_key, embedding_key
 from simplan.spec.models.mlp import gated_mlp
+from simplan.spec.models.mtp import MTP, depth_layers
 from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
 from simplan.spec.models.prenorm import vocabulary_head
 from simplan.spec.share import Share, share_of
@@ -38,9 +39,13 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         [token_table(share)],
         output_shapes=share.hidden_shapes,
     )
-    blocks = {window: _block(model, share, window) for window in set(model.windows)}
-    head = vocabulary_head(model, share, _NORM)
-    return (embedding, *(blocks[window] for window in model.windows), head)
+    forms = {window: _block(model, share, window) for window in set(model.windows)}
+    blocks = {
+        window: layer_of(key, LayerKind.BLOCK, parts, output_shapes=share.hidden_shapes)
+        for window, (key, parts) in forms.items()
+    }
+    later = depth_layers(model, share, _NORM, *forms[model.windows[-1]])
+    return (embedding, *(blocks[window] for window in model.windows), *later, vocabulary_head(model, share, _NORM))
 
 
 def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, list[str]]:
@@ -60,27 +65,23 @@ def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, lis
     return self_attention("norm1 output", form, share), switches
 
 
-def _block(model: ModelSpec, share: Share, window: int) -> LayerSpec:
+def _block(model: ModelSpec, share: Share, window: int) -> tuple[str, list[Part]]:
+    """Its key and its parts."""
     attention, switches = attention_of(model, share, window)
-    return layer_of(
-        block_key(model, share, *switches),
-        LayerKind.BLOCK,
-        [
-            block_input(share),
-            norm("norm1", _NORM, share),
-            attention,
-            residual("residual1", share, keeps_sum=True),
-            norm("norm2", _NORM, share),
-            gated_mlp("norm2 output", share),
-            residual("residual2", share, keeps_sum=False),
-        ],
-        output_shapes=share.hidden_shapes,
-    )
+    return block_key(model, share, *switches), [
+        block_input(share),
+        norm("norm1", _NORM, share),
+        attention,
+        residual("residual1", share, keeps_sum=True),
+        norm("norm2", _NORM, share),
+        gated_mlp("norm2 output", share),
+        residual("residual2", share, keeps_sum=False),
+    ]
 
 
 LLAMA = Family(
     layers=_layers,
-    fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION,
+    fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION | MTP,
     defaults=transformer_defaults(tied_embeddings=False),
 )
 """Touvron et al. 2023."""

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from simplan.spec.layer import LayerKind, LayerSpec
-from simplan.spec.models.ends import output_distribution, token_table
+from simplan.spec.models.ends import token_table
 from simplan.spec.models.experts import expert_mlp, experts_form, shared_expert_mlp
 from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Defaults, Family, transformer_defaults
-from simplan.spec.models.keys import block_key, embedding_key, head_key
+from simplan.spec.models.keys import block_key, embedding_key
 from simplan.spec.models.llama import ATTENTION, attention_of
 from simplan.spec.models.mlp import gated_mlp
+from simplan.spec.models.mtp import MTP, depth_layers
 from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.prenorm import vocabulary_head
 from simplan.spec.share import Share, share_of
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ _NORM = NormKind(statistics=1, bias=False)
 
 
 def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tuple[LayerSpec, ...]:
-    """Embedding, dense blocks, blocks with experts, head.
+    """Embedding, dense blocks, blocks with experts, perhaps such for later tokens, head.
 
     Args:
         model: The model.
@@ -50,19 +52,18 @@ def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tup
     embedding = layer_of(
         embedding_key(model, share), LayerKind.EMBEDDING, [token_table(share)], output_shapes=share.hidden_shapes
     )
-    head = layer_of(
-        head_key(model, share),
-        LayerKind.HEAD,
-        [block_input(share), norm("norm", _NORM, share), output_distribution("norm output", share)],
-        output_shapes=share.logits_shapes,
-        tied=("lm_head.weight",) if model.tied_embeddings else (),
-    )
     forms = [(number >= model.num_dense_layers, window) for number, window in enumerate(model.windows)]
-    blocks = {form: _block(model, share, *form, attention) for form in set(forms)}
-    return (embedding, *(blocks[form] for form in forms), head)
+    parts = {form: _block(model, share, *form, attention) for form in set(forms)}
+    blocks = {
+        form: layer_of(key, LayerKind.BLOCK, of_block, output_shapes=share.hidden_shapes)
+        for form, (key, of_block) in parts.items()
+    }
+    later = depth_layers(model, share, _NORM, *parts[forms[-1]])
+    return (embedding, *(blocks[form] for form in forms), *later, vocabulary_head(model, share, _NORM))
 
 
-def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention: AttentionOf) -> LayerSpec:
+def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention: AttentionOf) -> tuple[str, list[Part]]:
+    """Its key and its parts."""
     attended, more = attention(model, share, window)
     form = experts_form(model)
     if sparse:
@@ -72,20 +73,15 @@ def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention:
     else:
         key = block_key(model, share, *more)
         mlp = [gated_mlp("norm2 output", share)]
-    return layer_of(
-        key,
-        LayerKind.BLOCK,
-        [
-            block_input(share),
-            norm("norm1", _NORM, share),
-            attended,
-            residual("residual1", share, keeps_sum=True),
-            norm("norm2", _NORM, share),
-            *mlp,
-            residual("residual2", share, keeps_sum=False),
-        ],
-        output_shapes=share.hidden_shapes,
-    )
+    return key, [
+        block_input(share),
+        norm("norm1", _NORM, share),
+        attended,
+        residual("residual1", share, keeps_sum=True),
+        norm("norm2", _NORM, share),
+        *mlp,
+        residual("residual2", share, keeps_sum=False),
+    ]
 
 
 def with_experts(defaults: Defaults) -> Defaults:
@@ -104,7 +100,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 MOE = Family(
     layers=_layers,
-    fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | {"attention_sinks"},
+    fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | MTP | {"attention_sinks"},
     defaults=with_experts(transformer_defaults(tied_embeddings=False)),
 )
 """Jiang et al. 2024 (Mixtral), Yang et al. 2024 (Qwen2), Muennighoff et al. 2024 (OLMoE), Dai et al. 2024."""

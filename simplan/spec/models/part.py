@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from simplan.spec.layer import Kernel, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
 from simplan.spec.share import Share
 
-__all__ = ["FP32_BYTES", "NormKind", "Part", "block_input", "layer_of", "norm", "residual"]
+__all__ = ["FP32_BYTES", "NormKind", "Part", "block_input", "concatenation", "layer_of", "norm", "residual"]
 
 FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are fp32 whatever the precision
 
@@ -44,11 +44,12 @@ def layer_of(
     passed_outputs: tuple[int, ...] = (),
     product_outputs: tuple[int, ...] = (),
     tied: tuple[str, ...] = (),
+    mtp_depth: int = 0,
 ) -> LayerSpec:
     """A layer of parts.
 
     Args:
-        key, kind, output_shapes, passed_outputs, product_outputs, tied: As of ``LayerSpec``.
+        key, kind, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: As of ``LayerSpec``.
         parts: In the order in which forward runs them.
     """
     whole = list(parts)
@@ -70,6 +71,7 @@ def layer_of(
         buffers=tuple(table for part in whole for table in part.buffers),
         tied=tied,
         gradient_order=tuple(place[name] for name in completed),
+        mtp_depth=mtp_depth,
     )
 
 
@@ -119,6 +121,19 @@ def norm(name: str, kind: NormKind, share: Share, *, keeps_output: bool = True) 
         saved=tuple(saved),
         gradients=tuple(parameter.name for parameter in parameters),
     )
+
+
+def concatenation(name: str, number: int, share: Share) -> Part:
+    """Puts several tensors as wide as the hidden states side by side, for a matrix product.
+
+    Args:
+        name: Of the result.
+        number: How many.
+        share: Sizes.
+    """
+    elements = number * share.own_tokens * share.hidden
+    kernel = Pointwise("concatenate", elements, elements, moves=True)
+    return Part(kernels=(kernel,), saved=(Saved(name, elements, made_by=kernel.name),))
 
 
 def residual(name: str, share: Share, *, keeps_sum: bool) -> Part:

@@ -9,6 +9,7 @@ from simplan.spec.models.attention import AttentionForm, self_attention
 from simplan.spec.models.ends import output_distribution
 from simplan.spec.models.keys import block_key, head_key
 from simplan.spec.models.mlp import gelu_mlp
+from simplan.spec.models.mtp import depth_heads
 from simplan.spec.models.part import NormKind, block_input, layer_of, norm, residual
 from simplan.spec.share import Share
 
@@ -45,11 +46,16 @@ def gelu_block(model: ModelSpec, share: Share, kind: NormKind, form: AttentionFo
 
 
 def vocabulary_head(model: ModelSpec, share: Share, kind: NormKind) -> LayerSpec:
-    """Norm and the distribution over the vocabulary, perhaps by the embedding's weights."""
+    """Norm and the distribution over the vocabulary, perhaps by the embedding's weights, and of later tokens, too.
+
+    Of the inputs it keeps the last one alone: the others are those of layers before it, which keep them.
+    """
+    before, after = depth_heads(model, share, kind)
+    copies = ("mtp_wte.weight",) if model.mtp_num_layers else ()
     return layer_of(
-        head_key(model, share),
+        head_key(model, share, *([f"mtp{model.mtp_num_layers}"] if model.mtp_num_layers else [])),
         LayerKind.HEAD,
-        [block_input(share), norm("norm", kind, share), output_distribution("norm output", share)],
+        [*before, block_input(share), norm("norm", kind, share), output_distribution("norm output", share), *after],
         output_shapes=share.logits_shapes,
-        tied=("lm_head.weight",) if model.tied_embeddings else (),
+        tied=("lm_head.weight",) if model.tied_embeddings else copies,
     )
