@@ -130,6 +130,9 @@ def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Model
         notes.append(f"as the catalogue's {like}, whose sizes it has: {said}")
     if run.task == "lora":
         fields |= _adapters(run, notes)
+    for recipe in recipes_of(run):
+        if recipe.mtp_num_layers is not None:
+            fields["mtp_num_layers"] = recipe.mtp_num_layers
     if run.task != "pretrain" and software.packed_attention is not None and "document_lengths" in takes:
         documents = max(1, given.seq_len // _PACKED_DOCUMENT_TOKENS)
         fields["document_lengths"] = (given.seq_len // documents,) * documents

@@ -41,6 +41,7 @@ class Recipe:
         recompute_modules: Of which backward runs again what they made; None where it is not set.
         recompute_layers: How many blocks of every stage run again; None where it is not set.
         stage_layers: Layers of every stage; None where it is not set.
+        mtp_num_layers: Layers for multi-token prediction; None where it is not set.
         expert_dispatch: How tokens come to their experts; None where it is not set.
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
@@ -68,6 +69,7 @@ class Recipe:
     lora_targets: tuple[str, ...] = ()
     virtual_stages: int | None = None
     stage_layers: tuple[int, ...] | None = None
+    mtp_num_layers: int | None = None
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     recompute_layers: int | None = None
     expert_dispatch: ExpertDispatch | None = None
@@ -92,6 +94,7 @@ class Recipe:
             f"backward runs the first {self.recompute_layers} blocks of each stage again": self.recompute_layers
             is not None,
             "layers of stages, the last of which has what is left": self.stage_layers is not None,
+            f"{self.mtp_num_layers or 'no'} layer for multi-token prediction": self.mtp_num_layers is not None,
             f"tokens brought to experts by {self.expert_dispatch}": self.expert_dispatch is not None,
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,

@@ -55,6 +55,20 @@ def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script
     assert job_of_run(run(**tuned, model__name="another-13b")).plan.virtual_stages == 1
 
 
+def test_deepseek_v3_has_a_layer_for_the_token_after_the_next_and_kimi_k2_has_none() -> None:
+    moe = {"top_k": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_dense_layers": 3}
+    of_model: dict[str, Any] = {"model__family": "moe", "model__gated_mlp": True, "model__hidden_size": 7168}
+    found = [
+        job_of_run(bridge(**of_model, model__moe={"num_experts": experts, **moe}, **changes)).model.mtp_num_layers
+        for experts, changes in ((256, {}), (384, {}), (256, {"task": "sft"}))
+    ]
+    assert found == [1, 0, 0]
+    without = bridge(
+        "NeMo container 25.11", **of_model, model__moe={"num_experts": 256, **moe}, cluster__device="gb300"
+    )
+    assert job_of_run(without).model.mtp_num_layers == 0  # as its table says
+
+
 def test_what_recipes_set_is_told() -> None:
     assert "as its recipe says: gradients reduced in bf16" in job_of_run(bridge()).notes
     assert all(recipe.settings and recipe.source for recipe in RECIPES)
