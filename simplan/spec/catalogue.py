@@ -121,7 +121,10 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
         attention = dict(entry.get("attention", {}))
         for name, sustained in own.pop("attention", {}).items():
             attention[name] = attention[name] | {"sustained": sustained}
-        entry |= fitted["all"] | own | {"attention": attention}
+        shared = dict(fitted["all"])
+        if not entry and not own:
+            del shared["unseen_std"]  # it is of architectures of which something is known
+        entry |= shared | own | {"attention": attention}
     return KernelRates.model_validate(entry)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.kernel_cost import kernel_cost
+from simplan.predict import predict
 from simplan.program.program import LayerWork, Message, Phase
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
@@ -47,3 +48,16 @@ def test_messages_in_training_take_so_many_times_as_long_as_alone(num_ranks: int
     assert price.seconds == trained.message_s(message) == pytest.approx(times * alone.seconds)
     assert price.formula == f"{times:.2f} x ({alone.formula})"
     assert price.relative_std == alone.relative_std
+
+
+@pytest.mark.parametrize("name", ["h100-sxm-80gb", "a100-sxm-80gb", "b200-sxm"])
+def test_a_device_of_an_unknown_architecture_is_unsure_enough_to_be_a_known_one(name: str) -> None:
+    """With the same datasheet and nothing known of its kernels the interval holds what is predicted with that."""
+    known = catalogue.cluster({"h": "dgx-h100", "a": "dgx-a100-80gb", "b": "dgx-b200"}[name[0]])
+    kernels = catalogue.kernel_rates("other")
+    unknown = known.device.model_copy(update={"architecture": "other", "kernels": kernels, "matmul_flop_per_s": {}})
+    asked = (TrainingSpec(global_batch_size=16), ParallelPlan(dp_shard=8), catalogue.software("torchtitan"))
+    model = catalogue.model("llama3-8b")
+    low_s, high_s = predict("", model, known.model_copy(update={"device": unknown}), *asked).step_time_interval_s
+    assert known.device.id == name
+    assert low_s < predict("", model, known, *asked).step_time_s < high_s
