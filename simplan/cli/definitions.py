@@ -18,6 +18,7 @@ _REPORTED = {
     "reserved": "memory held by the caching allocator: allocated, rounded and fragmented",
     "device": "memory in use on the device: reserved, and the context of driver and communication library",
     "packed documents": "several documents in a sequence: attention within each, model FLOPs without padding",
+    "multi-token prediction": "FLOPs of layers for later tokens are model FLOPs, as in Megatron; tokens count once",
     "signed error": "(predicted - measured) / measured",
     "spread": "half the distance of the 10th and 90th percentile of the repeats, relative to their median",
 }
