@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,9 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
             on_progress=watch.update,
         )
     if result.best is not None and options.save_plan is not None:
-        _save(scenario, result.best.plan, options.save_plan, stopped=result.interrupted)
+        until = " until it was stopped: there may be better ones" if result.interrupted else ""
+        what = f"The best plan that `simplan search {scenario.file}` found{until}"
+        _save(scenario, result.best.plan, options.save_plan, what)
     if as_json:
         print_json(result.to_json())
     else:
@@ -129,9 +132,9 @@ def _largest(
     with _Watch() as watch:
         found = largest(question, space, quantity, watch.trying)  # type: ignore[arg-type] # checked above
     if options.save_plan is not None:
-        section = "plan" if quantity == "microbatch_size" else "model"
-        changed = {} if section == "plan" else {quantity: found.value}
-        _save(scenario, found.plan, options.save_plan, changed)
+        what = f"A plan that fits with {quantity} = {found.value:,}, the largest that `simplan search {scenario.file} "
+        what += f"--largest {quantity}` found; there may be faster ones"
+        _save(scenario, found.plan, options.save_plan, what, found.model_fields)
     if as_json:
         print_json(found.to_json())
         return 0
@@ -141,6 +144,7 @@ def _largest(
         f"  plan         {search_plan_words(found.plan)}\n"
         f"  fits         {_listed(found.fitting)}\n"
         f"  does not     {_listed(found.failing)}"
+        + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
     )
     return 0
 
@@ -169,16 +173,14 @@ def _save(
     scenario: SearchScenario,
     plan: ParallelPlan,
     file: Path,
-    model: dict[str, int] | None = None,
-    *,
-    stopped: bool = False,
+    what: str,
+    model: Mapping[str, int] | None = None,
 ) -> None:
     document = plan_document(scenario, plan, file.resolve().parent)
     if model:
         document["model"] = {**document["model"], **model}
     text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
-    until = " until it was stopped: there may be better ones" if stopped else ""
-    write_text(file, f"# The best plan that `simplan search {scenario.file}` found{until}.\n{text}")
+    write_text(file, f"# {what}.\n{text}")
     say(f"wrote {file}")
 
 

@@ -1,4 +1,4 @@
-"""A bound on memory that costs nothing: weights and optimizer states of an average rank."""
+"""A bound on memory that costs nothing: weights, optimizer states and inputs of blocks of an average rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ __all__ = ["MemoryFloor"]
 class MemoryFloor:
     """Bytes that the worst device of a candidate needs at least.
 
-    The worst pipeline rank holds no less than the average, and the worst shard no less than an even one. Gradients,
-    activations and buffers are left out; a weight that two layers share counts once.
+    The worst pipeline rank holds no less than the average, and the worst shard no less than an even one. Between
+    forward and backward of a microbatch every block keeps its input, whatever runs again. Gradients, other activations
+    and buffers are left out; a weight that two layers share counts once.
 
     Args:
         question: What every candidate shares.
@@ -28,6 +29,9 @@ class MemoryFloor:
         if question.cluster.cores_per_node is not None:  # a calibration says how much
             self._context_bytes = 0
         self._widths: dict[bool, StateBytes] = {}
+        model = question.model
+        # nothing of the first block is kept before its first adapter
+        self._kept_blocks = 0 if model.family in ("resnet", "t5") else model.num_blocks - (model.lora_rank > 0)
 
     def bytes(self, candidate: Candidate) -> int:
         """At least so many."""
@@ -42,7 +46,15 @@ class MemoryFloor:
             all_ranks = candidate.dp * candidate.cp * candidate.tp
             weights += experts * candidate.ep * state.parameter / (all_ranks if sharded else candidate.ep)
             states += experts * candidate.ep * optimizer_bytes / (all_ranks if candidate.zero_stage else candidate.ep)
-        return self._context_bytes + int((weights + states) / candidate.pp)
+        return self._context_bytes + int((weights + states + self._inputs_bytes(candidate, state)) / candidate.pp)
+
+    def _inputs_bytes(self, c: Candidate, state: StateBytes) -> float:
+        """Of one microbatch, of all blocks."""
+        if not self._kept_blocks:
+            return 0.0
+        tokens = c.microbatch_size * self._question.model.seq_len / (c.cp * (c.tp if c.sequence_parallel else 1))
+        width = 1 if state.linear is not None else min(state.activation, state.residual)
+        return tokens * self._question.model.hidden_size * width * self._kept_blocks
 
     def _state(self, sharded: bool) -> StateBytes:
         if sharded not in self._widths:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError
@@ -37,6 +37,7 @@ class Largest:
         fitting, failing: Values that were tried. The memory of a plan grows with each quantity, but which plans there
             are depends on divisors: so values between those tried are not claimed.
         exact: All values were looked at.
+        model_fields: What of the model is then other than was asked.
     """
 
     quantity: str
@@ -45,6 +46,7 @@ class Largest:
     fitting: tuple[int, ...]
     failing: tuple[int, ...]
     exact: bool
+    model_fields: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``simplan search --largest --json``."""
@@ -125,6 +127,7 @@ class _Growth:
         self._question, self._space, self._quantity, self._told = question, space, quantity, told
         self._positions = bool(family.position_rows)
         self._found: dict[int, Candidate | None] = {}
+        self._failed: dict[int, set[Candidate]] = {}
 
     def largest(self) -> Largest:
         step = _STEPS[self._quantity]
@@ -148,6 +151,7 @@ class _Growth:
             fitting=fitting,
             failing=tuple(sorted(value for value, found in self._found.items() if found is None)),
             exact=False,
+            model_fields=self._fields(fitting[-1]),
         )
 
     def _smallest(self, step: int) -> int:
@@ -168,13 +172,22 @@ class _Growth:
             self._found[value] = self._first_fit(value, witness)
         return self._found[value] is not None
 
+    def _fields(self, value: int) -> dict[str, int]:
+        """Of the model: with more tokens also more positions, where these have rows of their own."""
+        fields: dict[str, int] = {self._quantity: value}
+        longest = self._question.model.max_position_embeddings
+        if self._quantity == "seq_len" and self._positions and value > longest:
+            fields["max_position_embeddings"] = value
+        return fields
+
     def _first_fit(self, value: int, witness: Candidate | None) -> Candidate | None:
-        update: dict[str, int] = {self._quantity: value}
-        if self._quantity == "seq_len" and self._positions:
-            update["max_position_embeddings"] = max(value, self._question.model.max_position_embeddings)
         try:
-            asked = replace(self._question, model=self._question.model.model_copy(update=update))
+            asked = replace(self._question, model=self._question.model.model_copy(update=self._fields(value)))
             asked.check()
         except SpecError:
             return None
-        return first_fit(asked, self._space, witness)
+        # a plan that is too large with a smaller value is too large with this one
+        failed = set().union(*(plans for smaller, plans in self._failed.items() if smaller < value))
+        fitting = first_fit(asked, self._space, witness, failed)
+        self._failed[value] = failed
+        return fitting

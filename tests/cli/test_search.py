@@ -91,6 +91,8 @@ def test_the_largest_that_fits(simplan: Simplan, file: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
     assert result.stdout.startswith("small: microbatch_size = 2 is the largest of all sizes")
     assert yaml.safe_load((file.parent / "plan.yaml").read_text())["plan"]["microbatch_size"] == 2
+    saved = (file.parent / "plan.yaml").read_text()
+    assert saved.startswith("# A plan that fits with microbatch_size = 2, the largest that `simplan search ")
     wrong = simplan("search", file, "--largest", "seqlen")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "did you mean seq_len?" in wrong.stderr
@@ -108,6 +110,24 @@ def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None
     found = json.loads(simplan("search", file, "--fewest-devices", "--json").stdout)
     assert (found["best"]["num_devices"], found["best"]["step_time_s"]) == (2, pytest.approx(times[2]))
     assert found["space"]["rejected"]["max_step_time_s"] > 0
+
+
+def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file: Path) -> None:
+    """GPT has a row for every position."""
+    text = (
+        file.read_text()
+        .replace("device: ", "")
+        .replace("num_devices: 2", "num_devices: 2, device: {memory_bytes: 1500000000}")
+    )
+    file.write_text(
+        text.replace("{microbatch_size: [1, 2], schedule: [1f1b, zb-h1], recompute: [none, full], top: 3}", "{pp: 1}")
+    )
+    result = simplan("search", file, "--largest", "seq_len", "--save-plan", "plan.yaml")
+    assert result.returncode == 0
+    assert result.stdout.endswith("Next\n  simplan predict plan.yaml\n")
+    model = yaml.safe_load((file.parent / "plan.yaml").read_text())["model"]
+    assert model["seq_len"] == model["max_position_embeddings"] > 1024
+    assert simplan("predict", "plan.yaml", "--json").returncode == 0
 
 
 @pytest.mark.parametrize(
