@@ -351,7 +351,8 @@ def show(
         str,
         typer.Argument(
             metavar="KIND",
-            help="devices, links, clusters, models, software, schedules, metrics, plan or search-space.",
+            help="devices, links, clusters, models, software, schedules, metrics; and the keys of a scenario's model, "
+            "cluster, training, plan or search-space.",
         ),
     ],
     name: Annotated[

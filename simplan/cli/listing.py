@@ -12,6 +12,7 @@ from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
 from simplan.report.search_space import search_space
+from simplan.report.section_fields import cluster_fields, model_fields, training_fields
 from simplan.report.table import format_table_text
 from simplan.spec import catalogue
 from simplan.spec.machine import THIS_MACHINE
@@ -177,6 +178,9 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "software": _software,
     "schedules": _schedules,
     "metrics": definitions,
+    "model": model_fields,
+    "cluster": cluster_fields,
+    "training": training_fields,
     "plan": plan_fields,
     "search-space": search_space,
 }

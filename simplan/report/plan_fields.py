@@ -7,7 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from simplan.spec.plan import ParallelPlan
 
-__all__ = ["plan_fields"]
+__all__ = ["plan_fields", "values_of", "word_of"]
 
 _MEANINGS: dict[str, str] = {
     "dp_replicate": "replicas of the model, or of its shards (DDP, HSDP)",
@@ -50,26 +50,35 @@ def plan_fields() -> list[dict[str, str]]:
     return [
         {
             "name": name,
-            "default": _DEFAULTS.get(name, _word(field.default)),
+            "default": _DEFAULTS.get(name, word_of(field.default)),
             "what for": _MEANINGS[name],
-            "values": "`simplan show schedules`" if name == "schedule" else _values(field.annotation, field.metadata),
+            "values": "`simplan show schedules`" if name == "schedule" else values_of(field.annotation, field.metadata),
         }
         for name, field in ParallelPlan.model_fields.items()
     ]
 
 
-def _values(annotation: Any, metadata: list[Any]) -> str:
-    """In words: choices, true or false, or a range of numbers."""
+def values_of(annotation: Any, metadata: list[Any]) -> str:
+    """In words what a field takes: choices, true or false, a name, a range of numbers, or a list of these.
+
+    Args:
+        annotation, metadata: Of a pydantic field.
+    """
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [part for part in get_args(annotation) if part is not NoneType]
     base, metadata = (annotation, metadata) if not hasattr(annotation, "__metadata__") else _unwrapped(annotation)
     if get_origin(base) is tuple:
         inner = get_args(base)[0]
-        return f"list of {_values(inner, [])}"
+        return f"list of {values_of(inner, [])}"
     if get_origin(base) is Literal:
         return ", ".join(map(str, get_args(base)))
     if base is bool:
         return "true, false"
+    if base is str:
+        return "name"
+    above = next((part.gt for part in _parts(metadata) if getattr(part, "gt", None) is not None), None)
+    if above is not None:
+        return f"more than {above:g}"
     least = next((part.ge for part in _parts(metadata) if getattr(part, "ge", None) is not None), None)
     most = next((part.le for part in _parts(metadata) if getattr(part, "le", None) is not None), None)
     return f"{least} to {most}" if most is not None and most < 100 else f"{1 if least is None else least} and more"
@@ -84,5 +93,6 @@ def _parts(metadata: list[Any]) -> list[Any]:
     return [inner for part in metadata for inner in (part, *getattr(part, "metadata", ()))]
 
 
-def _word(value: object) -> str:
+def word_of(value: object) -> str:
+    """A default as a file has it; nothing for None."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

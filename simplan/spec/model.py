@@ -81,7 +81,7 @@ class ModelSpec(Spec):
         q_lora_rank: Width of what queries are made from; None for the hidden states (DeepSeek-V2-Lite).
         kv_lora_rank: Width of what keys and values are made from.
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
-        qk_rope_head_dim: Width that is; one for all heads of the keys.
+        qk_rope_head_dim: Width that is rotated; one for all heads of the keys.
         v_head_dim: Width of a head's values.
         mtp_num_layers: Layers after the last block that each predict one token further ahead, which is no block of
             ``num_hidden_layers`` (num_nextn_predict_layers; DeepSeek-V3 has 1). Their work and their parameters count

@@ -1,0 +1,101 @@
+"""What the sections ``model:``, ``cluster:`` and ``training:`` of a scenario may say."""
+
+from __future__ import annotations
+
+import re
+from inspect import getdoc
+
+from pydantic import BaseModel
+
+from simplan.report.plan_fields import values_of, word_of
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+from simplan.spec.training import TrainingSpec
+
+__all__ = ["cluster_fields", "model_fields", "training_fields"]
+
+_TRAINING = {
+    "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
+    "precision": "of the products of linear layers; all but fp32 and tf32 are mixed precision",
+    "fp8_recipe": "of fp8: what has a scale of its own; else a tensor",
+    "optimizer": "what it keeps for each parameter, and how a step is made of gradients",
+    "fused_optimizer": "one kernel for all of a step; false for torch's foreach; else where there is such a kernel",
+    "clip_grad_norm": "the norm to which gradients of the whole model are scaled where theirs is larger",
+    "task": "lora trains adapters of model.lora_rank only; sft computes what pretrain does",
+}
+_CLUSTER = {
+    "preset": ("a name of `simplan show clusters`; what stands beside it takes its place", "name"),
+    "num_nodes": ("nodes; 1, or as many as num_devices needs", "1 and more"),
+    "num_devices": ("in place of num_nodes: devices, node by node", "1 and more"),
+    "device": ("a name of `simplan show devices`, or its datasheet (docs/own-device.md)", "name, or mapping"),
+    "devices_per_node": ("without a preset: devices of a node", "1 and more"),
+    "intra_link": ("what joins devices of a node: a name of `simplan show links`, or a mapping", "name, or mapping"),
+    "inter_link_gbit_per_device": (
+        "network of a node divided by its devices, Gbit/s: InfiniBand or RoCE",
+        "more than 0",
+    ),
+    "inter_link": ("in its place a link by name, e.g. efa-400gbit, or a mapping", "name, or mapping"),
+    "host_memory_bytes": ("memory of a node, for what is offloaded", "1 and more"),
+}
+_OF_NO_FILE = ("name", "family", "packs", "sources")
+_PROPER = ("Hugging Face",)
+_WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping that says how they are drawn"}
+
+
+def training_fields() -> list[dict[str, str]]:
+    """Every key of ``training:`` in the order of ``TrainingSpec``."""
+    return [
+        {
+            "name": name,
+            "default": "" if field.is_required() else word_of(field.default),
+            "what for": _TRAINING[name],
+            "values": values_of(field.annotation, field.metadata),
+        }
+        for name, field in TrainingSpec.model_fields.items()
+    ]
+
+
+def cluster_fields() -> list[dict[str, str]]:
+    """Every key of ``cluster:``."""
+    return [{"name": name, "what for": about, "values": values} for name, (about, values) in _CLUSTER.items()]
+
+
+def model_fields() -> list[dict[str, str]]:
+    """Every key of ``model:``: where its fields come from, and then these, which all may stand beside a preset."""
+    of_hugging_face = "as in Hugging Face's config.json"
+    families = ", ".join(FAMILIES)
+    rows = [
+        _row("preset", "a name of `simplan show models`; what stands beside it takes its place", "name"),
+        _row("hf_config", "a config.json of Hugging Face, by path; what stands beside it takes its place", "path"),
+        _row("family", "what its layers are, without a preset and hf_config", families),
+    ]
+    about = _attributes(ModelSpec)
+    for name, field in ModelSpec.model_fields.items():
+        if name in _OF_NO_FILE:
+            continue
+        values = _WRITTEN_OTHERWISE.get(name, values_of(field.annotation, field.metadata))
+        rows.append(_row(name, about.get(name, of_hugging_face), values, _families_with(name)))
+    return rows
+
+
+def _row(name: str, about: str, values: str, families: str = "") -> dict[str, str]:
+    return {"name": name, "what for": about, "values": values, "families": families}
+
+
+def _families_with(name: str) -> str:
+    """The families that have a field, or those that do not where these are fewer."""
+    having = [family for family, its in FAMILIES.items() if name in its.fields]
+    lacking = [family for family in FAMILIES if family not in having]
+    return f"all but {', '.join(lacking)}" if len(lacking) < len(having) else ", ".join(having)
+
+
+def _attributes(spec: type[BaseModel]) -> dict[str, str]:
+    """The first sentence of a docstring on each attribute, from a small letter on and without its full stop."""
+    listed = (getdoc(spec) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
+    sentences: dict[str, str] = {}
+    for names, text in found:
+        first = re.split(r"(?<=[^.])\. |; ", " ".join(text.replace("``", "").split()))[0].rstrip(".")
+        small = first[1:2].islower() and not first.startswith(_PROPER)
+        sentences |= dict.fromkeys(names.split(", "), first[:1].lower() + first[1:] if small else first)
+    return sentences

@@ -1,0 +1,62 @@
+"""``simplan show model``, ``cluster`` and ``training`` against what reads these sections."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from simplan.report.section_fields import cluster_fields, model_fields, training_fields
+from simplan.scenario.clusters import _Cluster
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+from simplan.spec.training import TrainingSpec
+
+TRAINING = {row["name"]: row for row in training_fields()}
+MODEL = {row["name"]: row for row in model_fields()}
+
+
+def test_every_key_is_there_and_says_what_it_is_for() -> None:
+    assert list(TRAINING) == list(TrainingSpec.model_fields)
+    assert {row["name"] for row in cluster_fields()} == set(_Cluster.model_fields)
+    made_elsewhere = {"name", "packs", "sources"}
+    assert set(MODEL) - {"preset", "hf_config"} == set(ModelSpec.model_fields) - made_elsewhere
+    for row in (*TRAINING.values(), *MODEL.values(), *cluster_fields()):
+        assert row["what for"], row
+        assert row["values"], row
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_takes_what_is_listed(name: str) -> None:
+    values = TRAINING[name]["values"]
+    taken: list[object]
+    refused: list[object]
+    if values.endswith("and more"):
+        taken, refused = [1], [0]
+    elif values == "more than 0":
+        taken, refused = [0.5], [0]
+    elif values == "true, false":
+        taken, refused = [True, False], [7]
+    else:
+        taken, refused = [*values.split(", ")], ["none such"]
+    for value in taken:
+        TrainingSpec.model_validate({"global_batch_size": 8, name: value})
+    for value in refused:
+        with pytest.raises(ValidationError):
+            TrainingSpec.model_validate({"global_batch_size": 8, name: value})
+
+
+def test_families_are_those_that_have_the_field() -> None:
+    assert MODEL["q_lora_rank"]["families"] == "deepseek"
+    assert MODEL["num_hidden_layers"]["families"] == "all but resnet"
+    for name, row in MODEL.items():
+        named = set(row["families"].removeprefix("all but ").split(", ")) & set(FAMILIES)
+        if named:
+            having = set(FAMILIES) - named if row["families"].startswith("all but ") else named
+            assert having == {family for family in FAMILIES if name in FAMILIES[family].fields}
+
+
+def test_what_a_key_is_for_is_the_first_sentence_of_its_docstring() -> None:
+    assert MODEL["num_hidden_layers"]["what for"] == "blocks"
+    assert MODEL["top_k"]["what for"] == "Hugging Face's num_experts_per_tok"
+    assert MODEL["hidden_size"]["what for"] == "as in Hugging Face's config.json"
+    assert MODEL["capacity_factor"]["values"] == "more than 0"
