@@ -83,8 +83,8 @@ class ModelSpec(Spec):
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
         qk_rope_head_dim: Width that is rotated; one for all heads of the keys.
         v_head_dim: Width of a head's values.
-        mtp_num_layers: Layers after the last block, beyond ``num_hidden_layers``, that each predict one token further ahead
-            (num_nextn_predict_layers). DeepSeek-V3 has 1. Their work and their parameters count as the model's.
+        mtp_num_layers: Layers after the last block, beyond ``num_hidden_layers``, that each predict one token further
+            ahead (num_nextn_predict_layers). DeepSeek-V3 has 1. Their work and their parameters count as the model's.
         lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.spec.adapters``); 0 for none.
         lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
             ``mlp`` or ``all`` of them.
