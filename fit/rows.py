@@ -119,7 +119,15 @@ class Prices:
         plan, training, software = job.plan, job.training, job.software
         state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
         way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
-        key = (job.cluster.device.id, job.cluster.num_devices, num_microbatches(training, plan), *state, *way)
+        device = job.cluster.device
+        key = (
+            device.id,
+            *device.matmul_flop_per_s.items(),
+            job.cluster.num_devices,
+            num_microbatches(training, plan),
+            *state,
+            *way,
+        )
         found = self._seconds.get((*key, work))
         if found is None:
             if key not in self._kernels:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from simplan.accuracy.architecture import switches_of
+from simplan.accuracy.machines import on_its_machine
 from simplan.accuracy.recipes import recipes_of, with_recipes
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
@@ -189,7 +190,7 @@ def _vocabulary(run: PublishedRun, notes: list[str]) -> int:
 
 def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
     given = run.cluster
-    device = catalogue.device(given.device)
+    device = on_its_machine(catalogue.device(given.device), run, notes)
     link = device.intra_link or given.intra_link
     gbit = given.inter_link_gbit_per_device
     if gbit is None and given.num_devices > given.devices_per_node:
