@@ -1,6 +1,6 @@
-"""Machines of published runs that are not like others with their devices, as their owners measured them apart from runs.
+"""Machines of published runs that are not like others with their devices, as their owners measured them.
 
-What is here was timed kernel by kernel, as the rates of the catalogue's devices were; nothing of it is from a step time.
+What is here was timed kernel by kernel, as the rates of devices in the catalogue were; nothing is from a step time.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class KernelRates(Spec):
         kernel_s: What every kernel takes beyond its work: it is launched, fills the device, and runs out; also those
             that stand for several small ones.
         stream_overlap: Where small kernels are launched on several streams, how much of what each takes beyond its work
-            is hidden by those beside it; all of it would be 1. Two thirds were chosen with 132 published runs of models
-            with experts in sight (``scenarios/looked-at``).
+            is hidden by those beside it; all of it would be 1. So that 108 products of experts that were timed one by
+            one on B200 (tests/cost/products_b200.csv) are right on average.
         split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
             each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
@@ -103,7 +103,7 @@ class KernelRates(Spec):
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     kernel_s: NonNegative = 10e-6
-    stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.67
+    stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
     split_s: NonNegative = 50e-6
     step_s: NonNegative = 0.01
     batch_s: NonNegative = 0.5e-3
