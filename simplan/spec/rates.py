@@ -66,7 +66,7 @@ class KernelRates(Spec):
             that stand for several small ones.
         stream_overlap: Where small kernels are launched on several streams, how much of what each takes beyond its work
             is hidden by those beside it; all of it would be 1. So that 108 products of experts that were timed one by
-            one on B200 (tests/cost/products_b200.csv) are right on average.
+            one on B200 (tests/cost/products_b200.csv) are within a tenth on average.
         split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
             each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss

@@ -1,0 +1,76 @@
+"""Products in bf16 that were timed one by one on B200, against what step times of the same machine say of them.
+
+No fit has seen these kernels (products_b200.csv), but two things are theirs: the rate of the machine's best product,
+of which the fit finds the part that training sustains (``simplan.accuracy.machines``), and how much kernels on several
+streams hide of each other, so that the grouped ones are right on average (``KernelRates.stream_overlap``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from simplan.cost.kernel_cost import kernel_cost
+from simplan.cost.product import Product, ProductRates
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+PEAK = 2.25e15
+BEST = 1.474e15
+STREAMS = 4
+TIMED = pd.read_csv(Path(__file__).parent / "products_b200.csv", comment="#")
+
+
+def products(**changes: float) -> ProductRates:
+    """Of Megatron Core on the machine."""
+    device, software = catalogue.device("b200-sxm"), catalogue.software("megatron-core")
+    device = device.model_copy(update={"matmul_flop_per_s": {"bf16": BEST}})
+    state = software.state(TrainingSpec(global_batch_size=8), ParallelPlan())
+    cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)
+    return replace(cost.products, **changes)  # type: ignore[arg-type]
+
+
+def logs(rates: ProductRates, timed: pd.DataFrame) -> np.ndarray:
+    """Logarithms of predicted over measured times."""
+    found = []
+    for row in timed.itertuples():
+        groups, rows, columns, depth = row.groups, row.rows, row.columns, row.depth
+        operands, result = rows * depth + depth * columns, rows * columns
+        num_bytes = groups * (2 * operands + (4 * 2 if row.accumulator != "bf16" else 2 + 2 * row.wgrad) * result)
+        product = Product(rows, columns, depth, groups, num_bytes)
+        seconds = rates.seconds(product)
+        if groups > 1:
+            seconds += rates.launches_s(groups, STREAMS) - rates.kernel_s
+        found.append(np.log(seconds / (product.flops / (row.share * PEAK))))
+    return np.array(found)
+
+
+def test_the_best_of_them_is_the_machines_rate() -> None:
+    assert len(TIMED) == 514 + 108
+    assert TIMED.share.max() * PEAK == pytest.approx(BEST, rel=1e-3)
+
+
+def test_step_times_say_of_large_products_what_was_timed() -> None:
+    """Of 250 with 1e12 operations and more."""
+    flops = 2.0 * TIMED["rows"] * TIMED["columns"] * TIMED["depth"]
+    large = TIMED[(TIMED.groups == 1) & (flops >= 1e12)]
+    found = logs(products(), large)
+    assert len(large) == 250
+    assert abs(np.median(found)) < 0.05
+    assert np.quantile(np.abs(found), 0.9) < 0.12
+
+
+def test_products_of_experts_are_right_on_average() -> None:
+    """From 20 groups of 1,232 rows to 256 of 128: off by a factor of seven if they ran as one at the best rate."""
+    grouped = TIMED[TIMED.groups > 1]
+    found = logs(products(), grouped)
+    assert abs(found.mean()) < 0.1
+    assert np.abs(found).mean() < 0.2
+    alone, at_once = (logs(products(stream_overlap=share), grouped).mean() for share in (0.0, 1.0))
+    assert alone > 0.2
+    assert at_once < found.mean() < alone
