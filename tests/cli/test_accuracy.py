@@ -130,4 +130,4 @@ def test_scenarios_are_checked_beside_published_runs(simplan: Simplan, runs: Pat
     runs.rename(scenario.parent / "published")
     result = simplan("check", scenario.parent)
     assert result.returncode == 0, result.stdout
-    assert "1 scenarios" in result.stdout
+    assert "1 scenario:" in result.stdout
