@@ -9,7 +9,6 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.spec import catalogue
-from simplan.spec.expert_rules import expert_overlap_rules
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.experts import places_of
@@ -370,39 +369,3 @@ def test_models_without_experts_are_not_spread() -> None:
 def test_layers_before_and_after_are_llamas() -> None:
     kinds = [layer.kind for layer in model_of().layers]
     assert kinds == [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * 4, LayerKind.HEAD]
-
-
-@pytest.mark.parametrize(
-    ("plan", "software", "said"),
-    [
-        ({"pp": 2}, {"expert_overlap": True}, r"plan.virtual_stages = 1: must be more with .*; use 2 or more, or"),
-        ({"pp": 2, "schedule": "gpipe"}, {"expert_overlap": True}, r"plan.virtual_stages = 1: must be more with"),
-        ({"tp": 2, "etp": 2}, {"expert_dispatch": "deepep"}, "software.expert_dispatch = deepep: .*plan.etp = 1"),
-    ],
-)
-def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
-    plan: dict[str, Any], software: dict[str, Any], said: str
-) -> None:
-    made = ParallelPlan(ep=2, dp_replicate=2, **plan)
-    parts = model_of(), catalogue.cluster("dgx-h100", made.num_devices), TrainingSpec(global_batch_size=8), made
-    profile = catalogue.software("megatron-bridge")
-    check_plan(*parts, profile)
-    with pytest.raises(SpecError, match=said):
-        check_plan(*parts, profile.model_copy(update=software))
-
-
-def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
-    """What Megatron Core asserts of overlap_moe_expert_parallel_comm; without exchanges it is only noted."""
-    profile = catalogue.software("megatron-core").model_copy(update={"expert_overlap": True})
-    cluster = catalogue.cluster("dgx-h100", 4)
-
-    def fields(plan: ParallelPlan, precision: Any = "bf16") -> list[str]:
-        training = TrainingSpec(global_batch_size=8, precision=precision)
-        return [p.field for p in expert_overlap_rules(training, plan, profile)]
-
-    assert fields(ParallelPlan(ep=2, dp_replicate=4)) == []
-    assert fields(ParallelPlan(ep=2, dp_replicate=2, pp=2, virtual_stages=2)) == []
-    assert fields(ParallelPlan(ep=2, dp_replicate=2, pp=2), "fp32") == ["plan.virtual_stages", "training.precision"]
-    assert fields(ParallelPlan(ep=1, dp_replicate=2, pp=2)) == []
-    several = ParallelPlan(ep=2, dp_replicate=2, pp=2, virtual_stages=2)
-    check_plan(model_of(), cluster, TrainingSpec(global_batch_size=8), several, profile)
