@@ -101,6 +101,7 @@ def test_datasheet_values() -> None:
     assert catalogue.device("a100-sxm-40gb").peak_flop_per_s["bf16"] == 312e12
     assert catalogue.device("v100-sxm2-32gb").peak_flop_per_s["fp16"] == 125e12
     assert catalogue.device("a100-sxm-80gb").memory_bytes == 80 * GIB
+    assert catalogue.device("h100-sxm-80gb").memory_bytes == 85_520_809_984  # nvidia-smi: 81559 MiB
     assert catalogue.link("nvlink5").bytes_per_s == 1.8e12 / 2
     assert catalogue.link("nvlink4").bytes_per_s == 900e9 / 2
 

@@ -91,7 +91,7 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
         ({"step_time_s": 1.0, "peak_device_gib": (1.0, 2.0, 3.0)}, "has 3 numbers, and the predicted job has 2 ranks"),
         (
             {"step_time_s": 1.0, "peak_reserved_gib": (60.0, 81.9)},
-            "peak_reserved_gib = 81.9: is more than the 80 GiB of a device of .*; if it is in GB, write 76",
+            "peak_reserved_gib = 81.9: is more than the 79.65 GiB of a device of .*; if it is in GB, write 76",
         ),
         (
             {"step_time_s": 1.0, "peak_device_gib": (71522.0,)},
