@@ -37,6 +37,9 @@ __all__ = [
 MAX_YAML_BYTES = 4 * 1024 * 1024
 MAX_JSON_BYTES = 512 * 1024 * 1024
 
+_OPEN_FILES = frozenset({Path("/dev/stdin"), Path("/dev/fd"), Path("/proc/self/fd")})
+"""Where files lie that a shell has opened already, such as ``<(...)``; a pipe elsewhere may have nobody at its end."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -168,7 +171,7 @@ def read_text(path: str | Path, max_bytes: int) -> str:
     try:
         if path.is_dir():
             raise refuse("is a folder", "name a file in it")
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file() and not _OPEN_FILES & {path, path.parent}:
             raise refuse("is not an ordinary file", "name a text file")
         with path.open("rb") as stream:
             raw = stream.read(max_bytes + 1)

@@ -23,6 +23,10 @@ def export_command(file: Path, *, target: str, as_json: bool, output: Path | Non
     if target not in TARGETS:
         problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
         raise SpecError(problem)
+    if file.exists() and not file.is_file():
+        raise SpecError(
+            Problem(field="", rule="is not a file that the job can read later", fix="save it"), file=str(file)
+        )
     scenario = load_scenario(file)
     refuse_other_software(scenario)
     cluster = scenario.cluster

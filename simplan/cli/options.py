@@ -30,7 +30,15 @@ __all__ = [
     "Timeout",
 ]
 
-ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
+
+def _opened(path: Path) -> Path:
+    """Standard input by its usual sign."""
+    return Path("/dev/stdin") if str(path) == "-" else path
+
+
+ScenarioFile = Annotated[
+    Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML); - for standard input.", callback=_opened)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 CalibrationFile = Annotated[
     Path | None,

@@ -189,6 +189,17 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
 
 
+@pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} - < {0}", "{1} <(cat {0})"])
+def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environment: dict[str, str]) -> None:
+    command = way.format(scenario, f"{sys.executable} -m simplan draw")
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert result.stderr == ""
+    assert result.stdout.startswith("small: one step")
+    exported = command.replace("draw", "export --to slurm")
+    later = subprocess.run(["bash", "-c", exported], capture_output=True, text=True, env=environment, check=False)
+    assert (later.returncode == 0) == (" < " in way), "a script names the file, which has to be there later"
+
+
 def test_a_reader_that_goes_away_is_no_error(scenario: Path, environment: dict[str, str]) -> None:
     command = f"{sys.executable} -m simplan predict {scenario} --json | head -c 10; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(
