@@ -7,6 +7,7 @@ from pathlib import Path
 
 from executor.checkpoint_folder import check_resume
 from executor.checks import check_job
+from executor.decision import NodeResult
 from executor.departure import Departure, told_to_leave
 from executor.exchange import Beats, RegroupError
 from executor.host_clock import ClockReading
@@ -16,7 +17,7 @@ from executor.rank import RankFiles
 from executor.regroup import Part, first_step, part_of, regroup
 from executor.results import gather_parts
 from executor.settling import on_all_nodes
-from executor.team import NodeResult, Team
+from executor.team import Team
 from executor.waiting_room import OverError
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole

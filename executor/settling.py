@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from executor.decision import NodeResult, settle
 from executor.departure import LeftError
 from executor.exchange import OtherNodeError, RegroupError
 from executor.failure import Failure
 from executor.launch import RanksError
-from executor.team import NodeResult, Team
+from executor.team import Team
 from simplan.errors import SimplanError
 
 __all__ = ["on_all_nodes"]
@@ -49,7 +50,7 @@ def on_all_nodes(
     except SimplanError as error:
         failure = Failure(sentence=f"{team.me}: {error}", exit_code=error.exit_code)
     finally:
-        found, theirs = team.settle(failure, steps()) if settles else (None, [])
+        found, theirs = settle(team, failure, steps()) if settles else (None, [])
         for result in theirs:
             keep(result)
     if found is not None:

@@ -1,4 +1,4 @@
-"""The nodes of one run: how they meet, agree on a job, hear of each other's failures, and bring results together.
+"""The nodes of one run, as one of them sees them: who they are, how it talks to them, and who goes on.
 
 All of it goes through one store of torch's on node 0 (``HOST:PORT``), the one that torchrun's c10d rendezvous then uses
 too. Node 0 hears everybody, decides and tells: what is run, whether somebody is silent, and at the end how it went.
@@ -7,44 +7,27 @@ too. Node 0 hears everybody, decides and tells: what is run, whether somebody is
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from executor.exchange import REGROUP, Exchange, Host, RegroupError
-from executor.failure import Failure, first_cause
+from executor.exchange import Exchange, Host
 from executor.host_clock import ClockReading, read_clock
 from executor.store_line import StoreLine
 from executor.waiting_room import WaitingRoom
 from simplan.errors import RunError
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
-from simplan.spec.base import Spec
 
-__all__ = ["NodeResult", "Team"]
+__all__ = ["ANSWER_S", "Team"]
 
-_ANSWER_S = 30.0  # without an answer for so long, a node counts as lost
-_FAREWELL_S = 10.0
+ANSWER_S = 30.0
+"""Without an answer for so long, a node counts as lost."""
 _LEAVE_S = 3.0  # for node 0 to be told that this node leaves
 _Result = TypeVar("_Result")
-
-
-class NodeResult(Spec):
-    """What a node has to say at the end.
-
-    Attributes:
-        failure: Why its part ended early; None when it did not.
-        steps: What its ranks measured, by rank (``RankFiles.steps``).
-        readings: Of its clock.
-    """
-
-    failure: Failure | None
-    steps: dict[int, str]
-    readings: tuple[ClockReading, ...]
 
 
 class Team:
@@ -131,11 +114,16 @@ class Team:
         """The same of this node."""
         return self.name(self.node_rank)
 
+    @property
+    def readings(self) -> tuple[ClockReading, ...]:
+        """Of this node's clock, so far."""
+        return tuple(self._readings)
+
     def torchrun_arguments(self) -> list[str]:
         """How torchrun meets the others: as a client of the store that is there already."""
         nodes = self._nodes
         # without a lost node the others come back only when it has been given up
-        wait_s = int(max(nodes.join_timeout_s, 0 if nodes.min_nodes is None else 3 * _ANSWER_S)) + 1
+        wait_s = int(max(nodes.join_timeout_s, 0 if nodes.min_nodes is None else 3 * ANSWER_S)) + 1
         return [
             f"--nnodes={len(self.hosts)}",
             f"--nproc-per-node={nodes.ranks_per_node}",
@@ -161,78 +149,6 @@ class Team:
                 self._readings.append(read_clock(self._nodes.host, self._clock_port))
             except OSError as error:
                 raise RunError(f"the clock of {self.name(0)} cannot be asked: {error}") from None
-
-    def settle(self, failure: Failure | None, steps: Mapping[int, str]) -> tuple[Failure | None, list[NodeResult]]:
-        """The end of the run on all nodes.
-
-        Args:
-            failure: Why it ended early here; None when it did not.
-            steps: What this node's ranks measured.
-
-        Returns:
-            Why the run ended early, the same on all nodes that can still talk; and on node 0 the results of the others.
-
-        Raises:
-            RegroupError: Others than these nodes are to go on, which node 0 told when this one had ended its part.
-        """
-        if 0 in self.exchange.lost:
-            return failure, []
-        result = NodeResult(failure=failure, steps=dict(steps), readings=tuple(self._readings))
-        try:
-            if failure is not None:
-                self.ask(lambda: self._store.set("failed", str(self.node_rank)))
-            return self._decide(result) if self.leads else (self._hear_decision(result), [])
-        except RegroupError:
-            raise
-        except (RuntimeError, TimeoutError):
-            lost = Failure(sentence=f"{self.me} lost its connection with {self.name(0)}", consequence=True)
-            return failure or lost, []
-
-    def _decide(self, mine: NodeResult) -> tuple[Failure | None, list[NodeResult]]:
-        """Node 0: waits for the results of the others, finds the first cause, and tells."""
-        failures = [mine.failure]
-        results = []
-        deadline_s = time.monotonic() + _ANSWER_S
-        others = [node for node in range(1, len(self.hosts)) if node not in self.exchange.lost]
-        told = []
-        for node in others:
-            found_key = self.hear_first((f"result/{node}", f"left/{node}"), deadline_s)
-            if found_key == f"left/{node}":
-                left = f"{self.name(node)} has left, as it was told to"
-                failures.append(Failure(sentence=left, consequence=mine.failure is not None))
-                continue
-            if found_key is None:
-                lost = f"{self.name(node)} has not been heard of for {_ANSWER_S:g} s"
-                failures.append(Failure(sentence=lost, consequence=mine.failure is not None))
-                continue
-            told.append(node)
-            packed = self.ask(lambda key=found_key: self._store.get(key))  # type: ignore[misc]
-            results.append(NodeResult.model_validate_json(zlib.decompress(packed)))
-            failures.append(results[-1].failure)
-        found = first_cause([failure for failure in failures if failure is not None])
-        end = "null" if found is None else found.model_dump_json()
-        self.ask(lambda: self._store.set("end", end))
-        deadline_s = time.monotonic() + _FAREWELL_S
-        for node in told:
-            self.hear(f"bye/{node}", deadline_s)
-        if (room := self.room) is not None:
-            self.ask(lambda: room.close(found))
-        return found, results
-
-    def _hear_decision(self, mine: NodeResult) -> Failure | None:
-        """Another node: sends its result and waits for what node 0 says."""
-        packed = zlib.compress(mine.model_dump_json().encode())
-        self.ask(lambda: self._store.set(f"result/{self.node_rank}", packed))  # type: ignore[arg-type]
-        # with a failure of its own this node ends, whatever the others do
-        keys = ("end", REGROUP) if mine.failure is None else ("end",)
-        found = self.hear_first(keys, time.monotonic() + 2 * _ANSWER_S)
-        if found is None:
-            raise TimeoutError
-        if found == REGROUP:
-            raise RegroupError("other nodes are to go on")
-        end: bytes = self.ask(lambda: self._store.get("end"))
-        self.ask(lambda: self._store.set(f"bye/{self.node_rank}", ""))
-        return None if end == b"null" else Failure.model_validate_json(end)
 
     def following(self, place: int, hosts: Sequence[Host], first_attempt: int) -> Team:
         """The next team, with this node.
@@ -278,7 +194,7 @@ class Team:
         """Tells the others that this node leaves, if they can be told."""
         self.exchange.leave(_LEAVE_S)
 
-    def ask(self, call: Callable[[], _Result], timeout_s: float = _ANSWER_S) -> _Result:
+    def ask(self, call: Callable[[], _Result], timeout_s: float = ANSWER_S) -> _Result:
         """Makes a call to the store.
 
         Raises:
@@ -286,13 +202,13 @@ class Team:
         """
         return self._line.ask(call, timeout_s)
 
-    def tell(self, key: str, value: str = "") -> None:
+    def tell(self, key: str, value: str | bytes = "") -> None:
         """Sets a key of the store that these nodes share.
 
         Raises:
             TimeoutError, RuntimeError: Node 0 cannot be reached.
         """
-        self.ask(lambda: self._store.set(key, value))
+        self.ask(lambda: self._store.set(key, value))  # type: ignore[arg-type] # bytes, too
 
     def hear(self, key: str, deadline_s: float) -> bytes | None:
         """The value of a key once it is there.
@@ -306,8 +222,12 @@ class Team:
         """
         if self.hear_first((key,), deadline_s) is None:
             return None
-        value: bytes = self.ask(lambda: self._store.get(key))
-        return value
+        return self.value(key)
+
+    def value(self, key: str) -> bytes:
+        """The value of a key that is there; errors are those of ``hear``."""
+        found: bytes = self.ask(lambda: self._store.get(key))
+        return found
 
     def hear_first(self, keys: Sequence[str], deadline_s: float) -> str | None:
         """Which of several keys is there first; arguments and errors are those of ``hear``."""

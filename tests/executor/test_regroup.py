@@ -12,9 +12,10 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+import executor.decision
 import executor.regroup
-import executor.team
 import executor.waiting_room
+from executor.decision import settle
 from executor.exchange import REGROUP, Host, RegroupError
 from executor.failure import Failure
 from executor.introduction import introduction
@@ -181,15 +182,15 @@ def test_a_node_that_has_finished_hears_that_others_go_on(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a failure of its own it waits for the end, as before."""
-    monkeypatch.setattr(executor.team, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(executor.decision, "ANSWER_S", 0.1)
     first, _, third, _ = (part.team for part in parts(make_job(dp=4), tmp_path, [3, 2]))
     assert first is not None
     assert third is not None
     first.tell(REGROUP)
     with pytest.raises(RegroupError):
-        third.settle(None, {})
+        settle(third, None, {})
     failure = Failure(sentence="boom")
-    assert third.settle(failure, {}) == (failure, [])
+    assert settle(third, failure, {}) == (failure, [])
 
 
 def test_nodes_that_leave_count_as_no_restart(make_job: MakeJob, tmp_path: Path) -> None:
