@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -188,7 +189,7 @@ def _rule(
     if kind in ("value_error", "assertion_error"):
         return str(context.get("error", message)), ""
     rule = _TYPES.get(kind, message[:1].lower() + message[1:])
-    return rule, _type_fix(kind, value)
+    return rule, _type_fix(kind, value, str(key))
 
 
 _BOUNDS = {
@@ -216,11 +217,13 @@ _TYPES = {
 }
 
 
-def _type_fix(kind: str, value: Any) -> str:
+def _type_fix(kind: str, value: Any, key: str) -> str:
     """What to write instead of a value of the wrong type."""
     if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
         plain = value.strip().replace("_", "")
         return f"write {plain}, as YAML has no _ in numbers" if "_" in value else f"write {plain} without quotes"
+    if kind == "int_type" and isinstance(value, str) and key.endswith("bytes") and (plain := _in_bytes(value)):
+        return f"write {plain}: it is a number of bytes"
     if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
     if kind == "bool_type" and str(value).lower() in ("yes", "no", "on", "off", "0", "1"):
@@ -230,6 +233,15 @@ def _type_fix(kind: str, value: Any) -> str:
     if value is None:
         return "give a value or remove the key"
     return ""
+
+
+_BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def _in_bytes(text: str) -> str:
+    """``80GB`` as a number of bytes; empty for what is no number with such a unit."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?b)\s*", text, re.IGNORECASE)
+    return f"{float(found[1]) * _BYTES[found[2].lower()]:.0f}" if found and _is_number(found[1]) else ""
 
 
 def _is_number(text: str) -> bool:

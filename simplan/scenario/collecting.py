@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ class Sections:
         is_section = len(path) <= 1
         elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
-        self._keep(problems, modelled=True)
+        self._keep(_without_consequences(problems, data, path) if isinstance(data, dict) else problems, modelled=True)
         return result
 
     def refuse(self, path: Path, rule: str, *, value: Any = None, fix: str = "") -> None:
@@ -92,6 +92,16 @@ class Sections:
     def _problem(self, path: Path, rule: str, value: Any, fix: str) -> Problem:
         shown = None if value is None else render_value(value)
         return Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(self._lines, path))
+
+
+def _without_consequences(problems: Sequence[Problem], data: dict[str, Any], path: Path) -> list[Problem]:
+    """Without fields that nobody wrote, where one that somebody wrote is wrong: these are made from the others."""
+
+    def key(problem: Problem) -> str:
+        return problem.field.removeprefix(f"{_dotted(path)}.").partition(".")[0]
+
+    written = [problem for problem in problems if problem.value is None or key(problem) in data]
+    return written if any(problem.value is not None for problem in written) else list(problems)
 
 
 def _dotted(path: Path) -> str:
