@@ -63,7 +63,7 @@ def check_rehearsal(job: Job, rank: int, *, fake: bool) -> None:
         NotModelledError, SpecError, ProgramError: As ``check_job``, however many ranks the job has; there is no such
             rank, or no such device here.
     """
-    not_modelled = [*_not_modelled(job), *(_compiled_without_data(job) if fake else ())]
+    not_modelled = [*_not_modelled(job), *_compiled_rehearsal(job, fake=fake)]
     if not_modelled:
         raise NotModelledError(not_modelled)
     problems = [*_inconsistent(job), *_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
@@ -233,10 +233,11 @@ def _no_such_rank(job: Job, rank: int) -> Iterator[Problem]:
         )
 
 
-def _compiled_without_data(job: Job) -> Iterator[Problem]:
+def _compiled_rehearsal(job: Job, *, fake: bool) -> Iterator[Problem]:
+    """A rehearsal follows every tensor, for which torch must run every operation by itself."""
     if job.software.compiled:
-        rule = "makes kernels that need tensors with data"
-        fix = "use false, which keeps a little more, or rehearse on a device"
+        rule = "makes kernels that need tensors with data" if fake else "makes tensors that a rehearsal cannot follow"
+        fix = "use false, which keeps a little more, or `simplan run`"
         yield Problem(field="software.compiled", value="true", rule=rule, fix=fix)
 
 

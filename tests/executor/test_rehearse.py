@@ -12,6 +12,7 @@ from executor.run import run_job
 from simplan.errors import NotModelledError, SpecError
 from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective
+from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.validate.structure import TIMED_KINDS, predicted_messages
 from tests.executor.conftest import MakeJob
@@ -98,11 +99,26 @@ def test_times_are_of_the_own_actions_only(make_job: MakeJob) -> None:
     assert all(len(time.seconds) == 3 for time in found.actions)
 
 
+COMPILED = catalogue.software("torch").model_copy(update={"compiled": True})
+
+
 @pytest.mark.parametrize(
     ("fields", "rank", "fake", "said"),
     [
         ({}, 2, True, "rank = 2: is none of the 2 ranks of the plan; use 0 to 1"),
         ({"device": "cuda"}, 0, False, "device = cuda: is a CUDA device, and this machine has none"),
+        (
+            {"software": COMPILED},
+            0,
+            True,
+            "software.compiled = true: makes kernels that need tensors with data; use false",
+        ),
+        (
+            {"software": COMPILED},
+            0,
+            False,
+            "software.compiled = true: makes tensors that a rehearsal cannot follow; use",
+        ),
         ({"plan": {"cp": 2, "cp_comm": "ring"}, "dp": 1}, 0, True, "plan.cp_comm = ring: the executor has no ring"),
     ],
 )
