@@ -118,3 +118,15 @@ def test_a_bad_scenario_and_an_unused_calibration_are_refused(simplan: Simplan, 
     result = simplan("draw", scenario, "--calibration", tmp_path / "c.json")
     assert result.returncode == 2
     assert "c.json" in result.stderr
+
+
+def test_a_terminal_without_more_than_ascii_gets_the_same_picture(scenario: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "simplan", "draw", str(scenario), "--width", "100"]
+    found = [
+        subprocess.run(command, capture_output=True, text=True, env=environment | more, check=True).stdout
+        for more in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "utf-8"})
+    ]
+    assert found[0].isascii()
+    assert not found[1].isascii()
+    assert "?" not in found[0]
+    assert [len(line) for line in found[0].splitlines()] == [len(line) for line in found[1].splitlines()]
