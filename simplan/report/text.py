@@ -153,12 +153,13 @@ def _trained(model: ModelSpec) -> str:
 
 def _asked(prediction: Prediction) -> Iterator[str]:
     model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
+    named = "" if cluster.id == "inline" else f"{cluster.id}: "
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{_trained(model)}, "
         f"{model.num_blocks} layers{_later_tokens(model)}, {_inputs(model)}"
     )
     yield (
-        f"  cluster      {cluster.id}: {cluster.num_devices} x {cluster.device.id}, "
+        f"  cluster      {named}{cluster.num_devices} x {cluster.device.id}, "
         f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
     )
     yield (

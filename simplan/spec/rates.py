@@ -75,7 +75,7 @@ class KernelRates(Spec):
             device runs dry, the host takes the microbatch, copies and broadcasts it, makes masks, and launches anew.
         unseen_std: How sure step times are under software that nothing was fitted to, or on an architecture that no
             run was seen of. Of one of which nothing is known it stays an assumption: H100, A100 and B200 as devices
-            without an architecture are 9 % faster, 17 % slower and 27 % faster than as what they are.
+            without an architecture are 9 % faster, 17 % slower and 24 % faster than as what they are.
         experts_std: How sure the time of layers with experts is, of which nothing was fitted: about nine in ten of 150
             published runs with experts are no further off than 1.645 of these.
         between_nodes_std: How sure messages between nodes are in training; None for as sure as where they were timed
