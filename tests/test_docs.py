@@ -54,7 +54,7 @@ def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
         assert prediction.fits is not None
         assert prediction.mfu is not None
         assert 0.1 < prediction.mfu < 0.7
-        assert ("8 x rtx-5090, 1 node" in prediction_text(prediction)) == (number == 0)
+        assert ("cluster      8 x rtx-5090, 1 node" in prediction_text(prediction)) == (number == 0)
 
 
 def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
