@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from app.figures.style import Figure, across, bar, empty, figure, scatter
@@ -15,6 +16,7 @@ from simplan.validate.rows import ComparisonRow
 __all__ = ["errors_figure", "runs_figure", "steps_figure", "terms_figure"]
 
 _MOST_BARS = 4_000
+_FEW_DECADES = 300
 
 
 def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
@@ -44,8 +46,23 @@ def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
             "<br>within its interval: %{customdata[2]}<extra></extra>",
         )
         traces.append(trace)
-    x, y = ({"type": "log", "dtick": "D2", "title": f"{word} step, s"} for word in ("measured", "predicted"))
+    values = _ticks(*ends)
+    ticks = {"tickvals": values, "ticktext": [format_number(value) for value in values]}
+    x, y = ({"type": "log", "title": f"{word} step, s", **ticks} for word in ("measured", "predicted"))
     return figure(traces, height=430, xaxis=x, yaxis=y)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of every power of ten on a logarithmic axis, or, where these would be many, 1 alone.
+
+    >>> _ticks(24, 1100)
+    [50.0, 100.0, 200.0, 500.0, 1000.0]
+    >>> _ticks(0.05, 50)
+    [0.1, 1.0, 10.0]
+    """
+    digits = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [value for power in powers for digit in digits if low <= (value := float(f"{digit}e{power}")) <= high]
 
 
 def _pair(outcome: RunOutcome) -> tuple[float, float]:
