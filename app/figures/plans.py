@@ -12,6 +12,7 @@ from app.figures.style import Figure, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS, SPLIT
 from simplan.report.search import alike_words, search_plan_words
 from simplan.search import RankedPlan, SearchResult, SpaceCount
+from simplan.spec.plan import ParallelPlan
 from simplan.units import GIB, format_number
 
 __all__ = [
@@ -90,13 +91,18 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", 
 
 
 def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
-    """A row for each plan that a search kept: ranked ones first, then the others of the front."""
+    """A row for each plan that a search kept: ranked ones first, then the others of the front.
+
+    All have the same columns: those of a plan that one of them has a value for.
+    """
     ranked = [(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
     others = [(None, plan) for plan in result.pareto if plan not in result.ranked]
     front = {id(plan) for plan in result.pareto} | {
         id(plan) for plan in result.ranked if any(plan.plan == other.plan for other in result.pareto)
     }
-    return [_row(rank, plan, result, id(plan) in front) for rank, plan in [*ranked, *others]]
+    rows = [_row(rank, plan, result, id(plan) in front) for rank, plan in [*ranked, *others]]
+    unset = [key for key in ParallelPlan.model_fields if all(row[key] is None for row in rows)]
+    return [{key: value for key, value in row.items() if key not in unset} for row in rows]
 
 
 def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: bool) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "on_front": on_front,
         "alike": plan.alike.num_plans or None,
         "alike_differ_in": alike_words(plan.alike) or None,
-        **{key: value for key, value in plan.plan.model_dump(mode="json").items() if value is not None},
+        **plan.plan.model_dump(mode="json"),
     }
 
 

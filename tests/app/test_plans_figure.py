@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from app.components.downloads import csv_text
 from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_rows
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.units import GIB
@@ -34,6 +37,18 @@ def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
     expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
     assert sorted(points(figure)) == expected
+
+
+def test_rows_have_the_same_columns_where_one_plan_sets_what_others_do_not(result: SearchResult) -> None:
+    """As one that recomputes some blocks of every stage among those that recompute all: a file has one header."""
+    first, *others = result.ranked
+    some = replace(first, plan=first.plan.model_copy(update={"recompute": "full", "recompute_layers": 2}))
+    assert not any("recompute_layers" in row for row in plan_rows(result))
+    rows = plan_rows(replace(result, ranked=(*others, some)))
+    header, *lines = csv.reader(csv_text(rows).splitlines())
+    assert "recompute_layers" in header
+    assert {len(line) for line in lines} == {len(header)}
+    assert len(lines) == len(rows)
 
 
 def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> None:
