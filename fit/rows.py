@@ -34,6 +34,7 @@ __all__ = [
     "fold_of",
     "job_at",
     "load_rows",
+    "part_of",
 ]
 
 Values = Mapping[str, float]
@@ -156,6 +157,11 @@ def fold_of(job: RunJob, folds: int) -> int:
     model = job.model
     shape = f"{model.family} {model.hidden_size} {model.num_hidden_layers} {job.cluster.device.id}"
     return int(sha256(shape.encode()).hexdigest(), 16) % folds
+
+
+def part_of(run: PublishedRun, parts: int) -> int:
+    """Of so many, drawn for each run alone: near-duplicates are in others."""
+    return int(sha256(run.id.encode()).hexdigest(), 16) % parts
 
 
 def changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:

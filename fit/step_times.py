@@ -9,8 +9,9 @@ through what is done, so near the present constants it is a sum of prices, each 
 and each round looks for the longest paths anew. A source counts as its runs to the power of three quarters.
 ``--write`` replaces kernels_fitted.yaml.
 
-Three errors are printed: of the fit; five-fold, with folds by model and device, so that near-duplicates stay together;
-and with a whole source left out. The spread of the second is what predictions of a fitted framework carry, that of the
+Four errors are printed: of the fit; five-fold, with folds by model and device, so that near-duplicates stay together;
+with a fifth of the runs left out that is drawn one by one, as from a table some of whose rows are missing; and with a
+whole source left out. The spread of the second is what predictions of a fitted framework carry, that of the
 last what those of any other carry.
 """
 
@@ -30,7 +31,7 @@ from fit.left_out import FOLDS, LEFT_OUT_FILE, left_out_text
 from fit.moved import parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
 from fit.robust import Constant, Floats, minimize
-from fit.rows import Prices, Row, Values, fold_of, load_rows
+from fit.rows import Prices, Row, Values, fold_of, load_rows, part_of
 from fit.spread import fit_spread, unseen_std, within, within_left_out
 from simplan.spec import catalogue
 
@@ -69,6 +70,7 @@ def main() -> None:
         "fitted": log_errors(rows, values),
     }
     tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), values)
+    tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), values)
     tables["source left out"], _ = left_out(rows, lambda row: row.source, values)
     parts, five = parts_of(rows, values), tables["five-fold"]
     spread = fit_spread(parts, five)
