@@ -15,6 +15,7 @@ from simplan.search import Progress, Question, SearchResult, SearchSpace, search
 from simplan.search.abridged import AbridgedEvaluator
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
+from simplan.search.keep import NOISE
 from simplan.search.tally import rounded
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
@@ -92,16 +93,15 @@ def test_its_front_is_all_that_is_not_dominated(objectives: tuple[str, str]) -> 
 
 
 def test_the_nearest_misses_are_those_that_could_be_among_the_best() -> None:
-    """As far as a bound on their time tells."""
+    """As far as a bound on their time tells; as fast to a thousandth is among them."""
     asked = asked_for()
     result = found_by(asked, top=1)
     assert result.best is not None
     missing = [row for row in every() if row[1] > CAPACITY]
     of_plan = {c.plan(): c for c in candidates(asked, SearchSpace(**SPACE))}
     least_s = AbridgedEvaluator(asked).least_time_s([of_plan[plan] for *_, plan in missing])
-    possible = [
-        size for (_, size, _), bound_s in zip(missing, least_s, strict=True) if bound_s < result.best.step_time_s
-    ]
+    near_s = (1 + NOISE) * result.best.step_time_s
+    possible = [size for (_, size, _), bound_s in zip(missing, least_s, strict=True) if bound_s < near_s]
     assert [miss.device_bytes for miss in result.nearest_misses] == sorted(possible)[:3]
     assert 3 < len(possible) < len(missing)
 
