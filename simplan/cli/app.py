@@ -25,6 +25,7 @@ from simplan.cli.options import (
     Restarts,
     Resume,
     ScenarioFile,
+    ScenarioPaths,
     StageTimes,
     TimedDevice,
     TimedPrecisions,
@@ -221,7 +222,7 @@ def calibrate(
 
 @app.command()
 def check(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenario files, or folders of them.")],
+    paths: ScenarioPaths,
     json: AsJson = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     github: Annotated[

@@ -24,6 +24,7 @@ from simplan.report.checks import (
 from simplan.report.github import github_annotations
 from simplan.report.junit import junit_xml
 from simplan.scenario import evaluate, load_scenario
+from simplan.scenario.file import parts_of, scenario_of
 
 __all__ = ["check_command"]
 
@@ -47,6 +48,9 @@ def check_command(
     files = scenario_files(paths)
     if bless_values:
         for file in files:
+            if file.exists() and not file.is_file():
+                problem = Problem(field="", rule="is not a file that --bless can write to", fix="save it")
+                raise SpecError(problem, file=str(file))
             scenario = load_scenario(file)
             if covers(calibration, scenario):
                 prediction = scenario.predict(calibration if is_needed(scenario) else None)
@@ -96,7 +100,8 @@ def scenario_files(paths: Iterable[Path]) -> list[Path]:
 def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
     """Judges one scenario; what is wrong with it is a case of its own, so that the others go on."""
     try:
-        scenario = load_scenario(file)
+        document = read_yaml(file)  # once: it may be a pipe
+        scenario = scenario_of(parts_of(document, str(file)), file.resolve().parent)
         if not covers(calibration, scenario):
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]
@@ -107,7 +112,6 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
             str(file),
             tuple(CheckedCase("scenario", CheckStatus.ERROR, p.sentence(), line=p.line) for p in error.problems),
         )
-    document = read_yaml(file)
     cases = [CheckedCase("scenario", CheckStatus.PASSED, "is valid and can be predicted")]
     for index, expectation in enumerate(scenario.expect):
         result = evaluate(expectation, prediction)

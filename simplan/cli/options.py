@@ -23,6 +23,7 @@ __all__ = [
     "Restarts",
     "Resume",
     "ScenarioFile",
+    "ScenarioPaths",
     "StageTimes",
     "TimedDevice",
     "TimedPrecision",
@@ -38,6 +39,14 @@ def _opened(path: Path) -> Path:
 
 ScenarioFile = Annotated[
     Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML); - for standard input.", callback=_opened)
+]
+ScenarioPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        help="Scenario files, or folders of them; - for standard input.",
+        callback=lambda paths: [_opened(path) for path in paths],
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 CalibrationFile = Annotated[

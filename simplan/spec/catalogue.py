@@ -161,7 +161,7 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
     values = {"id": name, **entry, "sources": _sources("links", entry["sources"])}
     if not textbook:
         own = _parsed("links_fitted")["links"].get(kind, {})
-        for key in own.keys() & values["sources"].keys():
+        for key in (key for key in own if key in values["sources"]):
             values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
         values |= {**unmeasured_link(entry.get("library", "nccl")), **own}
         if "launch_s" in values:
@@ -185,7 +185,7 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
     textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
     entry = _parsed("kernels")["architectures"].get(architecture, {})
     sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
-    for name in KernelRates.model_fields.keys() - {"unseen_std", "between_nodes_std"}:
+    for name in (name for name in KernelRates.model_fields if name not in ("unseen_std", "between_nodes_std")):
         before, now = getattr(textbook, name), getattr(kernels, name)
         if before != now and isinstance(before, float):
             key = f"kernels.{name}"

@@ -200,6 +200,17 @@ def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environmen
     assert (later.returncode == 0) == (" < " in way), "a script names the file, which has to be there later"
 
 
+@pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} <(cat {0})"])
+def test_check_reads_a_pipe_once(way: str, scenario: Path, environment: dict[str, str]) -> None:
+    command = way.format(scenario, f"{sys.executable} -m simplan check")
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    blessing = command.replace("check", "check --bless")
+    refused = subprocess.run(["bash", "-c", blessing], capture_output=True, text=True, env=environment, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("is not a file that --bless can write to; save it\n")
+
+
 def test_a_reader_that_goes_away_is_no_error(scenario: Path, environment: dict[str, str]) -> None:
     command = f"{sys.executable} -m simplan predict {scenario} --json | head -c 10; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(

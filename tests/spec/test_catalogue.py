@@ -6,6 +6,7 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.spec import catalogue, machine
+from simplan.spec.rates import KernelRates
 from simplan.units import GIB, MIB
 
 EXACT_COUNTS = {
@@ -93,6 +94,14 @@ def test_short_references_are_written_out() -> None:
     source = catalogue.device("h100-sxm-80gb").sources["matmul_flop_per_s.bf16"]
     assert source.startswith("stas00/ml-engineering, compute/accelerator/README.md at 744d01e18b79")
     assert source.endswith(": 2048x2048x13312, 2.7.0+cu126")
+
+
+def test_sources_are_in_the_order_of_fields() -> None:
+    """So that two documents of the same job are equal, byte by byte."""
+    sources = catalogue.device("h100-sxm-80gb").sources
+    fitted = [name for name in KernelRates.model_fields if sources.get(f"kernels.{name}", "").startswith("fitted")]
+    assert len(fitted) > 10
+    assert [f"kernels.{name}" for name in fitted] == [key for key in sources if key.removeprefix("kernels.") in fitted]
 
 
 def test_datasheet_values() -> None:
