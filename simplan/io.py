@@ -22,6 +22,7 @@ __all__ = [
     "MAX_JSON_BYTES",
     "MAX_YAML_BYTES",
     "Document",
+    "folder_of",
     "json_text",
     "parse_json",
     "parse_model",
@@ -41,6 +42,12 @@ _OPEN_FILES = frozenset({Path("/dev/stdin"), Path("/dev/fd"), Path("/proc/self/f
 """Where files lie that a shell has opened already, such as ``<(...)``; a pipe elsewhere may have nobody at its end."""
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def folder_of(path: str | Path) -> Path:
+    """Where paths in a file begin: beside it, or, if it has no place of its own, where the command runs."""
+    path = Path(path)
+    return Path() if _OPEN_FILES & {path, path.parent} else path.parent
 
 
 def read_yaml(path: str | Path) -> Document:

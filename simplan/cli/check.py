@@ -24,7 +24,7 @@ from simplan.report.checks import (
 from simplan.report.github import github_annotations
 from simplan.report.junit import junit_xml
 from simplan.scenario import evaluate, load_scenario
-from simplan.scenario.file import parts_of, scenario_of
+from simplan.scenario.file import scenario_from
 
 __all__ = ["check_command"]
 
@@ -101,7 +101,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
     """Judges one scenario; what is wrong with it is a case of its own, so that the others go on."""
     try:
         document = read_yaml(file)  # once: it may be a pipe
-        scenario = scenario_of(parts_of(document, str(file)), file.resolve().parent)
+        scenario = scenario_from(document, file)
         if not covers(calibration, scenario):
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan.errors import Problem, SpecError
-from simplan.io import read_text
+from simplan.io import folder_of, read_text
 from simplan.problems import render_value
 from simplan.scenario.collecting import Sections
 from simplan.spec.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
@@ -74,7 +74,7 @@ def _source(sections: Sections, data: dict[str, Any]) -> DocumentSource | None:
     if asked is None:
         return None
     options = asked.model_dump(exclude={"file"})
-    counts = sections.look_up((*_PATH, "file"), lambda name: _counted(Path(sections.file).parent / name), asked.file)
+    counts = sections.look_up((*_PATH, "file"), lambda name: _counted(folder_of(sections.file) / name), asked.file)
     return None if counts is None else Histogram(histogram=counts, **options)
 
 

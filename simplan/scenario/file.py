@@ -26,7 +26,7 @@ from pydantic import Field
 from simplan.cost.calibration import Calibration
 from simplan.document import Document, Place
 from simplan.errors import SpecError
-from simplan.io import read_yaml
+from simplan.io import folder_of, read_yaml
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.problems import Path as ProblemPath
@@ -46,7 +46,7 @@ from simplan.spec.schedules import is_table_file
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Parts", "Scenario", "load_scenario", "parts_of", "read_parts", "scenario_of"]
+__all__ = ["Parts", "Scenario", "load_scenario", "parts_of", "read_parts", "scenario_from", "scenario_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,21 @@ def load_scenario(path: str | Path) -> Scenario:
         SpecError: The file cannot be read or is wrong; all problems at once, each with its line. When all of them
             are options that are not modelled yet, the error is a ``NotModelledError``.
     """
-    return scenario_of(read_parts(path), Path(path).resolve().parent)
+    return scenario_from(read_yaml(path), path)
+
+
+def scenario_from(document: Document, path: str | Path) -> Scenario:
+    """The same of a file that was read.
+
+    Args:
+        document: Its data and places.
+        path: The file.
+
+    Raises:
+        SpecError: As ``load_scenario``.
+    """
+    file = folder_of(path) / Path(path).name
+    return scenario_of(parts_of(document, str(path)), file.resolve().parent)
 
 
 def scenario_of(parts: Parts, folder: Path | None) -> Scenario:

@@ -19,6 +19,7 @@ from typing import Any
 
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError
+from simplan.io import folder_of
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchResult, SearchSpace, search
@@ -123,7 +124,7 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
     document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
     model = document["model"]
     if "hf_config" in model:
-        config = Path(scenario.file).parent / model["hf_config"]
+        config = folder_of(scenario.file) / model["hf_config"]
         document["model"] = model | {"hf_config": os.path.relpath(config, folder)}
     if plan.num_devices != scenario.cluster.num_devices:
         kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}

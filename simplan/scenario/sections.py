@@ -8,12 +8,11 @@ A model is a preset or a Hugging Face configuration with overrides, or given inl
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
-from simplan.io import read_json
+from simplan.io import folder_of, read_json
 from simplan.problems import render_value
 from simplan.scenario.collecting import Sections
 from simplan.scenario.documents import draw_documents
@@ -53,7 +52,7 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
 
 def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dict[str, Any] | None:
     def read(name: str) -> dict[str, Any]:
-        path = Path(sections.file).parent / name
+        path = folder_of(sections.file) / name
         if not name.endswith(".json") and not path.exists():
             fix = "download the config.json of the model and give its path"
             raise SpecError(

@@ -200,6 +200,22 @@ def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environmen
     assert (later.returncode == 0) == (" < " in way), "a script names the file, which has to be there later"
 
 
+def test_files_named_by_a_scenario_of_a_pipe_are_where_the_command_runs(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scenario = (
+        "model: {hf_config: config.json, seq_len: 32}\ncluster: {preset: dgx-h100, num_devices: 1}\n"
+        "training: {global_batch_size: 1}\nplan: {}\n"
+    )
+    command = [sys.executable, "-m", "simplan", "predict", "-"]
+    result = subprocess.run(
+        command, input=scenario, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} <(cat {0})"])
 def test_check_reads_a_pipe_once(way: str, scenario: Path, environment: dict[str, str]) -> None:
     command = way.format(scenario, f"{sys.executable} -m simplan check")
