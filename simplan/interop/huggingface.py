@@ -61,14 +61,15 @@ def model_fields_from_config(
         fields["seq_len"] = seq_len
     _refuse_unmodelled(config, kind, fields.get("seq_len"))
     if kind.alternates:
-        fields |= _windows(config, fields.pop("sliding_window", None))
+        fields |= _windows(config, fields.pop("sliding_window", None), fields.get("num_hidden_layers"))
     return {"name": name, "family": kind.family, **fields}
 
 
-def _windows(config: Mapping[str, Any], window: Any) -> dict[str, Any]:
+def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[str, Any]:
     """Fields that say which layers attend in a window.
 
     Raises:
+        SpecError: Not as many types as layers.
         NotModelledError: Others than all, none, or all but every so many.
     """
     types = config.get("layer_types")
@@ -83,6 +84,9 @@ def _windows(config: Mapping[str, Any], window: Any) -> dict[str, Any]:
         rule = "is not modelled yet"
         fix = f"only {_IN_WINDOW} with {_FULL} in none, every, or every so many layers is"
         raise NotModelledError(Problem(field="layer_types", value=render_value(types), rule=rule, fix=fix))
+    if len(types) != num_layers:
+        rule = f"has {len(types)} types, and num_hidden_layers = {render_value(num_layers)}"
+        raise SpecError(Problem(field="layer_types", rule=rule, fix="give one for each layer"))
     if every == 1:
         return {}
     return {"sliding_window": window, "sliding_window_pattern": every}

@@ -141,6 +141,12 @@ def test_windows_in_another_order_are_refused(types: object) -> None:
         model({**GPT_OSS, "layer_types": types})
 
 
+@pytest.mark.parametrize("types", [["sliding_attention"], ["full_attention"] * 25, []])
+def test_each_layer_has_a_type(types: list[str]) -> None:
+    with pytest.raises(SpecError, match=r"layer_types: has \d+ types, and num_hidden_layers = 24; give one for each"):
+        model({**GPT_OSS, "layer_types": types})
+
+
 def test_a_checkpoint_in_other_bits_is_refused() -> None:
     with pytest.raises(NotModelledError) as caught:
         model({**GPT_OSS, "quantization_config": {"quant_method": "gptq"}})
