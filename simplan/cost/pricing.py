@@ -123,7 +123,8 @@ def _excess(part: Excess, cost: CostModel) -> Price:
     if part.taken:
         formula += f", which have {format_percent(part.taken)} less of the device meanwhile"
     surest = max(messages, key=lambda price: price.relative_std)
-    seconds = max(0.0, moving_s - beside.seconds) + part.taken * min(moving_s, beside.seconds)
+    # products that have the rest of the device meanwhile end after the messages, or before them
+    seconds = max(moving_s - beside.seconds, part.taken * moving_s)
     return Price(seconds, surest.provenance, surest.relative_std, formula)
 
 

@@ -65,7 +65,7 @@ def test_all_bytes_are_still_sent(expand_all: bool) -> None:
 
 @pytest.mark.parametrize(("way", "expected"), [("deepep", 20 / 132), ("hybridep", 32 / 148)])
 def test_messages_take_multiprocessors_from_what_is_computed_meanwhile(way: str, expected: float) -> None:
-    """A quarter of the device: what is computed loses a quarter of the time that messages run beside it."""
+    """Three quarters of the device are left for products while messages move, and all of it from then on."""
     found = program(overlap=True, way=way)
     taken = {work.taken for op in found.ops for work in op.work if isinstance(work, Excess)}
     assert list(taken) == [pytest.approx(expected)]
@@ -77,7 +77,9 @@ def test_messages_take_multiprocessors_from_what_is_computed_meanwhile(way: str,
         moving_s = num_messages * send_s
         op = replace(found.ops[0], work=(Excess((message,) * num_messages, beside, 0.25),))
         priced = price_program(replace(found, ops=(op,)), COST)
-        expected_s = max(0.0, moving_s - compute_s) + 0.25 * min(moving_s, compute_s)
+        done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the messages are through
+        ends_s = moving_s + (1 - done) * compute_s
+        expected_s = ends_s - compute_s
         assert list(priced.durations_s) == [pytest.approx(expected_s)]
 
 
