@@ -14,7 +14,7 @@ from simplan.accuracy.job import RunJob
 from simplan.cost.pricing import Pricing
 from simplan.predict.abridged import AbridgedStep
 from simplan.predict.simulated import source_of
-from simplan.program.program import LayerWork, Message, Op, Program
+from simplan.program.program import Excess, LayerWork, Message, Op, Program, Work
 
 __all__ = ["BETWEEN", "Parts", "parts_of"]
 
@@ -55,11 +55,22 @@ def parts_of(rows: Sequence[Row], values: Values, jobs: int = -1) -> list[Parts]
     return [Parts(row.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
 
 
+def _messages_of(work: Work) -> tuple[Message, ...]:
+    """Also those of which only what goes beyond products is left."""
+    match work:
+        case Message():
+            return (work,)
+        case Excess(messages=messages):
+            return messages
+        case _:
+            return ()
+
+
 def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
     cluster = job.cluster
 
     def crosses(op: Op) -> bool:
-        return any(isinstance(work, Message) and between_nodes(cluster, work) for work in op.work)
+        return any(between_nodes(cluster, message) for work in op.work for message in _messages_of(work))
 
     def moved(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
         durations_s = np.array(pricing.durations_s)

@@ -29,8 +29,6 @@ __all__ = [
     "Row",
     "Values",
     "between_nodes",
-    "changed_device",
-    "changed_software",
     "fold_of",
     "job_at",
     "load_rows",
@@ -138,11 +136,11 @@ class Prices:
 
     def _kernel_cost(self, job: RunJob) -> KernelCost:
         return kernel_cost(
-            changed_device(job.cluster.device, self._values),
+            _changed_device(job.cluster.device, self._values),
             job.training.precision,
             job.software.state(job.training, job.plan),
             job.training.optimizer,
-            changed_software(job.software, self._values),
+            _changed_software(job.software, self._values),
             num_devices=job.cluster.num_devices,
             shards_parameters=job.plan.shards_parameters,
             num_microbatches=num_microbatches(job.training, job.plan),
@@ -164,7 +162,7 @@ def part_of(run: PublishedRun, parts: int) -> int:
     return int(sha256(run.id.encode()).hexdigest(), 16) % parts
 
 
-def changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
+def _changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
     """With constants of its architecture, and those that all have in common."""
     rates: dict[str, Any] = _of(device.architecture, ARCHITECTURE, values) | _of("", ALL, values)
     sustained = _of(device.architecture, KERNELS, values)
@@ -175,7 +173,7 @@ def changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
     return device.model_copy(update={"kernels": device.kernels.model_copy(update=rates)})
 
 
-def changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
+def _changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
     """With its constants."""
     rates = software.rates.model_copy(update=_of(software.id, SOFTWARE, values))
     return software.model_copy(update={"rates": rates})
@@ -183,8 +181,8 @@ def changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
 
 def job_at(job: RunJob, values: Values) -> RunJob:
     """A question at other constants."""
-    cluster = job.cluster.model_copy(update={"device": changed_device(job.cluster.device, values)})
-    return replace(job, cluster=cluster, software=changed_software(job.software, values))
+    cluster = job.cluster.model_copy(update={"device": _changed_device(job.cluster.device, values)})
+    return replace(job, cluster=cluster, software=_changed_software(job.software, values))
 
 
 def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:

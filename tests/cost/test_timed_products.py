@@ -66,7 +66,7 @@ def test_step_times_say_of_large_products_what_was_timed() -> None:
 
 
 def test_products_of_experts_are_right_on_average() -> None:
-    """From 20 groups of 1,232 rows to 256 of 128: off by a factor of seven if they ran as one at the best rate."""
+    """From 40 groups of 9,832 rows to 256 of 128, which reach 0.08 to 0.51 of the peak."""
     grouped = TIMED[TIMED.groups > 1]
     found = logs(products(), grouped)
     assert abs(found.mean()) < 0.1
