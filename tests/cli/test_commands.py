@@ -195,7 +195,7 @@ def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environmen
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
     assert result.stderr == ""
     assert result.stdout.startswith("small: one step")
-    exported = command.replace("draw", "export --to slurm")
+    exported = way.format(scenario, f"{sys.executable} -m simplan export --to slurm")
     later = subprocess.run(["bash", "-c", exported], capture_output=True, text=True, env=environment, check=False)
     assert (later.returncode == 0) == (" < " in way), "a script names the file, which has to be there later"
 
@@ -218,10 +218,11 @@ def test_files_named_by_a_scenario_of_a_pipe_are_where_the_command_runs(
 
 @pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} <(cat {0})"])
 def test_check_reads_a_pipe_once(way: str, scenario: Path, environment: dict[str, str]) -> None:
-    command = way.format(scenario, f"{sys.executable} -m simplan check")
+    check = f"{sys.executable} -m simplan check"
+    command = way.format(scenario, check)
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    blessing = command.replace("check", "check --bless")
+    blessing = way.format(scenario, f"{check} --bless")
     refused = subprocess.run(["bash", "-c", blessing], capture_output=True, text=True, env=environment, check=False)
     assert refused.returncode == 2
     assert refused.stderr.endswith("is not a file that --bless can write to; save it\n")
