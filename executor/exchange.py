@@ -60,7 +60,8 @@ class RegroupError(RunError):
 
     Attributes:
         num_restarts: How often ranks have been started again, as far as this node knows.
-        is_restart: Whether this counts as a restart: a node is lost, which this node has found.
+        is_restart: Whether this counts as a restart: this node has found that one is lost whose ranks had begun. Before
+            that nothing is lost with it: a node that dies as soon as it is let in must not use up the restarts.
     """
 
     num_restarts = 0
@@ -134,6 +135,7 @@ class Exchange:
     Attributes:
         lost: Nodes that cannot be reached any more.
         left: Nodes that have said that they leave.
+        begun: On node 0, other nodes whose ranks have been heard of.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Exchange:
     ) -> None:
         self.lost: set[int] = set()
         self.left: set[int] = set()
+        self.begun: set[int] = set()
         self._may_regroup, self._door = may_regroup, door
         self._node_rank, self._hosts, self._store, self._line = node_rank, hosts, store, line
         self._per_node, self._offset_s = nodes.ranks_per_node, offset_s
@@ -176,6 +179,8 @@ class Exchange:
         if self._pending is not None and self._pending.done():
             for node, news in self._result(self._pending).items():
                 self._last[node] = _Last(now_s, news)
+                if any(news.signs):
+                    self.begun.add(node)
             self._pending = None
         if self._pending is None and now_s - self._asked_s >= _EXCHANGE_S:
             self._asked_s = now_s
@@ -251,7 +256,7 @@ class Exchange:
         if node == 0 or not self._may_regroup:
             return LostNodeError(sentence)
         error = RegroupError(sentence)
-        error.is_restart = True
+        error.is_restart = node in self.begun
         return error
 
 

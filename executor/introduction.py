@@ -22,12 +22,14 @@ class Introduction(Spec):
     Attributes:
         host: Where it is.
         num_nodes: Nodes it was told of.
+        node_rank: Place that it asks for; None for any.
         torch: Its version.
         asked: ``Nodes.asked``.
     """
 
     host: Host
     num_nodes: int
+    node_rank: int | None = None
     torch: str
     asked: dict[str, str]
 
@@ -64,6 +66,7 @@ def introduction(nodes: Nodes, address: str) -> Introduction:
     return Introduction(
         host=Host(socket.gethostname(), address),
         num_nodes=nodes.num_nodes,
+        node_rank=nodes.node_rank,
         torch=str(torch.__version__),
         asked=nodes.asked,
     )

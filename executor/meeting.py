@@ -1,6 +1,7 @@
-"""How the nodes of a run meet: each says who it is and what it was asked, node 0 compares; all start or none does.
+"""How the nodes of a run meet: node 0 sees who comes and begins with them; the others wait to be let in.
 
-A node that comes when the run goes on already, and may change its nodes, waits for a place (``executor.waiting_room``).
+A run of ``num_nodes`` begins when all are there. One that may change its nodes (``min_nodes``) begins with fewer, as
+torchrun does: once enough are there, they wait for a last call only.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from executor.checks import check_job
 from executor.exchange import Host
+from executor.failure import Failure
+from executor.guest import ANSWER_S, wait_for_place
 from executor.host_clock import ClockServer, read_clock
-from executor.introduction import Introduction, disagreement, introduction
-from executor.network import address_of, address_towards, interface_with, interfaces
+from executor.introduction import introduction
+from executor.network import place_in_network
 from executor.store_line import StoreLine
 from executor.team import Team
-from executor.waiting_room import WaitingRoom, wait_for_place
-from simplan.errors import Problem, RunError, SpecError, did_you_mean
+from executor.waiting_room import Guest, WaitingRoom, by_place
+from simplan.errors import Problem, RunError, SimplanError, SpecError
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.program.refusal import Refusal
@@ -36,21 +36,20 @@ __all__ = ["meet", "refuse"]
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 60.0
 _GOODBYE_S = 1.0
-_ANSWER_S = 30.0  # node 0 may take so long to compare and tell, and waits so long until the others know
 
 
 def meet(nodes: Nodes, job: str | None, on_note: Callable[[str], None] | None = None) -> Team:
-    """Waits for all nodes, and for node 0's verdict; where these have met already, for a place.
+    """On node 0, waits for those that the run begins with; on the others, for a place in it.
 
     Args:
         nodes: The request.
         job: On node 0, what is run, as JSON; None on the others, which get it from node 0.
-        on_note: Told when this node has to wait for a place.
+        on_note: Told when the run has begun and this node still has to wait.
 
     Raises:
         SpecError: The nodes were not asked the same, or this one came later and cannot run the job.
-        RunError: Some node did not come in time, or node 0 cannot be reached, or there was no place in time.
-        OverError: The run was over before there was a place.
+        RunError: Too few came in time, or node 0 cannot be reached, or there was no place in time.
+        NotNeededError: The run has, or had, no place for this node, and nothing is wrong with that.
     """
     line = StoreLine()
     if job is not None:
@@ -65,64 +64,76 @@ def refuse(refusal: Refusal) -> None:
         RunError: The port is in use.
     """
     store = _listen(refusal.nodes)
-    _set_verdict(store, error=refusal.sentence, exit_code=refusal.exit_code)
-    _wait_until_heard(store, list(range(1, refusal.nodes.num_nodes)))
+    store.set("over", Failure(sentence=refusal.sentence, exit_code=refusal.exit_code).model_dump_json())
+    deadline_s = time.monotonic() + ANSWER_S
+    others = range(1, refusal.nodes.num_nodes)
+    while time.monotonic() < deadline_s and not all(store.check([f"bye-guest/{other}"]) for other in others):
+        time.sleep(_POLL_S)
 
 
 def _host(nodes: Nodes, job: str, line: StoreLine) -> Team:
     store = _listen(nodes)
     clock = ClockServer()
+    room = WaitingRoom(store, introduction(nodes, nodes.host), _sizes(nodes, job))
     try:
-        found = _who_comes(nodes, store)
-    except SpecError as stranger:
-        _set_verdict(store, error=str(stranger), exit_code=stranger.exit_code)
-        _wait_until_heard(store, list(range(1, nodes.num_nodes)))
+        guests = _who_comes(nodes, room)
+        seen_from = guests[0].met.host.address if guests else nodes.host
+        interface, address = place_in_network(nodes, seen_from)
+    except SimplanError as error:
+        room.close(Failure(sentence=str(error), exit_code=error.exit_code), ANSWER_S)
         raise
-    seen_from = next((found[node].host.address for node in sorted(found)), None)
-    interface, address = _place(nodes, seen_from or nodes.host)
-    me = introduction(nodes, address)
-    missing = [str(node) for node in range(1, nodes.num_nodes) if node not in found]
-    said = disagreement([me, *(found[node] for node in sorted(found))]) if not missing else None
-    error: SpecError | RunError | None = None
-    if missing:
-        come = ", ".join(f"node {node} ({found[node].host.name})" for node in sorted(found)) or "no other node"
-        error = RunError(
-            f"node {' and '.join(missing)} of {nodes.num_nodes} did not join {nodes.endpoint} within "
-            f"{nodes.join_timeout_s:g} s ({come} did); start the same command there, or give a longer --join-timeout"
-        )
-    elif said is not None:
-        error = SpecError(Problem(field="", rule=said))
-    hosts = (me.host, *(found[node].host for node in sorted(found)))
-    if error is not None:
-        _set_verdict(store, error=str(error), exit_code=error.exit_code)
-        _wait_until_heard(store, sorted(found))
-        raise error
-    _set_verdict(store, error=None, job=job, clock_port=clock.port, hosts=[asdict(host) for host in hosts])
-    return Team(nodes, 0, hosts, store, line, interface, job, clock.port, room=_waiting_room(nodes, job, store, me))
+    hosts = (Host(socket.gethostname(), address), *(guest.met.host for guest in guests))
+    room.admit(guests, 0, hosts, 0)
+    lets_in = nodes.min_nodes is not None
+    room.begin(job, clock.port, lets_in=lets_in)
+    return Team(nodes, 0, hosts, store, line, interface, job, clock.port, room=room if lets_in else None)
 
 
-def _who_comes(nodes: Nodes, store: Store) -> dict[int, Introduction]:
-    """What the others say of themselves, by place; without those that do not come in time.
+def _sizes(nodes: Nodes, job: str) -> list[int]:
+    """Numbers of nodes that can run the job."""
+    if nodes.min_nodes is None:
+        return [nodes.num_nodes]
+    return [nodes.num_nodes, *(fewer.num_nodes for fewer in Job.model_validate_json(job).fewer_nodes)]
+
+
+def _who_comes(nodes: Nodes, room: WaitingRoom) -> list[Guest]:
+    """The other nodes that the run begins with, which have seats: all, or as many as there are after the last call.
 
     Raises:
-        SpecError: One has another version of simplan.
+        SpecError: One was not asked the same.
+        RunError: Too few have come in time.
     """
-    found: dict[int, Introduction] = {}
     deadline_s = time.monotonic() + nodes.join_timeout_s
-    while len(found) < nodes.num_nodes - 1 and time.monotonic() < deadline_s:
-        for node in set(range(1, nodes.num_nodes)) - set(found):
-            if store.check([f"node/{node}"]):
-                found[node] = Introduction.from_json(store.get(f"node/{node}"), f"node {node}", "node 0")
+    enough_since_s: float | None = None
+    while True:
+        room.look()
+        number, now_s = room.largest(1 + len(room.here)), time.monotonic()
+        if number is None:
+            enough_since_s = None
+            if now_s > deadline_s:
+                raise _too_few(nodes, room)
+        else:
+            enough_since_s = now_s if enough_since_s is None else enough_since_s
+            if number == nodes.num_nodes or now_s >= enough_since_s + nodes.last_call_timeout_s:
+                guests = room.seat(1)
+                if 1 + len(guests) >= number:
+                    return guests
+                room.unseat(guests)
         time.sleep(_POLL_S)
-    return found
 
 
-def _waiting_room(nodes: Nodes, job: str, store: Store, me: Introduction) -> WaitingRoom | None:
-    """For nodes that come later, where the run goes on with other nodes."""
+def _too_few(nodes: Nodes, room: WaitingRoom) -> RunError:
+    found = by_place(room.here)
+    come = ", ".join(f"node {place} ({guest.met.host.name})" for place, guest in found.items()) or "no other node"
     if nodes.min_nodes is None:
-        return None
-    fewer = Job.model_validate_json(job).fewer_nodes
-    return WaitingRoom(store, me, [nodes.num_nodes, *(other.num_nodes for other in fewer)])
+        missing = " and ".join(str(place) for place in range(1, nodes.num_nodes) if place not in found)
+        who = f"node {missing} of {nodes.num_nodes}"
+    else:
+        who = f"{nodes.min_nodes - 1 - len(found)} more of {nodes.min_nodes}:{nodes.num_nodes} nodes"
+    return RunError(
+        f"{who} did not join {nodes.endpoint} within {nodes.join_timeout_s:g} s ({come} did); start the same command "
+        "there, or give a longer --join-timeout"
+    )
 
 
 def _listen(nodes: Nodes) -> Store:
@@ -136,32 +147,21 @@ def _listen(nodes: Nodes) -> Store:
         raise RunError(f"port {nodes.port} of {nodes.host} is in use; give another one on all nodes") from None
 
 
-def _set_verdict(store: Store, **verdict: Any) -> None:
-    """What all others wait for: ``error`` with ``exit_code``, or what a team is made of."""
-    store.set("verdict", json.dumps(verdict))
-
-
-def _wait_until_heard(store: Store, others: list[int]) -> None:
-    """Node 0 stays until the others know why nothing starts."""
-    deadline_s = time.monotonic() + _ANSWER_S
-    while others and time.monotonic() < deadline_s:
-        others = [node for node in others if not store.check([f"heard/{node}"])]
-        time.sleep(_POLL_S)
-
-
 def _join(nodes: Nodes, line: StoreLine, on_note: Callable[[str], None] | None) -> Team:
-    interface, address = _place(nodes, nodes.host)
+    interface, address = place_in_network(nodes, nodes.host)
     deadline_s = time.monotonic() + nodes.join_timeout_s
     _wait_for_listener(nodes, deadline_s)
     try:
-        patience_s = 2 * nodes.join_timeout_s + _ANSWER_S
+        patience_s = 2 * nodes.join_timeout_s + nodes.last_call_timeout_s + 2 * ANSWER_S
         leaving = threading.Event()
         met = line.submit(lambda: _introduce(nodes, line, interface, address, on_note, leaving))
         try:
             return met.result(patience_s)
-        except (KeyboardInterrupt, SystemExit):  # a node that waits says goodbye
+        except (KeyboardInterrupt, SystemExit):  # a node that waits says goodbye, one that was let in just now leaves
             leaving.set()
             wait([met], _GOODBYE_S)
+            if met.done() and met.exception() is None:
+                met.result().leave()
             raise
     except (OSError, DistError):
         raise RunError(f"node 0 at {nodes.endpoint} went away before this node had begun") from None
@@ -178,73 +178,21 @@ def _introduce(
     store = TCPStore(
         nodes.host, nodes.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
     )
-    me = introduction(nodes, address)
-    place = None if _goes_on(nodes, store) else _claim(nodes, store)
-    if place is not None:
-        store.set(f"node/{place}", me.to_json())
-    verdict = {"place": place, **_verdict(nodes, store)}
-    if place is not None:
-        store.set(f"heard/{place}", "")
-    elif verdict["error"] is None:
-        check_job(Job.model_validate_json(verdict["job"]), nodes.ranks_per_node)
-        if on_note is not None:
-            on_note(f"the run at {nodes.endpoint} has begun; waiting for a place in it")
-        verdict = wait_for_place(nodes, store, me, leaving)
-    if verdict["error"] is not None:
-        if verdict["exit_code"] == SpecError.exit_code:
-            raise SpecError(Problem(field="", rule=verdict["error"]))
-        raise RunError(verdict["error"])
-    hosts = tuple(Host(**host) for host in verdict["hosts"])
-    clock_port = verdict["clock_port"]
-    reading = read_clock(nodes.host, clock_port)
+    told = wait_for_place(nodes, store, introduction(nodes, address), leaving, on_note or (lambda note: None))
+    run, team = json.loads(store.get("run")), json.loads(store.get(f"team/{told['team']}"))
     return Team(
         nodes,
-        verdict["place"],
-        hosts,
+        told["place"],
+        tuple(Host(**host) for host in team["hosts"]),
         store,
         line,
         interface,
-        verdict["job"],
-        clock_port,
-        [reading],
-        verdict.get("first_attempt", 0),
-        verdict.get("team", 0),
+        run["job"],
+        run["clock_port"],
+        [read_clock(nodes.host, run["clock_port"])],
+        team["first_attempt"],
+        told["team"],
     )
-
-
-def _goes_on(nodes: Nodes, store: Store) -> bool:
-    """Whether a run that may change its nodes has begun."""
-    if nodes.min_nodes is None or not store.check(["verdict"]):
-        return False
-    return bool(json.loads(store.get("verdict"))["error"] is None)
-
-
-def _verdict(nodes: Nodes, store: Store) -> dict[str, Any]:
-    """What node 0 tells all that have met."""
-    deadline_s = time.monotonic() + nodes.join_timeout_s + _ANSWER_S
-    while not store.check(["verdict"]):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError
-        time.sleep(_POLL_S)
-    verdict: dict[str, Any] = json.loads(store.get("verdict"))
-    return verdict
-
-
-def _claim(nodes: Nodes, store: Store) -> int | None:
-    """A place that nobody else has; None where there is none, and one may become free."""
-    if nodes.node_rank is not None:
-        if store.add(f"claim/{nodes.node_rank}", 1) > 1:
-            rule = f"is taken by another node of {nodes.endpoint}"
-            raise SpecError(
-                Problem(field="--node-rank", value=str(nodes.node_rank), rule=rule, fix="give each its own")
-            )
-        return nodes.node_rank
-    for place in range(1, nodes.num_nodes):
-        if store.add(f"claim/{place}", 1) == 1:
-            return place
-    if nodes.min_nodes is not None:
-        return None
-    raise RunError(f"{nodes.num_nodes} nodes have joined {nodes.endpoint} already")
 
 
 def _wait_for_listener(nodes: Nodes, deadline_s: float) -> None:
@@ -263,28 +211,3 @@ def _wait_for_listener(nodes: Nodes, deadline_s: float) -> None:
                     "command there, see that no firewall closes the port, or give a longer --join-timeout"
                 ) from None
             time.sleep(_POLL_S)
-
-
-def _place(nodes: Nodes, towards: str) -> tuple[str, str]:
-    """The network interface that ranks talk over, and this node's address on it.
-
-    Raises:
-        SpecError: None is found, or there is none of the given name.
-    """
-    if nodes.interface is not None:
-        address = address_of(nodes.interface)
-        if address is None:
-            rule = "is no network interface with an IPv4 address here"
-            fix = did_you_mean(nodes.interface, [name for name in interfaces() if address_of(name)])
-            raise SpecError(Problem(field="--interface", value=nodes.interface, rule=rule, fix=fix))
-        return nodes.interface, address
-    try:
-        address = address_towards(towards)
-        interface = interface_with(address)
-    except OSError as error:
-        rule = f"cannot be reached from here: {error.strerror}"
-        raise SpecError(Problem(field="--rdzv", value=nodes.host, rule=rule)) from None
-    if interface is None:
-        rule = f"no network interface here has the address {address}, which the route to it starts from"
-        raise SpecError(Problem(field="--rdzv", value=nodes.host, rule=rule, fix="give --interface"))
-    return interface, address

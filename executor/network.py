@@ -6,7 +6,10 @@ import fcntl
 import socket
 import struct
 
-__all__ = ["address_of", "address_towards", "interface_with", "interfaces"]
+from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.program.nodes import Nodes
+
+__all__ = ["address_of", "address_towards", "interface_with", "interfaces", "place_in_network"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NAME_BYTES = 16  # IFNAMSIZ
@@ -45,3 +48,28 @@ def interface_with(address: str) -> str | None:
     if address.startswith("127."):
         return next((name for name in interfaces() if (address_of(name) or "").startswith("127.")), None)
     return next((name for name in interfaces() if address_of(name) == address), None)
+
+
+def place_in_network(nodes: Nodes, towards: str) -> tuple[str, str]:
+    """The network interface that ranks talk over, and this node's address on it.
+
+    Raises:
+        SpecError: None is found, or there is none of the given name.
+    """
+    if nodes.interface is not None:
+        address = address_of(nodes.interface)
+        if address is None:
+            rule = "is no network interface with an IPv4 address here"
+            fix = did_you_mean(nodes.interface, [name for name in interfaces() if address_of(name)])
+            raise SpecError(Problem(field="--interface", value=nodes.interface, rule=rule, fix=fix))
+        return nodes.interface, address
+    try:
+        address = address_towards(towards)
+        interface = interface_with(address)
+    except OSError as error:
+        rule = f"cannot be reached from here: {error.strerror}"
+        raise SpecError(Problem(field="--rdzv", value=nodes.host, rule=rule)) from None
+    if interface is None:
+        rule = f"no network interface here has the address {address}, which the route to it starts from"
+        raise SpecError(Problem(field="--rdzv", value=nodes.host, rule=rule, fix="give --interface"))
+    return interface, address

@@ -27,7 +27,7 @@ from simplan.program.job import Job
 from simplan.spec.base import Spec
 from simplan.units import counted
 
-__all__ = ["Part", "first_step", "part_of", "regroup"]
+__all__ = ["Part", "first_part", "first_step", "part_of", "regroup"]
 
 _READY_S = 30.0  # for ranks to be ended, and a node to answer
 _AFTER_S = 60.0  # for node 0 to have waited, and to tell
@@ -78,6 +78,23 @@ def first_step(job: Job) -> int:
     assert job.checkpointing is not None
     header, _ = newest_checkpoint(Path(job.checkpointing.folder))
     return 0 if header is None else header.step
+
+
+def first_part(job: Job, team: Team | None, out_dir: Path, first_step: int = 0) -> Part:
+    """What the nodes do that a run begins with.
+
+    Args:
+        job: On all nodes.
+        team: Those that are there; None for this machine alone.
+        out_dir: Folder of the run.
+        first_step: Steps that are done.
+    """
+    if team is None or not team.num_missing:
+        return Part(job, out_dir, team, first_step)
+    begin = "begins" if len(team.hosts) == 1 else "begin"
+    who = f"{counted(len(team.hosts), 'node')} with {counted(team.num_ranks, 'rank')} {begin}"
+    why = f"{who}, {team.num_missing} fewer than at most; who comes later is let in when there is a place"
+    return Part(team.job_here(), out_dir, team, first_step, why)
 
 
 def part_of(team: Team, out_dir: Path, first_step: int = 0, why: str = "") -> Part:
@@ -134,14 +151,15 @@ def _decide(part: Part, team: Team, cause: RegroupError) -> _After:
             ready.append(node)
     room = team.room
     assert room is not None, "node 0 of a run that goes on with other nodes has one"
-    guests = team.ask(room.call_roll)
-    after = _after(part, team, [0, *ready], guests, cause)
-    if len(team.hosts) == len(after.places) == len(after.hosts):
+    joining = team.ask(lambda: room.seat(1 + len(ready)))
+    if joining:
+        team.face(joining[0].met.host.address)
+    after = _after(part, team, [0, *ready], joining, cause)
+    if len(team.hosts) == len(after.places) == len(after.hosts) or exchange.lost - exchange.begun:
         room.pause()
     team.tell("after", after.model_dump_json())
-    for place, guest in enumerate(guests[: len(after.hosts) - len(after.places)], len(after.places)):
-        invitation = team.invitation(place, after.hosts, after.first_attempt)
-        team.ask(lambda guest=guest, told=invitation: room.admit(guest, told))  # type: ignore[misc]
+    if after.hosts:
+        team.ask(lambda: room.admit(joining, team.number + 1, after.hosts, after.first_attempt))
     deadline_s = time.monotonic() + _HEARD_S
     for node in ready:
         team.hear(f"heard/{node}", deadline_s)
@@ -150,22 +168,21 @@ def _decide(part: Part, team: Team, cause: RegroupError) -> _After:
     return after
 
 
-def _after(part: Part, team: Team, there: list[int], guests: list[Guest], cause: RegroupError) -> _After:
+def _after(part: Part, team: Team, there: list[int], joining: list[Guest], cause: RegroupError) -> _After:
     exchange, asked, room = team.exchange, part.job.checkpointing, team.room
     assert asked is not None
     assert room is not None
     silent = [node for node in range(len(team.hosts)) if node not in {*there, *exchange.lost, *exchange.left}]
-    number = room.largest(len(there) + len(guests))
+    number = room.largest(len(there) + len(joining))
     places, spare = there[:number], there[number:]
-    joining = guests[: 0 if number is None else number - len(places)]
     why = [str(cause)] if exchange.lost else []
     why += [f"{team.name(node)} did not answer{' either' if why else ''}" for node in silent]
     why += [f"{team.name(node)} was told to leave" for node in sorted(exchange.left)]
-    why += [f"{guest.met.host.name} ({guest.met.host.address}) joins" for guest in joining]
+    why += [f"{guest.name} joins" for guest in joining]
     why = why or ["a node that wanted to join has gone"]
     if number is None:
         return _After(sentence=f"{'; '.join(why)}; too few nodes are left to go on")
-    is_restart = bool(exchange.lost or silent)
+    is_restart = not exchange.begun.isdisjoint({*exchange.lost, *silent})
     attempt, step = cause.num_restarts + is_restart, first_step(part.job)
     if attempt > asked.max_restarts:
         return _After(sentence=f"{'; '.join(why)}; no restart is left of {asked.max_restarts}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def gather_parts(
         failure, clocks, notes: As of ``gather``; clocks are those of the last part.
     """
     last = parts[-1]
-    measurement = gather(last.job, last.folder, failure, clocks, notes)
+    before = tuple(timing for part in parts[:-1] for timing in _read_checkpoints(part.folder))
+    measurement = gather(last.job, last.folder, failure, clocks, notes, before)
     earlier = tuple(
         EarlierPart(
             num_nodes=len(part.team.hosts),
@@ -60,6 +62,7 @@ def gather(
     failure: str | None,
     clocks: Mapping[int, Sequence[ClockReading]] | None = None,
     notes: Sequence[str] = (),
+    checkpoints: Sequence[CheckpointTiming] = (),
 ) -> Measurement:
     """The measurement of a run whose ranks have ended; steps count that every rank finished.
 
@@ -69,6 +72,7 @@ def gather(
         failure: Why it ended early; None when it did not.
         clocks: By rank, readings of its node's clock; None or none for ranks on the clock of this node.
         notes: What is known besides.
+        checkpoints: Those of earlier parts.
     """
     num_ranks, clocks = job.plan.num_devices, clocks or {}
     read = [_read(RankFiles(out_dir, rank).steps, clocks.get(rank, ())) for rank in range(num_ranks)]
@@ -79,7 +83,7 @@ def gather(
         begin = steady_from(times_s)
     steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
     shown = _representative([times_s[i] for i in steady]) if steady else None
-    checkpoints = _read_checkpoints(RankFiles(out_dir, 0).checkpoints)
+    checkpoints = (*checkpoints, *_read_checkpoints(out_dir))
     ranks = []
     for rank, (records, memory) in enumerate(read):
         record = None if shown is None else _from_start(records[steady[shown]], steps[steady[shown]])
@@ -150,18 +154,12 @@ def _read(path: Path, clock: Sequence[ClockReading]) -> tuple[list[StepRecord], 
     return records, PeakMemory()
 
 
-def _read_checkpoints(path: Path) -> tuple[CheckpointTiming, ...]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return ()
-    timings = []
-    for line in lines:
-        try:
-            timings.append(CheckpointTiming.model_validate_json(line))
-        except ValidationError:
-            break
-    return tuple(timings)
+def _read_checkpoints(out_dir: Path) -> Iterator[CheckpointTiming]:
+    """Of all attempts, without a line that was cut short by the end of one."""
+    file = RankFiles(out_dir, 0).checkpoints
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with suppress(ValidationError):
+            yield CheckpointTiming.model_validate_json(line)
 
 
 def _unwritten(checkpoints: Sequence[CheckpointTiming]) -> Iterator[str]:

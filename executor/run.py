@@ -10,15 +10,15 @@ from executor.checks import check_job
 from executor.decision import NodeResult
 from executor.departure import Departure, told_to_leave
 from executor.exchange import Beats, RegroupError
+from executor.guest import NotNeededError
 from executor.host_clock import ClockReading
 from executor.launch import launch_ranks
 from executor.meeting import meet, refuse
 from executor.rank import RankFiles
-from executor.regroup import Part, first_step, part_of, regroup
+from executor.regroup import Part, first_part, first_step, part_of, regroup
 from executor.results import gather_parts
 from executor.settling import on_all_nodes
 from executor.team import Team
-from executor.waiting_room import OverError
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
 from simplan.program.job import Job
@@ -94,7 +94,7 @@ def run_job(
             note(part.why)
         return part
 
-    part = begin(Part(job, out_dir, team, first_step(job) if resumes else 0))
+    part = begin(first_part(job, team, out_dir, first_step(job) if resumes else 0))
     try:
         with told_to_leave(heeds=team is not None and team.is_elastic) as departure:
             while (cause := _run_part(part, run_ranks, readings, departure)) is not None:
@@ -138,8 +138,8 @@ def join_job(
 
     try:
         waits = _take_part(meet(nodes, None, note), out_dir, rank_module, note)
-    except OverError as over:
-        note(str(over))
+    except NotNeededError as unneeded:
+        note(str(unneeded))
         return
     while waits:  # as a node does that comes later: it may be needed again
         try:
@@ -158,7 +158,7 @@ def _take_part(team: Team, out_dir: Path, rank_module: str, note: Callable[[str]
 
     out_dir = _folder(out_dir)
     if team.number == 0:
-        part: Part | None = Part(Job.model_validate_json(team.job), out_dir, team)
+        part: Part | None = first_part(Job.model_validate_json(team.job), team, out_dir)
     else:
         part = part_of(team, out_dir)
         note(f"joining the run, which goes on with {len(team.hosts)} nodes, as {team.me}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from executor.exchange import Exchange, Host
 from executor.host_clock import ClockReading, read_clock
+from executor.network import place_in_network
 from executor.store_line import StoreLine
 from executor.waiting_room import WaitingRoom
 from simplan.errors import RunError
@@ -101,6 +101,11 @@ class Team:
         """Of all nodes."""
         return len(self.hosts) * self._nodes.ranks_per_node
 
+    @property
+    def num_missing(self) -> int:
+        """Nodes that the run could have besides."""
+        return self._nodes.num_nodes - len(self.hosts)
+
     def node_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""
         return self.name(rank // self._nodes.ranks_per_node)
@@ -179,16 +184,15 @@ class Team:
             return whole
         return next(whole.on_nodes(fewer) for fewer in whole.fewer_nodes if fewer.num_nodes == len(self.hosts))
 
-    def invitation(self, place: int, hosts: Sequence[Host], first_attempt: int) -> dict[str, Any]:
-        """What a node is told that is in the next team and was not in this one; arguments as of ``following``."""
-        return {
-            "hosts": [asdict(host) for host in hosts],
-            "place": place,
-            "job": self.job,
-            "clock_port": self._clock_port,
-            "first_attempt": first_attempt,
-            "team": self.number + 1,
-        }
+    def face(self, address: str) -> None:
+        """On node 0, when nodes come: alone it does not know how others see it.
+
+        Raises:
+            SpecError: No network interface leads there.
+        """
+        if len(self.hosts) == 1:
+            self._interface, mine = place_in_network(self._nodes, address)
+            self.hosts = (Host(self.hosts[0].name, mine),)
 
     def leave(self) -> None:
         """Tells the others that this node leaves, if they can be told."""

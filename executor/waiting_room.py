@@ -1,39 +1,36 @@
-"""Hosts that come while a run goes on: they wait, show that they are there, and are let in when the run has a place.
+"""Where nodes wait to be let in, before a run begins and while it goes on: node 0's side.
 
-The node that comes writes who it is (``guest/N``) and counts (``here/N``) for as long as it waits, and says so when it
-goes (``bye-guest/N``). Node 0 looks twice a second. When there are enough for a larger team it has all ranks stop at a
-checkpoint (``executor.stopping``), sees who is still there, and tells each that it takes what it is to know
-(``place/N``): what nodes are told that meet at the beginning, and its place. When the run is over, it tells those that
-still wait (``over``).
+A node that comes (``executor.guest``) writes who it is (``guest/N``) and counts (``here/N``) for as long as it waits.
+Node 0 looks, and lets in as many as make a team that can run the job: it tells each that it takes its place
+(``place/N``) and which team that is (``team/K``). That the run has begun is told once, with the job (``run``); that it
+is over, too (``over``), and those who still wait go.
+
+A node may go in the very moment in which it is let in. Both it and node 0 then count its seat (``seat/N``): who counts
+first has it, so that either it goes and all know, or it is let in and knows. One that dies cannot say so; all that are
+let in must have counted a moment ago (``call_roll``), and one that dies still later is lost, without a restart.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 from torch.distributed.distributed_c10d import Store
 
+from executor.exchange import Host
 from executor.failure import Failure
 from executor.introduction import Introduction, disagreement
-from simplan.errors import RunError, SpecError
-from simplan.program.nodes import Nodes
+from simplan.errors import Problem, SpecError
 
-__all__ = ["Guest", "OverError", "WaitingRoom", "wait_for_place"]
+__all__ = ["Guest", "WaitingRoom", "by_place"]
 
-_COUNT_S = 0.5  # a guest counts so often
-_GONE_S = 5.0  # and is gone when it has not for so long
+_GONE_S = 5.0  # a guest is gone when it has not counted for so long
 _ROLL_CALL_S = 2.0  # for each to count once more before any is let in
 _PAUSE_S = 60.0  # after ranks have stopped for nobody
 _FAREWELL_S = 5.0
-
-
-class OverError(RunError):
-    """The run has ended, and had no place for this node until then."""
 
 
 @dataclass(slots=True)
@@ -49,6 +46,12 @@ class Guest:
     met: Introduction
     _count: int = 0
     _counted_s: float = field(default=-_GONE_S)
+    _came_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        """``its-host-name (its address)``."""
+        return f"{self.met.host.name} ({self.met.host.address})"
 
     def look(self, count: int) -> None:
         """Takes over its count; the first one only says that it was there once."""
@@ -61,13 +64,18 @@ class Guest:
         """Whether it has counted lately."""
         return time.monotonic() - self._counted_s < _GONE_S
 
+    @property
+    def may_be_here(self) -> bool:
+        """The same, or it has only just come."""
+        return self.is_here or time.monotonic() - self._came_s < _GONE_S
+
     def has_counted_since(self, since_s: float) -> bool:
         """Whether it was seen to count after a time on ``time.monotonic``'s clock."""
         return self._counted_s > since_s
 
 
 class WaitingRoom:
-    """On node 0; ``look``, ``call_roll``, ``admit`` and ``close`` ask the store.
+    """On node 0; ``look``, ``seat``, ``admit``, ``begin`` and ``close`` ask the store.
 
     Args:
         store: Of all nodes.
@@ -81,9 +89,14 @@ class WaitingRoom:
         self._num_come = 0
         self._unknown: set[int] = set()  # have come, and not yet said who they are; one that dies then never does
         self._paused_until_s = 0.0
+        self._has_begun = False
 
     def look(self) -> None:
-        """Sees who has come and who is still there; who was asked something else is told so and sent away."""
+        """Sees who has come and who is still there; who was asked something else is told so and sent away.
+
+        Raises:
+            SpecError: The same, before the run has begun, which then does not.
+        """
         num_come = self._store.add("guests", 0)
         self._unknown |= set(range(self._num_come + 1, num_come + 1))
         self._num_come = num_come
@@ -99,22 +112,55 @@ class WaitingRoom:
 
     def _greet(self, number: int) -> None:
         """Takes in who was asked the same as node 0."""
-        leader = f"node 0 ({self._me.host.name})"
+        who, leader = "this node" if self._has_begun else "a node that joins", f"node 0 ({self._me.host.name})"
         try:
-            met = Introduction.from_json(self._store.get(f"guest/{number}"), "this node", leader)
-            said = disagreement((self._me, met), (leader, met.host.name))
+            met = Introduction.from_json(self._store.get(f"guest/{number}"), who, leader)
+            guest = Guest(number, met)
+            said = disagreement((self._me, met), (leader, guest.name))
         except SpecError as error:
             said = str(error)
+        if said is not None and not self._has_begun:
+            raise SpecError(Problem(field="", rule=said))
+        if said is None and not self._has_begun:
+            said = self._taken(guest)
         if said is None:
-            self._guests[number] = Guest(number, met)
+            self._guests[number] = guest
         else:
             self._answer(number, {"error": said, "exit_code": SpecError.exit_code})
 
-    def call_roll(self) -> list[Guest]:
+    def _taken(self, guest: Guest) -> str | None:
+        """Why it cannot have the place that it asks for; None when it can."""
+        place = guest.met.node_rank
+        if place is None or all(place != g.met.node_rank for g in self._guests.values() if g.may_be_here):
+            return None
+        fix = "give each its own"
+        return str(SpecError(Problem(field="--node-rank", value=str(place), rule="is taken by another node", fix=fix)))
+
+    def seat(self, num_nodes: int) -> list[Guest]:
+        """Gives seats to as many of those that wait as make a larger team with so many nodes, in the order of places.
+
+        All of them are there and can go no more without saying so as members of that team; ``admit`` is to follow.
+        """
+        present = list(by_place(self._call_roll()).values())
+        while True:
+            number = self.largest(num_nodes + len(present))
+            wanted = present[: max(0, (number or 0) - num_nodes)]
+            seated = [guest for guest in wanted if self._store.add(f"seat/{guest.number}", 1) == 1]
+            if len(seated) == len(wanted):
+                return seated
+            self.unseat(seated)
+            present = [guest for guest in present if guest in seated or guest not in wanted]
+
+    def unseat(self, guests: Sequence[Guest]) -> None:
+        """Takes the seats back: they wait as before, and may go."""
+        for guest in guests:
+            self._store.delete_key(f"seat/{guest.number}")
+
+    def _call_roll(self) -> list[Guest]:
         """Those that count from now on, in the order in which they came; returns when all have, or after a moment.
 
         ``here`` is not enough to let them in: node 0 may not have looked for long, and who has counted since then and
-        died would be let in, be missed by the others, and cost a restart.
+        died would be let in, and be missed by the others.
         """
         self.look()
         since_s = time.monotonic()
@@ -144,59 +190,49 @@ class WaitingRoom:
         """Of so many nodes as many as can run the job; None when it takes more."""
         return next((size for size in self._sizes if size <= num_nodes), None)
 
-    def admit(self, guest: Guest, told: Mapping[str, Any]) -> None:
-        """Gives a guest its place."""
-        del self._guests[guest.number]
-        self._answer(guest.number, {"error": None, **told})
+    def admit(self, guests: Sequence[Guest], team: int, hosts: Sequence[Host], first_attempt: int) -> None:
+        """Tells guests that have seats that they are the last nodes of a team.
 
-    def close(self, failure: Failure | None) -> None:
+        Args:
+            guests: In the order of their places.
+            team: How many teams there were before.
+            hosts: All nodes of it, by place.
+            first_attempt: How often ranks have been started again before.
+        """
+        told = {"hosts": [asdict(host) for host in hosts], "first_attempt": first_attempt}
+        self._store.set(f"team/{team}", json.dumps(told))
+        for place, guest in enumerate(guests, len(hosts) - len(guests)):
+            self._guests.pop(guest.number, None)
+            self._answer(guest.number, {"error": None, "place": place, "team": team})
+
+    def begin(self, job: str, clock_port: int, *, lets_in: bool) -> None:
+        """Tells all that the run has begun; who has no place by now may get one later, or goes.
+
+        Args:
+            job: What is run, as JSON.
+            clock_port: Where node 0 tells the time.
+            lets_in: Whether nodes that come later may be let in.
+        """
+        self._has_begun = True
+        self._store.set("run", json.dumps({"job": job, "clock_port": clock_port, "lets_in": lets_in}))
+
+    def close(self, failure: Failure | None, farewell_s: float = _FAREWELL_S) -> None:
         """Tells those that wait how the run has ended, and waits a little for them to hear it."""
-        self.look()
-        here = self.here
+        self._has_begun = True
         self._store.set("over", "null" if failure is None else failure.model_dump_json())
-        deadline_s = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline_s and not all(self._store.check([f"bye-guest/{g.number}"]) for g in here):
+        deadline_s = time.monotonic() + farewell_s
+        self.look()
+        while time.monotonic() < deadline_s and any(guest.may_be_here for guest in self._guests.values()):
             time.sleep(0.05)
+            self.look()
 
-    def _answer(self, number: int, told: Mapping[str, Any]) -> None:
+    def _answer(self, number: int, told: dict[str, object]) -> None:
         self._store.set(f"place/{number}", json.dumps(told))
 
 
-def wait_for_place(nodes: Nodes, store: Store, me: Introduction, leaving: threading.Event) -> dict[str, Any]:
-    """On the node that comes: what node 0 tells it once it is let in, or why it is sent away.
-
-    Args:
-        nodes: The request.
-        store: Of all nodes.
-        me: This node.
-        leaving: Set when it is to wait no longer.
-
-    Raises:
-        OverError: The run has ended without a failure.
-        SimplanError: It has ended with one.
-        RunError: There was no place for ``join_timeout_s``, or until it was to leave.
-        torch.distributed.DistError: Node 0 has gone.
-    """
-    number = store.add("guests", 1)
-    store.set(f"guest/{number}", me.to_json())
-    deadline_s = time.monotonic() + nodes.join_timeout_s
-    place = f"place/{number}"
-    while not store.check([place]):
-        if store.check(["over"]):
-            over = store.get("over")
-            store.set(f"bye-guest/{number}", "")
-            if over == b"null":
-                raise OverError(f"the run at {nodes.endpoint} has ended, and did not need this node")
-            raise Failure.model_validate_json(over).error()
-        if leaving.is_set() or time.monotonic() > deadline_s:
-            store.set(f"bye-guest/{number}", "")
-            if store.check([place]):  # node 0 had let it in before
-                break
-            raise RunError(
-                f"the run at {nodes.endpoint} had no place for this node within {nodes.join_timeout_s:g} s; start the "
-                "command again when it has lost a node, or give a longer --join-timeout"
-            )
-        store.add(f"here/{number}", 1)
-        leaving.wait(_COUNT_S)
-    told: dict[str, Any] = json.loads(store.get(place))
-    return told
+def by_place(guests: Sequence[Guest]) -> dict[int, Guest]:
+    """In order: those that ask for a place have it, the others the free ones as they came."""
+    asked = {guest.met.node_rank: guest for guest in guests if guest.met.node_rank is not None}
+    others = [guest for guest in guests if guest not in asked.values()]
+    free = (place for place in itertools.count(1) if place not in asked)
+    return dict(sorted({**asked, **dict(zip(free, others, strict=False))}.items()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_JSON_BYTES",
     "MAX_YAML_BYTES",
     "Document",
+    "as_argument",
     "folder_of",
     "json_text",
     "parse_json",
@@ -38,7 +40,8 @@ __all__ = [
 MAX_YAML_BYTES = 4 * 1024 * 1024
 MAX_JSON_BYTES = 512 * 1024 * 1024
 
-_OPEN_FILES = frozenset({Path("/dev/stdin"), Path("/dev/fd"), Path("/proc/self/fd")})
+_STANDARD_INPUT = Path("/dev/stdin")
+_OPEN_FILES = frozenset({_STANDARD_INPUT, Path("/dev/fd"), Path("/proc/self/fd")})
 """Where files lie that a shell has opened already, such as ``<(...)``; a pipe elsewhere may have nobody at its end."""
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -48,6 +51,18 @@ def folder_of(path: str | Path) -> Path:
     """Where paths in a file begin: beside it, or, if it has no place of its own, where the command runs."""
     path = Path(path)
     return Path() if _OPEN_FILES & {path, path.parent} else path.parent
+
+
+def as_argument(path: str | Path) -> str:
+    """How to name a file in a command for a shell to run later.
+
+    >>> as_argument("a b.yaml"), as_argument("/dev/stdin"), as_argument("/dev/fd/63")
+    ("'a b.yaml'", '-', 'FILE')
+    """
+    path = Path(path)
+    if path == _STANDARD_INPUT:
+        return "-"
+    return "FILE" if path.parent in _OPEN_FILES else shlex.quote(str(path))
 
 
 def read_yaml(path: str | Path) -> Document:

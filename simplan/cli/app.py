@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import simplan
+from simplan.cli.elsewhere import export
 from simplan.cli.one_device import rehearse, suite
 from simplan.cli.options import (
     AsJson,
@@ -18,6 +19,7 @@ from simplan.cli.options import (
     Interface,
     JoinTimeout,
     Largest,
+    LastCallTimeout,
     NodeRank,
     NumNodes,
     Objectives,
@@ -125,6 +127,7 @@ def run(
     node_rank: NodeRank = None,
     interface: Interface = None,
     join_timeout: JoinTimeout = 300.0,
+    last_call_timeout: LastCallTimeout = None,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
     restarts: Restarts = 0,
@@ -134,8 +137,9 @@ def run(
     """Run the plan on this machine's devices and show the prediction beside the measurement.
 
     Calibrates first when this machine has no calibration for the scenario. With --nodes and --rdzv, every node runs its
-    part of the ranks, and node 0 shows the result. With --nodes MIN:MAX, MAX of them begin; when some are
-    lost or told to leave (SIGTERM), the others go on with fewer data-parallel ranks, and with more when nodes come.
+    part of the ranks, and node 0 shows the result. With --nodes MIN:MAX, as many begin as are there after a
+    last call; when some are lost or told to leave (SIGTERM), the others go on with fewer data-parallel ranks, and
+    with more when nodes come.
     """
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.commands import run_command
@@ -149,7 +153,7 @@ def run(
         checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume),
     )
     min_nodes, num_nodes = numbers_of_nodes(nodes)
-    meeting = Meeting(num_nodes, rdzv, node_rank, interface, join_timeout, min_nodes)
+    meeting = Meeting(num_nodes, rdzv, node_rank, interface, join_timeout, min_nodes, last_call_timeout)
     return run_command(
         scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting
     )
@@ -328,22 +332,7 @@ def draw(
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
-@app.command()
-def export(
-    scenario: ScenarioFile,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="slurm or kubernetes.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to a file (default: print it).")
-    ] = None,
-    json: AsJson = False,
-) -> int:
-    """Write what runs the plan on a cluster: a Slurm batch script, or a Kubernetes PyTorchJob.
-
-    Each node then runs `simplan run SCENARIO --nodes N --rdzv HOST:PORT`.
-    """
-    from simplan.cli.export import export_command
-
-    return export_command(scenario, target=to, as_json=json, output=output)
+app.command()(export)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from simplan.cost.calibration import Calibration
 from simplan.cost.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.io import write_json
+from simplan.io import as_argument, write_json
 from simplan.report.comparison import comparison_text
 from simplan.report.drawing import draw_pipeline
 from simplan.report.explanation import difference_text, explanation_text
@@ -52,9 +52,10 @@ def predict_command(
         print_json(document)
         return 0
     here = scenario.cluster.id == THIS_MACHINE
-    run_it = f"simplan run {file}" if here else ""
-    search_it = f"simplan search {file}    with search: {{}} in place of plan:" if prediction.fits is False else ""
-    next_steps = [step for step in (search_it, run_it, f"simplan trace {file} -o trace.json") if step]
+    this = as_argument(file)
+    run_it = f"simplan run {this}" if here else ""
+    search_it = f"simplan search {this}    with search: {{}} in place of plan:" if prediction.fits is False else ""
+    next_steps = [step for step in (search_it, run_it, f"simplan trace {this} -o trace.json") if step]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
     return 0
@@ -191,5 +192,6 @@ def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | Non
         return None if file is None else read(file)
     calibration = read(file)
     if calibration is not None and not covers(calibration, scenario):
-        say(f"note: not every layer here was timed itself; `simplan calibrate {scenario.file}` times them")
+        this = as_argument(scenario.file or "FILE")
+        say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")
     return calibration

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import simplan
 from simplan.cli.execute import refuse_other_software
+from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on, scenarios_on_fewer
+from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.output import print_json, print_result, say
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
-from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
+from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
 from simplan.io import read_yaml, write_text
+from simplan.program.checkpoint import Checkpointing
 from simplan.scenario import Scenario, load_scenario
 from simplan.spec.schedules import is_own_schedule
 
@@ -18,12 +21,20 @@ __all__ = ["export_command"]
 TARGETS = ("kubernetes", "slurm")
 
 
-def export_command(file: Path, *, target: str, as_json: bool, output: Path | None) -> int:
+def export_command(
+    file: Path,
+    *,
+    target: str,
+    as_json: bool,
+    output: Path | None,
+    nodes: str | None = None,
+    checkpointing: Checkpointing | None = None,
+) -> int:
     """``simplan export``."""
     if target not in TARGETS:
         problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
         raise SpecError(problem)
-    if file.exists() and not file.is_file():
+    if file.exists() and not file.resolve().is_file():  # a pipe, or what a shell has deleted already
         raise SpecError(
             Problem(field="", rule="is not a file that the job can read later", fix="save it"), file=str(file)
         )
@@ -34,7 +45,10 @@ def export_command(file: Path, *, target: str, as_json: bool, output: Path | Non
         rule = f"must be a multiple of the {cluster.num_nodes} nodes, as all run as many ranks"
         raise SpecError(Problem(field="cluster.num_devices", value=str(cluster.num_devices), rule=rule), file=str(file))
     gpus = cluster.num_devices // cluster.num_nodes if cluster.device.kind == "gpu" else 0
-    launch = Launch(scenario.name, cluster.num_nodes, gpus, cluster.cores_per_node)
+    least = _min_nodes(scenario, nodes, checkpointing)
+    if least is not None and checkpointing is not None and target == "kubernetes":
+        checkpointing = checkpointing.model_copy(update={"resume": True})  # containers that failed begin again
+    launch = Launch(scenario.name, cluster.num_nodes, gpus, cluster.cores_per_node, least, checkpointing)
     if target == "slurm":
         text = slurm_script(launch, str(file.resolve()))
     else:
@@ -42,6 +56,8 @@ def export_command(file: Path, *, target: str, as_json: bool, output: Path | Non
         image = f"simplan:{simplan.__version__}"
         text = kubernetes_job(launch, file.read_text(encoding="utf-8"), image)
         say(f"note: the image {image} is yours to make, with simplan[executor] in it")
+        if checkpointing is not None:
+            say(f"note: so is the volume claim {claim_of(launch)}, which all pods write to (ReadWriteMany)")
     if as_json:
         print_json({"schema_version": 1, "kind": "export", "name": scenario.name, "target": target, "text": text})
     elif output is None:
@@ -50,6 +66,23 @@ def export_command(file: Path, *, target: str, as_json: bool, output: Path | Non
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
     return 0
+
+
+def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointing | None) -> int | None:
+    """The fewest nodes that the run begins or goes on with; None for all.
+
+    Raises:
+        SpecError: The scenario is for another number of nodes, or so few cannot go on.
+    """
+    if nodes is None:
+        return None
+    least, number = numbers_of_nodes(nodes)
+    refuse_other_number(scenario, number)
+    if least is not None:
+        refuse_unless_it_can_go_on(scenario, least, checkpointing)
+        for sentence in scenarios_on_fewer(scenario, least)[1]:
+            say(f"note: {sentence}")
+    return least
 
 
 def _refuse_other_files(scenario: Scenario, file: Path) -> None:

@@ -26,9 +26,11 @@ __all__ = [
     "nodes_of",
     "nodes_to_time",
     "numbers_of_nodes",
+    "refuse_other_number",
     "refuse_without_nodes",
 ]
 
+_LAST_CALL_S = 30.0  # as torchrun
 _NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
 
@@ -43,10 +45,11 @@ class Meeting:
     interface: str | None = None
     join_timeout_s: float = 300.0
     min_nodes: int | None = None
+    last_call_timeout_s: float | None = None
 
 
 def numbers_of_nodes(text: str) -> tuple[int | None, int]:
-    """What ``N`` or ``MIN:MAX`` says: the fewest that go on when others are lost (None for ``N``), and all.
+    """What ``N`` or ``MIN:MAX`` says: the fewest that begin and go on (None for ``N``), and all.
 
     Raises:
         SpecError: It is neither.
@@ -66,6 +69,10 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
         SpecError: The options do not fit each other or the scenario.
     """
     cluster, num_nodes = scenario.cluster, meeting.num_nodes
+    if meeting.last_call_timeout_s is not None and meeting.min_nodes is None:
+        value = f"{meeting.last_call_timeout_s:g}"
+        rule = "is about runs that may begin with fewer nodes"
+        raise SpecError(Problem(field="--last-call-timeout", value=value, rule=rule, fix="give --nodes MIN:MAX"))
     if num_nodes == 1:
         if cluster.num_nodes > 1:
             rule = f"the scenario's cluster has {cluster.num_nodes} nodes"
@@ -73,6 +80,22 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
             raise SpecError(Problem(field="--nodes", value="1", rule=rule, fix=fix), file=scenario.file)
         refuse_without_nodes(meeting)
         return None
+    refuse_other_number(scenario, num_nodes)
+    if meeting.min_nodes is not None:
+        refuse_unless_it_can_go_on(scenario, meeting.min_nodes, options.checkpointing)
+    asked = {"--nodes": f"{meeting.min_nodes or num_nodes}:{num_nodes}", **_asked(scenario, options)}
+    if meeting.last_call_timeout_s is not None:
+        asked["--last-call-timeout"] = f"{meeting.last_call_timeout_s:g}"
+    return _nodes(meeting, cluster.num_devices // num_nodes, asked)
+
+
+def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
+    """``--nodes`` must be those of the scenario's cluster.
+
+    Raises:
+        SpecError: It is another number.
+    """
+    cluster = scenario.cluster
     if cluster.num_devices % num_nodes:
         rule = f"must divide the {cluster.num_devices} devices of the scenario's cluster"
         raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule), file=scenario.file)
@@ -80,10 +103,6 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
         rule = f"the scenario's cluster has {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
         fix = f"use --nodes {cluster.num_nodes}, or change cluster.num_nodes"
         raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
-    if meeting.min_nodes is not None:
-        refuse_unless_it_can_go_on(scenario, meeting.min_nodes, options.checkpointing)
-    asked = {"--nodes": f"{meeting.min_nodes or num_nodes}:{num_nodes}", **_asked(scenario, options)}
-    return _nodes(meeting, cluster.num_devices // num_nodes, asked)
 
 
 def nodes_to_time(meeting: Meeting, request: CalibrationRequest) -> Nodes:
@@ -124,6 +143,7 @@ def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Node
         node_rank=0 if node_rank is None and _is_here(host) else node_rank,
         interface=meeting.interface,
         join_timeout_s=meeting.join_timeout_s,
+        last_call_timeout_s=_LAST_CALL_S if meeting.last_call_timeout_s is None else meeting.last_call_timeout_s,
         asked=asked,
     )
 

@@ -17,6 +17,7 @@ __all__ = [
     "Interface",
     "JoinTimeout",
     "Largest",
+    "LastCallTimeout",
     "NodeRank",
     "Objectives",
     "Rendezvous",
@@ -87,6 +88,16 @@ Interface = Annotated[
 ]
 JoinTimeout = Annotated[
     float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
+]
+LastCallTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=86_400.0,
+        metavar="SECONDS",
+        show_default="30",
+        help="With MIN:MAX: how long to wait for more than MIN.",
+    ),
 ]
 CheckpointDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")

@@ -18,7 +18,7 @@ from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.progress import Progress as Bar
 from simplan.cost.calibration import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
-from simplan.io import read_yaml, write_text
+from simplan.io import as_argument, read_yaml, write_text
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
@@ -81,7 +81,7 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
         )
     if result.best is not None and options.save_plan is not None:
         until = " until it was stopped: there may be better ones" if result.interrupted else ""
-        what = f"The best plan that `simplan search {scenario.file}` found{until}"
+        what = f"The best plan that `simplan search {as_argument(scenario.file)}` found{until}"
         _save(scenario, result.best.plan, options.save_plan, what)
     if as_json:
         print_json(result.to_json())
@@ -132,8 +132,8 @@ def _largest(
     with _Watch() as watch:
         found = largest(question, space, quantity, watch.trying)  # type: ignore[arg-type] # checked above
     if options.save_plan is not None:
-        what = f"A plan that fits with {quantity} = {found.value:,}, the largest that `simplan search {scenario.file} "
-        what += f"--largest {quantity}` found; there may be faster ones"
+        what = f"A plan that fits with {quantity} = {found.value:,}, the largest that `simplan search "
+        what += f"{as_argument(scenario.file)} --largest {quantity}` found; there may be faster ones"
         _save(scenario, found.plan, options.save_plan, what, found.model_fields)
     if as_json:
         print_json(found.to_json())
@@ -188,7 +188,7 @@ def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions
     if result.best is None:
         return []
     if options.save_plan is None:
-        return [f"simplan search {scenario.file} --save-plan plan.yaml"]
+        return [f"simplan search {as_argument(scenario.file)} --save-plan plan.yaml"]
     here = scenario.cluster.id == THIS_MACHINE
     return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
 

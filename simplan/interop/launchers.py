@@ -1,8 +1,10 @@
 """What starts ``simplan run`` on every node of a cluster: a Slurm batch script, a Kubernetes PyTorchJob.
 
 Sources: Slurm's sbatch and srun manuals (``SLURM_NODEID`` counts the nodes of a job, ``scontrol show hostnames`` lists
-them in that order); Kubeflow's PyTorchJob v1 (``MASTER_ADDR``, ``MASTER_PORT`` and ``RANK`` are set in every pod, the
-master's rank is 0).
+them in that order; ``--nodes=MIN-MAX`` takes what is free; ``--no-kill`` keeps a job that has lost a node); Kubeflow's
+PyTorchJob v1 (``MASTER_ADDR``, ``MASTER_PORT`` and ``RANK`` are set in every pod, the master's rank is 0; with an
+``elasticPolicy`` there are workers only, ``PET_RDZV_ENDPOINT`` is a port of worker 0, and the job is done when that one
+is; a pod is called NAME-worker-K, which is its ``HOSTNAME``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Launch", "kubernetes_job", "slurm_script"]
+from simplan.program.checkpoint import Checkpointing
+
+__all__ = ["Launch", "claim_of", "kubernetes_job", "slurm_script"]
 
 _MOUNT = "/scenario"
 _FILE = "scenario.yaml"
@@ -30,12 +34,20 @@ class Launch:
         num_nodes: Nodes.
         gpus_per_node: Devices of each, where they are GPUs; else 0.
         cores_per_node: Cores that ranks of each share, where they compute on the CPU; else None.
+        min_nodes: As few of them begin or go on without others; None for all.
+        checkpointing: How the state of the training is kept; None for not at all.
     """
 
     name: str
     num_nodes: int
     gpus_per_node: int
     cores_per_node: int | None
+    min_nodes: int | None = None
+    checkpointing: Checkpointing | None = None
+
+    def nodes(self, between: str) -> str:
+        """How many nodes: ``4``, or ``2:4`` with a colon between."""
+        return f"{self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}{between}{self.num_nodes}"
 
     def command(self, scenario: str, endpoint: str, node_rank: str) -> str:
         """The command of one node, for a shell.
@@ -45,10 +57,14 @@ class Launch:
             endpoint: Where nodes meet.
             node_rank: Place of the node.
         """
-        run = f"simplan run {scenario}"
-        return (
-            run if self.num_nodes == 1 else f"{run} --nodes {self.num_nodes} --rdzv {endpoint} --node-rank {node_rank}"
-        )
+        words = [f"simplan run {scenario}"]
+        if self.num_nodes > 1:
+            words.append(f"--nodes {self.nodes(':')} --rdzv {endpoint} --node-rank {node_rank}")
+        if (kept := self.checkpointing) is not None:
+            words.append(f"--checkpoint-dir {shlex.quote(kept.folder)} --checkpoint-every {kept.every}")
+            words += [f"--restarts {kept.max_restarts}"] if kept.max_restarts else []
+            words += ["--resume"] if kept.resume else []
+        return " ".join(words)
 
 
 def slurm_script(launch: Launch, scenario: str) -> str:
@@ -60,7 +76,8 @@ def slurm_script(launch: Launch, scenario: str) -> str:
     """
     header = [
         f"--job-name={_name(launch.name)}",
-        f"--nodes={launch.num_nodes}",
+        f"--nodes={launch.nodes('-')}",
+        *(["--no-kill"] if launch.min_nodes else []),
         "--ntasks-per-node=1",
         "--exclusive",
         *([f"--gpus-per-node={launch.gpus_per_node}"] if launch.gpus_per_node else []),
@@ -77,7 +94,13 @@ def slurm_script(launch: Launch, scenario: str) -> str:
             'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             'export SIMPLAN_RDZV="$first:$((20000 + SLURM_JOB_ID % 10000))"',
         ]
-    lines += [f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'exec {command}')}"]
+    if launch.min_nodes is None:
+        lines += [f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'exec {command}')}"]
+    else:
+        # bash waits for a node that is told to leave (SIGTERM)
+        only_first = f'trap : TERM; {command}; exit "$((SLURM_NODEID ? 0 : $?))"'
+        lines += ["# The others go on without a node that ends; the exit code is that of node 0."]
+        lines += [f"srun --kill-on-bad-exit=0 --no-kill --wait=0 bash -c {shlex.quote(only_first)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -89,13 +112,25 @@ def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
         scenario_text: The scenario file's text; it must refer to no other file.
         image: A container image with simplan and torch.
     """
-    name = _name(launch.name)
-    command = launch.command(f"{_MOUNT}/{_FILE}", '"$MASTER_ADDR:$MASTER_PORT"', '"$RANK"')
+    name, elastic = _name(launch.name), launch.min_nodes is not None
+    where = ('"$PET_RDZV_ENDPOINT"', '"${HOSTNAME##*-}"') if elastic else ('"$MASTER_ADDR:$MASTER_PORT"', '"$RANK"')
+    command = launch.command(f"{_MOUNT}/{_FILE}", *where)
     resources: dict[str, int] = {}
     if launch.gpus_per_node:
         resources["nvidia.com/gpu"] = launch.gpus_per_node
     if launch.cores_per_node:
         resources["cpu"] = launch.cores_per_node
+    mounts = [
+        {"name": "scenario", "mountPath": _MOUNT},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[dict[str, Any]] = [
+        {"name": "scenario", "configMap": {"name": name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL between GPUs of a node
+    ]
+    if launch.checkpointing is not None:
+        mounts.append({"name": "checkpoints", "mountPath": launch.checkpointing.folder})
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim_of(launch)}})
     pod = {
         "containers": [
             {
@@ -103,34 +138,43 @@ def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
                 "image": image,
                 "command": ["sh", "-c", f"exec {command} --output /tmp/simplan-out"],
                 "resources": {"limits": resources},
-                "volumeMounts": [
-                    {"name": "scenario", "mountPath": _MOUNT},
-                    {"name": "shared-memory", "mountPath": "/dev/shm"},
-                ],
+                "volumeMounts": mounts,
             }
         ],
-        "volumes": [
-            {"name": "scenario", "configMap": {"name": name}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL between GPUs of a node
-        ],
+        "volumes": volumes,
     }
 
     def replicas(number: int) -> dict[str, Any]:
-        return {"replicas": number, "restartPolicy": "Never", "template": {"spec": pod}}
+        policy = "OnFailure" if elastic else "Never"
+        return {"replicas": number, "restartPolicy": policy, "template": {"spec": pod}}
 
-    roles = {"Master": replicas(1)}
-    if launch.num_nodes > 1:
-        roles["Worker"] = replicas(launch.num_nodes - 1)
+    spec: dict[str, Any] = {}
+    if elastic:
+        assert launch.checkpointing is not None
+        # a container that ends with an error comes back to the run, or all begin again where it was
+        spec["runPolicy"] = {"backoffLimit": launch.checkpointing.max_restarts * launch.num_nodes}
+        limits = {"minReplicas": launch.min_nodes, "maxReplicas": launch.num_nodes}
+        spec["elasticPolicy"] = {"rdzvBackend": "c10d", **limits}
+        roles = {"Worker": replicas(launch.num_nodes)}
+    else:
+        roles = {"Master": replicas(1)}
+        if launch.num_nodes > 1:
+            roles["Worker"] = replicas(launch.num_nodes - 1)
     documents = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_FILE: scenario_text}},
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
             "metadata": {"name": name},
-            "spec": {"pytorchReplicaSpecs": roles},
+            "spec": {**spec, "pytorchReplicaSpecs": roles},
         },
     ]
     return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=120)
+
+
+def claim_of(launch: Launch) -> str:
+    """The volume claim that pods of a Kubernetes job keep checkpoints in."""
+    return f"{_name(launch.name)}-checkpoints"
 
 
 class _Plain(yaml.SafeDumper):

@@ -164,7 +164,7 @@ class Measurement(Spec):
         first_step: Steps that the checkpoint had done with which the run began, or its last part; 0 for a run from the
             beginning.
         earlier: Parts on other nodes, in order; empty unless nodes went or came.
-        checkpoints: What each took, as rank 0 has it.
+        checkpoints: What each took, as rank 0 has it, of all parts; a step that was done again may come again.
         slow_ranks: Ranks that are slower than their like, beyond the spread of their steps.
         notes: What a reader should know besides, one sentence each.
         environment: Machine, versions, threads, backend.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simplan.spec.base import Count, Positive, Spec
+from simplan.spec.base import Count, NonNegative, Positive, Spec
 
 __all__ = ["Nodes"]
 
@@ -16,13 +16,15 @@ class Nodes(Spec):
 
     Attributes:
         num_nodes: Nodes of the run, this one included.
-        min_nodes: As few of them go on when others are lost or leave, and others may come; None when the run then ends.
+        min_nodes: As few of them begin, and go on when others are lost or leave, and others may come; None when the
+            run begins and ends with all.
         ranks_per_node: Ranks that each of them runs.
         host: Name or address of node 0, where all meet.
         port: Port there.
         node_rank: Place of this node; None to be given the next free one. Node 0 is the one at ``host``.
         interface: Network interface that ranks talk over; None for the one on the route to ``host``.
         join_timeout_s: How long to wait for the others.
+        last_call_timeout_s: How long to wait for more of them once there are as many as can begin.
         asked: What was asked, by section; must be equal on all nodes.
     """
 
@@ -35,6 +37,7 @@ class Nodes(Spec):
     node_rank: Annotated[int, Field(ge=0)] | None = None
     interface: str | None = None
     join_timeout_s: Positive = 300.0
+    last_call_timeout_s: NonNegative = 30.0
     asked: dict[str, str] = Field(default_factory=dict)
 
     @property

@@ -90,6 +90,32 @@ def test_every_command_but_the_dashboard_takes_json(simplan: Simplan) -> None:
     assert [name for name in commands if "--json" not in simplan(name, "--help").stdout] == ["dashboard"]
 
 
+EXPORTED = """\
+name: four nodes
+model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
+cluster: {preset: dgx-h100, num_nodes: 4}
+training: {global_batch_size: 64}
+plan: {dp_replicate: 32}
+"""
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tmp_path: Path) -> None:
+    """With what such a run takes; pods that come back always go on from the newest checkpoint."""
+    scenario = tmp_path / "four.yaml"
+    scenario.write_text(EXPORTED)
+    export = ("export", scenario, "--to", target, "--nodes", "1:4")
+    refused = simplan(*export, "--checkpoint-dir", "/kept")
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("each time counts as a restart; add --restarts K\n")
+    written = simplan(*export, "--checkpoint-dir", "/kept", "--restarts", "2")
+    assert "--nodes 1:4 --rdzv " in written.stdout
+    assert ("--restarts 2 --resume" in written.stdout.replace("\n", " ")) == (target == "kubernetes")
+    assert "note: 3 nodes could not go on, but fewer of them: training.global_batch_size = 64" in written.stderr
+    other = simplan("export", scenario, "--to", target, "--nodes", "2:8")
+    assert "--nodes = 8: the scenario's cluster has 4 nodes; use --nodes 4, or change cluster.num_nodes" in other.stderr
+
+
 def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     result = simplan("trace", scenario, "--json", "-o", file)
@@ -198,6 +224,19 @@ def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environmen
     exported = way.format(scenario, f"{sys.executable} -m simplan export --to slurm")
     later = subprocess.run(["bash", "-c", exported], capture_output=True, text=True, env=environment, check=False)
     assert (later.returncode == 0) == (" < " in way), "a script names the file, which has to be there later"
+    if later.returncode == 0:
+        assert str(scenario) in later.stdout
+    else:
+        assert later.stderr.endswith("is not a file that the job can read later; save it\n")
+
+
+@pytest.mark.parametrize(("way", "named"), [("cat {0} | {1} -", "-"), ("{1} <(cat {0})", "FILE")])
+def test_the_next_commands_name_the_scenario_as_it_can_be_read(
+    way: str, named: str, scenario: Path, environment: dict[str, str]
+) -> None:
+    command = way.format(scenario, f"{sys.executable} -m simplan predict")
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert f"\n  simplan trace {named} -o trace.json\n" in result.stdout
 
 
 def test_files_named_by_a_scenario_of_a_pipe_are_where_the_command_runs(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,26 @@ def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> Non
         asked(two, None)
     with pytest.raises(SpecError, match=f"^{rule}--restarts K$"):
         asked(two, kept.model_copy(update={"max_restarts": 0}))
+    assert asked(two, kept).last_call_timeout_s == 30, "as torchrun's last_call_timeout"
     split = two.with_name("split.yaml")
     split.write_text(SCENARIO.replace("dp_replicate", "pp"))
     cannot = r"1 node cannot go on with this plan: plan: a replica of the model takes 2 devices \(pp 2\), and 1 are no"
     with pytest.raises(SpecError, match=cannot):
         asked(split, kept)
+
+
+def test_the_last_call_is_about_runs_that_may_begin_with_fewer_nodes(two: Path) -> None:
+    """All nodes must be told the same: they wait for as long as node 0 may."""
+    scenario = load_scenario(two)
+    options = RunOptions(checkpointing=Checkpointing(folder="/kept", max_restarts=1))
+    meeting = Meeting(num_nodes=2, rdzv="a:1", node_rank=1, min_nodes=1, last_call_timeout_s=5.0)
+    nodes = nodes_of(scenario, options, meeting)
+    assert nodes is not None
+    assert (nodes.last_call_timeout_s, nodes.asked["--last-call-timeout"]) == (5.0, "5")
+    rule = "--last-call-timeout = 5: is about runs that may begin with fewer nodes; give --nodes MIN:MAX"
+    for number, least in ((2, None), (1, None)):
+        with pytest.raises(SpecError, match=f"^{rule}$"):
+            nodes_of(scenario, options, replace(meeting, num_nodes=number, min_nodes=least))
 
 
 def test_numbers_of_nodes_that_the_batch_does_not_divide_are_passed_over(two: Path) -> None:

@@ -36,8 +36,21 @@ def start_again(host: Host, place: int, folder: Path) -> subprocess.Popen[str]:
     return start(host, "join", folder / f"nodes{place}.json", "--out", folder / f"{place}-again")
 
 
+def wait_until_it_says(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"it has ended without {text!r}")
+
+
 def measured(folder: Path) -> Measurement:
     return Measurement.model_validate_json((folder / "0" / "measurement.json").read_bytes())
+
+
+def steps_of_later_parts(folder: Path) -> list[int]:
+    """Steps that were done when each part but the first one began."""
+    return [*(part.first_step for part in measured(folder).earlier[1:]), measured(folder).first_step]
 
 
 def test_a_host_leaves_and_comes_back(make_job: MakeJob, tmp_path: Path) -> None:
@@ -63,6 +76,7 @@ def test_a_host_leaves_and_comes_back(make_job: MakeJob, tmp_path: Path) -> None
         f"node 1 ({HERE}) was told to leave",
         f"{HERE} ({made[1].address}) joins",
     ]
+    assert [timing.step for timing in measured(tmp_path).checkpoints] == steps_of_later_parts(tmp_path)
     assert "; 2 nodes with 2 ranks go on after step " in notes[0]
     assert "; 3 nodes with 3 ranks go on after step " in notes[1]
 
@@ -130,3 +144,36 @@ def test_a_host_is_started_again_before_it_is_missed(make_job: MakeJob, tmp_path
     (note,) = check(tmp_path, whole, [2, 2])
     assert f"; {HERE} ({made[1].address}) joins; 2 nodes with 2 ranks go on after step " in note
     assert note.endswith("; restart 1 of 2")
+
+
+def test_a_run_begins_with_the_hosts_that_are_there(make_job: MakeJob, tmp_path: Path) -> None:
+    """Two of four, after the last call; two more come at once, without which four cannot go on."""
+    job = elastic(make_job(plan={"dp_shard": 4}), tmp_path / "kept", 4, [2], every=NEVER, num_steps=150)
+    whole = undisturbed(job, tmp_path / "whole")
+    with hosts(4, cores=cores_of(4)) as made:
+        started = start_on(made, job, tmp_path, number=2, last_call_timeout_s=1.0)
+        wait_for_step(started, tmp_path / "0", LOST_AFTER)
+        came = [start_again(made[place], place, tmp_path) for place in (3, 2)]
+        assert finished([*started, *came], tmp_path) == [(0, "")] * 4
+    assert check(tmp_path, whole, [2, 4], most=4) == []
+    assert [timing.step for timing in measured(tmp_path).checkpoints] == steps_of_later_parts(tmp_path)
+    notes = measured(tmp_path).notes
+    assert "2 nodes with 2 ranks begin, 2 fewer than at most; who comes later is let in when there is a place" in notes
+    joins = "; ".join(f"{HERE} ({made[place].address}) joins" for place in (2, 3))
+    assert any(note.startswith(f"{joins}; 4 nodes with 4 ranks go on after step ") for note in notes)
+
+
+def test_a_host_that_dies_as_soon_as_it_is_let_in_costs_no_restart(make_job: MakeJob, tmp_path: Path) -> None:
+    """One host begins alone; it knows how others see it when one comes, and goes on alone when that one is gone."""
+    job = elastic(make_job(dp=2), tmp_path / "kept", 2, [1], every=NEVER, num_steps=1000)
+    whole = undisturbed(job, tmp_path / "whole")
+    with hosts(2, cores=cores_of(2)) as made:
+        started = start_on(made, job, tmp_path, number=1, last_call_timeout_s=0.0)
+        came = start_again(made[1], 1, tmp_path)
+        wait_until_it_says(came, "joining the run, which goes on with 2 nodes")
+        made[1].kill_all()
+        first, _ = finished([*started, came], tmp_path)
+    assert first == (0, "")
+    assert check(tmp_path, whole, [1, 2, 1], most=2) == []
+    lost = f"node 1 ({HERE}, {made[1].address}) cannot be reached: nothing has been heard of it for 30 s; 1 node with "
+    assert any(note.startswith(lost) for note in measured(tmp_path).notes)

@@ -124,12 +124,27 @@ def test_a_lost_node_is_a_restart_and_node_0_the_end(
 ) -> None:
     here, there = elastic
     monkeypatch.setattr(executor.exchange, "_LEAST_LOST_S", 0.0)
-    with pytest.raises(RegroupError, match=r"^node 1 ") as caught:
-        until(lambda: here.turn(NONE, [], 0.02) is None)
-    assert caught.value.is_restart
     said = r"^node 0 \(a, 10.0.0.1\) cannot be reached: .*; it has the store of the run, which ends without it$"
     with pytest.raises(LostNodeError, match=said):
         until(lambda: there.turn(NONE, [], -1.0) is None)
+    mine = (None, None, None, Beat(12, 6.0, 4, RankState.WAITING, "1B0", 0))
+    until(lambda: bool(there.turn(mine, [], 60.0) and here.turn(NONE, [], 60.0).beats[3]))
+    with pytest.raises(RegroupError, match=r"^node 1 ") as caught:
+        until(lambda: here.turn(NONE, [], 0.02) is None)
+    assert caught.value.is_restart
+
+
+def test_a_node_that_is_lost_before_its_ranks_are_heard_of_is_no_restart(
+    elastic: tuple[Exchange, Exchange], store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = elastic
+    there.turn(NONE, [], 60.0)
+    until(lambda: store.check(["news/1"]))
+    until(lambda: here.turn(NONE, [], 60.0) is not None and not store.check(["news/1"]))
+    monkeypatch.setattr(executor.exchange, "_LEAST_LOST_S", 0.0)
+    with pytest.raises(RegroupError, match=r"^node 1 ") as caught:
+        until(lambda: here.turn(NONE, [], 0.02) is None)
+    assert (here.lost, caught.value.is_restart) == ({1}, False)
 
 
 def test_a_restart_is_told_with_the_cause_when_all_nodes_have_said_theirs(

@@ -13,19 +13,23 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 import executor.decision
+import executor.guest
 import executor.regroup
 import executor.waiting_room
 from executor.decision import settle
 from executor.exchange import REGROUP, Host, RegroupError
 from executor.failure import Failure
+from executor.guest import wait_for_place
 from executor.introduction import introduction
 from executor.loss_log import read_losses
+from executor.rank import RankFiles
 from executor.regroup import Part, regroup
+from executor.results import gather_parts
 from executor.store_line import StoreLine
 from executor.team import Team
-from executor.waiting_room import WaitingRoom, wait_for_place
+from executor.waiting_room import WaitingRoom
 from simplan.errors import RunError
-from simplan.program.checkpoint import CheckpointHeader, Checkpointing
+from simplan.program.checkpoint import CheckpointHeader, Checkpointing, CheckpointTiming
 from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
 from simplan.program.job import Job
 from simplan.program.nodes import Nodes
@@ -58,8 +62,11 @@ def parts(job: Job, folder: Path, fewer: list[int]) -> list[Part]:
         own.mkdir()
         met = introduction(nodes, f"10.0.0.{k + 1}")
         room = WaitingRoom(store, met, [4, *fewer]) if k == 0 else None
+        if room is not None:
+            room.begin(job.model_dump_json(), 1, lets_in=True)
         team = Team(nodes, k, hosts, store, StoreLine(), "eth0", job.model_dump_json(), 1, room=room)
         team.exchange.lost = {1} if k == 0 else set()
+        team.exchange.begun = {1, 2, 3}
         found.append(Part(job, own, team))
     return found
 
@@ -123,7 +130,7 @@ def test_a_node_that_waits_takes_the_last_place(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the place of the one that is lost: all go on with the plan of the beginning."""
-    monkeypatch.setattr(executor.waiting_room, "_COUNT_S", 0.01)
+    monkeypatch.setattr(executor.guest, "_COUNT_S", 0.01)
     found = parts(make_job(dp=4), tmp_path, [3, 2])
     nodes, room, store = room_of(found)
     with ThreadPoolExecutor() as pool:
@@ -139,9 +146,11 @@ def test_a_node_that_waits_takes_the_last_place(
         assert [host.name for host in part.team.hosts] == ["a", "c", "d", name]
         assert (part.job.plan.dp, part.team.number) == (4, 1)
         assert part.why.startswith(f"{LOST}; {name} (10.0.0.5) joins; 4 nodes with 4 ranks go on after step 30")
-    assert (told["place"], told["team"], told["first_attempt"]) == (3, 1, 2)
-    assert [host["name"] for host in told["hosts"]] == ["a", "c", "d", name]
-    assert json.loads(told["job"])["plan"]["dp_replicate"] == 4
+    assert (told["place"], told["team"]) == (3, 1)
+    team = json.loads(store.get("team/1"))
+    assert team["first_attempt"] == 2
+    assert [host["name"] for host in team["hosts"]] == ["a", "c", "d", name]
+    assert json.loads(json.loads(store.get("run"))["job"])["plan"]["dp_replicate"] == 4
 
 
 def test_a_node_that_died_while_nobody_looked_is_not_let_in(
@@ -175,6 +184,24 @@ def test_ranks_that_stopped_for_nobody_are_not_stopped_again_at_once(
     after = regrouped(found, [0, 1, 2, 3], RegroupError("other nodes are to go on"))[0]
     assert isinstance(after, Part)
     assert after.why.startswith("a node that wanted to join has gone; 4 nodes ")
+    assert paused == [first.room]
+
+
+def test_a_node_that_dies_as_soon_as_it_is_let_in_costs_no_restart(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has been heard of its ranks; with no restart left the others go on all the same, and let none in soon."""
+    paused: list[WaitingRoom] = []
+    monkeypatch.setattr(WaitingRoom, "pause", lambda room: paused.append(room))
+    found = parts(make_job(dp=4), tmp_path, [3, 2])
+    first = found[0].team
+    assert first is not None
+    first.exchange.begun = {2, 3}
+    cause = RegroupError(LOST)
+    cause.num_restarts = 3
+    after = regrouped(found, [0, 2, 3], cause)[0]
+    assert isinstance(after, Part)
+    assert after.why == f"{LOST}; 3 nodes with 3 ranks go on after step 30"
     assert paused == [first.room]
 
 
@@ -238,3 +265,17 @@ def test_losses_are_those_of_steps_that_are_kept(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "loss": 10.0 + step}) for step in (2, 3, 4, 5)]
     file.write_text("\n".join(lines) + "\n" + lines[0][:-3])
     assert read_losses(file, 2, 4) == (12.0, 13.0)
+
+
+def test_checkpoints_are_those_of_all_parts(make_job: MakeJob, tmp_path: Path) -> None:
+    """A line that the end of a part cut short is none, and what could not be written is told of every part."""
+    found = parts(make_job(dp=4), tmp_path, [3, 2])[:2]
+    first, second = ((CheckpointTiming(step=step, blocked_s=0.5, written_s=1.0)) for step in (10, 20))
+    failed = CheckpointTiming(step=15, blocked_s=0.5, written_s=1.0, failure="rank 0: No space left on device")
+    for part, timings in zip(found, ([first, failed], [second]), strict=True):
+        lines = [timing.model_dump_json() for timing in timings]
+        RankFiles(part.folder, 0).checkpoints.write_text("\n".join([lines[0], lines[0][:20], *lines[1:]]) + "\n")
+    measured = gather_parts(found, None, {})
+    assert measured.checkpoints == (first, failed, second)
+    said = "the checkpoint of step 15 was not written (rank 0: No space left on device); training went on"
+    assert measured.notes == (said,)

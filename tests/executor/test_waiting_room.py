@@ -1,9 +1,9 @@
-"""Hosts that come while a run goes on, over a store in this process."""
+"""Hosts that wait to be let in, before a run begins and while it goes on, over a store in this process."""
 
 from __future__ import annotations
 
 import json
-import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,43 +11,62 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import executor.guest
 import executor.waiting_room
 from executor.exchange import Host
 from executor.failure import Failure
+from executor.guest import NotNeededError, wait_for_place
 from executor.introduction import Introduction
-from executor.meeting import meet
-from executor.waiting_room import OverError, WaitingRoom, wait_for_place
+from executor.waiting_room import Guest, WaitingRoom, by_place
 from simplan.errors import RunError, SpecError
-from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
 from simplan.program.nodes import Nodes
 from tests.executor.conftest import MakeJob
-from tests.executor.test_nodes import free_port
-from tests.interrupts import heeded_interrupts
 
 PATIENCE_S = 60.0
+HERE = socket.gethostname()
 NODES = Nodes(num_nodes=4, min_nodes=2, ranks_per_node=1, host="a", port=1)
 
 
-def met(name: str, **asked: str) -> Introduction:
+def met(name: str, node_rank: int | None = None, **asked: str) -> Introduction:
     host = Host(name, f"10.0.0.{ord(name) - 96}")
-    return Introduction(host=host, num_nodes=4, torch="2.13", asked={"model": "x", **asked})
+    return Introduction(host=host, num_nodes=4, node_rank=node_rank, torch="2.13", asked={"model": "x", **asked})
 
 
 def wait_as(store: HashStore, guest: Introduction, nodes: Nodes = NODES) -> dict[str, Any]:
     return wait_for_place(nodes, store, guest, threading.Event())
 
 
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor.guest, "_COUNT_S", 0.001)
+
+
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    monkeypatch.setattr(executor.waiting_room, "_COUNT_S", 0.001)
+def store() -> HashStore:
     return HashStore()
 
 
 @pytest.fixture
-def room(store: HashStore) -> WaitingRoom:
+def early(store: HashStore) -> WaitingRoom:
+    """Before the run begins."""
     return WaitingRoom(store, met("a"), [4, 2])
+
+
+@pytest.fixture
+def room(early: WaitingRoom, make_job: MakeJob) -> WaitingRoom:
+    """Of a run that goes on."""
+    early.begin(make_job().model_dump_json(), 1, lets_in=True)
+    return early
+
+
+def let_in(room: WaitingRoom, num_nodes: int) -> list[str]:
+    """Makes so many nodes a larger team with those that are there; gives the names of these by place."""
+    seated = room.seat(num_nodes)
+    hosts = [Host(f"old-{place}", "") for place in range(num_nodes)] + [guest.met.host for guest in seated]
+    room.admit(seated, 1, hosts, 0)
+    return [guest.met.host.name for guest in seated]
 
 
 def until(room: WaitingRoom, wanted: Callable[[], bool]) -> None:
@@ -67,10 +86,11 @@ def test_a_run_grows_when_enough_wait_and_not_before(room: WaitingRoom, store: H
         until(room, lambda: len(room.here) == 2)
         assert room.lets_grow(2)
         assert [guest.met.host.name for guest in room.here] == ["b", "c"]
-        for place, guest in enumerate(room.here, 2):
-            room.admit(guest, {"place": place})
-        assert first.result(PATIENCE_S) == {"error": None, "place": 2}
-        assert second.result(PATIENCE_S) == {"error": None, "place": 3}
+        assert let_in(room, 2) == ["b", "c"]
+        assert first.result(PATIENCE_S) == {"error": None, "place": 2, "team": 1}
+        assert second.result(PATIENCE_S) == {"error": None, "place": 3, "team": 1}
+    told = json.loads(store.get("team/1"))
+    assert [host["name"] for host in told["hosts"]] == ["old-0", "old-1", "b", "c"]
     assert room.here == []
 
 
@@ -111,7 +131,7 @@ def test_who_has_another_version_is_sent_away_and_the_run_goes_on(
     with ThreadPoolExecutor() as pool:
         came = pool.submit(wait_as, store, met("c"))
         until(room, lambda: [guest.met.host.name for guest in room.here] == ["c"])
-        room.admit(room.here[0], {})
+        assert let_in(room, 3) == ["c"]
         came.result(PATIENCE_S)
     said = "this node has another version of simplan than node 0 (a); install one version on all nodes"
     assert json.loads(store.get("place/1")) == {"error": said, "exit_code": 2}
@@ -122,7 +142,7 @@ def test_who_dies_before_it_has_said_who_it_is_hides_nobody(room: WaitingRoom, s
     with ThreadPoolExecutor() as pool:
         came = pool.submit(wait_as, store, met("c"))
         until(room, lambda: [guest.number for guest in room.here] == [2])
-        room.admit(room.here[0], {})
+        assert let_in(room, 3) == ["c"]
         came.result(PATIENCE_S)
 
 
@@ -156,15 +176,16 @@ def test_who_was_asked_something_else_is_sent_away(room: WaitingRoom, store: Has
     with ThreadPoolExecutor() as pool:
         came = pool.submit(wait_as, store, met("b", model="y"))
         until(room, came.done)
-    told = came.result()
-    assert told["error"].startswith("model: differs between node 0 (a) and b; copy the scenario of one to the other")
-    assert told["exit_code"] == 2
+    with pytest.raises(
+        SpecError, match=r"^model: differs between node 0 \(a\) and b \(10.0.0.2\); copy the scenario of"
+    ):
+        came.result()
 
 
 @pytest.mark.parametrize(
     ("failure", "error", "said"),
     [
-        (None, OverError, r"^the run at a:1 has ended, and did not need this node$"),
+        (None, NotNeededError, r"^the run at a:1 has ended, and did not need this node$"),
         (Failure(sentence="rank 1 died"), RunError, "^rank 1 died$"),
     ],
 )
@@ -179,64 +200,130 @@ def test_who_waits_when_the_run_ends_hears_how(
             came.result(PATIENCE_S)
 
 
-def test_nobody_waits_for_longer_than_asked(store: HashStore) -> None:
+def test_nobody_waits_for_longer_than_asked(room: WaitingRoom, store: HashStore) -> None:
     said = r"^the run at a:1 had no place for this node within 0.01 s; start the command again when it has lost a node,"
     with pytest.raises(RunError, match=said):
         wait_as(store, met("b"), NODES.model_copy(update={"join_timeout_s": 0.01}))
     assert store.check(["bye-guest/1"])
 
 
-def test_a_node_that_comes_later_meets_those_that_have_begun(make_job: MakeJob) -> None:
-    """Through torch's store on a port, as nodes do: two begin, one waits and is let in after them."""
-    job = make_job(dp=3)
-    one = FewerNodes(num_nodes=2, plan=on_fewer_devices(job.plan, 2), boundaries=job.boundaries, table=job.table)
-    text = job.model_copy(update={"fewer_nodes": (one,)}).model_dump_json()
-    nodes = Nodes(num_nodes=2, min_nodes=1, ranks_per_node=1, host="127.0.0.1", port=free_port())
-    notes: list[str] = []
+# before a run begins
+
+
+def test_who_was_asked_something_else_before_the_run_begins_ends_it(early: WaitingRoom, store: HashStore) -> None:
+    said = r"^model: differs between node 0 \(a\) and c \(10.0.0.3\); copy"
     with ThreadPoolExecutor() as pool:
-        teams = [pool.submit(meet, nodes, text), pool.submit(meet, nodes, None)]
-        first, second = (team.result(PATIENCE_S) for team in teams)
-        third = pool.submit(meet, nodes, None, notes.append)
+        second = pool.submit(wait_as, store, met("b"))
+        until(early, lambda: len(early.here) == 1)
+        third = pool.submit(wait_as, store, met("c", model="y"))
+        with pytest.raises(SpecError, match=said) as caught:
+            until(early, lambda: False)
+        early.close(Failure(sentence=str(caught.value), exit_code=2))
+        for came in (second, third):
+            with pytest.raises(SpecError, match=said):
+                came.result(PATIENCE_S)
+
+
+def test_two_nodes_cannot_have_the_same_place(early: WaitingRoom, store: HashStore) -> None:
+    """The second one is told; where the first one died, it has the place."""
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(wait_as, store, met("b", 2))
+        until(early, lambda: len(early.here) == 1)
+        second = pool.submit(wait_as, store, met("c", 2))
+        until(early, second.done)
+        with pytest.raises(SpecError, match=r"^--node-rank = 2: is taken by another node; give each its own$"):
+            second.result()
+        assert let_in(early, 1) == ["b"]
+        first.result(PATIENCE_S)
+
+
+def test_the_place_of_a_node_that_died_is_free(
+    early: WaitingRoom, store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add("guests", 1)
+    store.set("guest/1", met("b", 2).to_json())
+    early.look()
+    monkeypatch.setattr(executor.waiting_room, "_GONE_S", 0.0)
+    with ThreadPoolExecutor() as pool:
+        again = pool.submit(wait_as, store, met("b", 2))
+        monkeypatch.setattr(executor.waiting_room, "_ROLL_CALL_S", 0.5)
         deadline_s = time.monotonic() + PATIENCE_S
-        room = first.room
-        assert room is not None
-        while not room.here:
+        while not (seated := early.seat(1)):
             assert time.monotonic() < deadline_s
-            first.ask(room.look)
-            time.sleep(0.05)
-        (guest,) = room.here
-        hosts = [*first.hosts, guest.met.host]
-        first.ask(lambda: room.admit(guest, first.invitation(2, hosts, 1)))
-        came = third.result(PATIENCE_S)
-    assert (first.node_rank, second.node_rank, came.node_rank) == (0, 1, 2)
-    assert (came.number, came.first_attempt, came.ranks) == (1, 1, range(2, 3))
-    assert came.hosts == tuple(hosts)
-    assert notes == [f"the run at {nodes.endpoint} has begun; waiting for a place in it"]
+        assert [guest.number for guest in seated] == [2]
+        early.admit(seated, 0, [Host("a", ""), seated[0].met.host], 0)
+        again.result(PATIENCE_S)
 
 
-def test_a_node_of_another_version_ends_the_meeting_with_a_sentence(make_job: MakeJob) -> None:
-    nodes = Nodes(num_nodes=2, ranks_per_node=1, host="127.0.0.1", port=free_port())
-    said = "node 1 has another version of simplan than node 0; install one version on all nodes"
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ({"b": None, "c": None, "d": None}, {1: "b", 2: "c", 3: "d"}),
+        ({"b": 3, "c": None, "d": 1}, {1: "d", 2: "c", 3: "b"}),
+        ({"b": None, "c": 1}, {1: "c", 2: "b"}),
+        ({"b": 7, "c": 5}, {5: "c", 7: "b"}),
+    ],
+)
+def test_places_are_those_asked_for_and_then_those_that_are_free(
+    asked: dict[str, int | None], places: dict[int, str]
+) -> None:
+    guests = [Guest(number, met(name, place)) for number, (name, place) in enumerate(asked.items(), 1)]
+    assert {place: guest.met.host.name for place, guest in by_place(guests).items()} == places
+    assert list(by_place(guests)) == sorted(places)
+
+
+def test_who_goes_while_it_is_let_in_either_goes_or_comes(room: WaitingRoom, store: HashStore) -> None:
+    """In the same moment, many times: node 0 and the node never think differently of it."""
+    came = gone = 0
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(meet, nodes, make_job(dp=2).model_dump_json())
-        store = TCPStore("127.0.0.1", nodes.port, is_master=False, wait_for_workers=False)
-        store.set("node/1", STRANGERS[0])
-        store.set("heard/1", "")
-        with pytest.raises(SpecError, match=f"^{said}$"):
-            first.result(PATIENCE_S)
-        assert json.loads(store.get("verdict")) == {"error": said, "exit_code": 2}
+        for k in range(50):
+            leaving = threading.Event()
+            guest = pool.submit(wait_for_place, NODES, store, met("b"), leaving)
+            until(room, lambda: len(room.here) == 1)
+            threading.Timer(0.001 * k, leaving.set).start()
+            if let_in(room, 3):
+                assert guest.result(PATIENCE_S)["place"] == 3
+                came += 1
+            else:
+                with pytest.raises(RunError):
+                    guest.result(PATIENCE_S)
+                gone += 1
+    assert came
+    assert gone
 
 
-def test_a_node_that_is_interrupted_while_it_waits_says_goodbye(make_job: MakeJob) -> None:
-    text = make_job(dp=2).model_dump_json()
-    nodes = Nodes(num_nodes=2, min_nodes=1, ranks_per_node=1, host="127.0.0.1", port=free_port())
-    main = threading.main_thread().ident
-    assert main is not None
+def test_two_come_at_once_and_there_is_one_place(store: HashStore, make_job: MakeJob) -> None:
+    room = WaitingRoom(store, met("a"), [3, 2])
+    room.begin(make_job().model_dump_json(), 1, lets_in=True)
+    leaving = threading.Event()
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(meet, nodes, text)
-        pool.submit(meet, nodes, None).result(PATIENCE_S)
-        room, ask = first.result().room, first.result().ask
-        assert room is not None
-        with heeded_interrupts(), pytest.raises(KeyboardInterrupt):
-            meet(nodes, None, lambda note: signal.pthread_kill(main, signal.SIGINT))
-        assert ask(lambda: room._store.check(["bye-guest/1"]))
+        both = [pool.submit(wait_for_place, NODES, store, met(name), leaving) for name in "bc"]
+        until(room, lambda: len(room.here) == 2)
+        (name,) = let_in(room, 2)
+        let, waits = both if name == "b" else reversed(both)
+        assert let.result(PATIENCE_S)["place"] == 2
+        assert let_in(room, 3) == []
+        assert not waits.done()
+        leaving.set()
+        with pytest.raises(RunError):
+            waits.result(PATIENCE_S)
+
+
+def test_who_cannot_come_alone_keeps_waiting_and_may_go(
+    room: WaitingRoom, store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would have made four nodes of two; one of them goes just before it gets its seat."""
+    leaving = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        stays = pool.submit(wait_for_place, NODES, store, met("b"), leaving)
+        until(room, lambda: len(room.here) == 1)
+        store.add("guests", 1)
+        store.set("guest/2", met("c").to_json())
+        until(room, lambda: bool(store.add("here/2", 1)) and len(room.here) == 2)
+        monkeypatch.setattr(WaitingRoom, "_call_roll", lambda room: room.here)
+        store.add("seat/2", 1)
+        assert let_in(room, 2) == []
+        assert not stays.done()
+        leaving.set()
+        with pytest.raises(RunError):
+            stays.result(PATIENCE_S)

@@ -13,9 +13,12 @@ import pytest
 import yaml
 
 from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
+from simplan.program.checkpoint import Checkpointing
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = Launch("Llama 3, 2 nodes", num_nodes=2, gpus_per_node=8, cores_per_node=None)
+KEPT = Checkpointing(folder="/kept here", every=7, max_restarts=3)
+ELASTIC = Launch("Some", num_nodes=4, gpus_per_node=8, cores_per_node=None, min_nodes=2, checkpointing=KEPT)
 ONE = Launch("one", num_nodes=1, gpus_per_node=0, cores_per_node=4)
 SCENARIO = """\
 name: two nodes
@@ -42,17 +45,18 @@ def job(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, found
 
 
-@pytest.mark.parametrize("launch", [ONE, TWO])
+@pytest.mark.parametrize("launch", [ONE, TWO, ELASTIC])
 def test_the_slurm_script_is_bash(launch: Launch, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(slurm_script(launch, "/data/it's a scenario.yaml"))
     subprocess.run(["bash", "-n", str(script)], check=True)
     options = [line.split(maxsplit=1)[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert f"--nodes={launch.num_nodes}" in options
+    assert f"--nodes={'2-4' if launch is ELASTIC else launch.num_nodes}" in options
+    assert ("--no-kill" in options) == (launch is ELASTIC)
     assert "--ntasks-per-node=1" in options
-    assert ("--gpus-per-node=8" in options) == (launch is TWO)
+    assert ("--gpus-per-node=8" in options) == (launch is not ONE)
     assert ("--cpus-per-task=4" in options) == (launch is ONE)
-    assert "--job-name=llama-3-2-nodes" in options or launch is ONE
+    assert "--job-name=llama-3-2-nodes" in options or launch is not TWO
 
 
 def test_the_kubernetes_job_has_the_documented_shape() -> None:
@@ -72,6 +76,59 @@ def test_the_kubernetes_job_has_the_documented_shape() -> None:
             "exec simplan run /scenario/scenario.yaml --nodes 2 "
             '--rdzv "$MASTER_ADDR:$MASTER_PORT" --node-rank "$RANK" --output '
         )
+
+
+RUN = "--checkpoint-dir '/kept here' --checkpoint-every 7 --restarts 3"
+
+
+def test_a_kubernetes_job_of_some_to_all_nodes_has_workers_only() -> None:
+    """As an elasticPolicy wants it: the first one is node 0, and any that fails comes back."""
+    config, found = job(ELASTIC)
+    assert found["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4}
+    assert found["spec"]["runPolicy"] == {"backoffLimit": 12}
+    ((role, worker),) = found["spec"]["pytorchReplicaSpecs"].items()
+    assert (role, worker["replicas"], worker["restartPolicy"]) == ("Worker", 4, "OnFailure")
+    (container,) = worker["template"]["spec"]["containers"]
+    run = f'--nodes 2:4 --rdzv "$PET_RDZV_ENDPOINT" --node-rank "${{HOSTNAME##*-}}" {RUN} --output '
+    assert run in container["command"][2]
+    assert {"name": "checkpoints", "mountPath": "/kept here"} in container["volumeMounts"]
+    claim = {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "some-checkpoints"}}
+    assert claim in worker["template"]["spec"]["volumes"]
+    assert config["metadata"]["name"] == "some"
+
+
+def test_a_pod_finds_its_place_in_its_name() -> None:
+    """By what every POSIX shell can do."""
+    _, found = job(ELASTIC)
+    text = found["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"][2]
+    place = text.split("--node-rank ")[1].split()[0]
+    environment = {**os.environ, "HOSTNAME": "some-4-nodes-worker-3"}
+    said = subprocess.run(["sh", "-c", f"echo {place}"], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "3\n"
+
+
+@pytest.mark.parametrize(("node", "code", "expected"), [(0, 0, 0), (0, 4, 4), (1, 0, 0), (1, 4, 0), (1, 143, 0)])
+def test_a_slurm_job_of_some_to_all_nodes_ends_as_node_0_does(
+    node: int, code: int, expected: int, tmp_path: Path
+) -> None:
+    """One task is run as srun would, with a run that ends in some way."""
+    tools = {
+        "scontrol": STUB_SCONTROL,
+        "srun": f'#!/bin/bash\nshift 3\nSLURM_NODEID={node} exec "$@"\n',
+        "simplan": f'#!/bin/bash\necho "$*"\nexit {code}\n',
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    script = tmp_path / "job.sh"
+    script.write_text(slurm_script(ELASTIC, "s.yaml"))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "stub-nodes"}
+    environment["SLURM_JOB_ID"] = "123456"
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == expected
+    assert (
+        done.stdout == f"run s.yaml --nodes 2:4 --rdzv localhost:23456 --node-rank {node} {RUN.replace(chr(39), '')}\n"
+    )
 
 
 def test_one_node_meets_nobody() -> None:
