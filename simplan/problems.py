@@ -173,6 +173,9 @@ def _rule(
         return "is missing", f"add {key}: ..."
     if kind == "extra_forbidden":
         names = _field_names(annotation)
+        name, colon, given = str(key).partition(":")
+        if colon and name in names:
+            return "is not a known key", f"write {name}: {given}, with a space after the colon"
         return "is not a known key", did_you_mean(str(key), names) or f"known: {', '.join(names)}" * bool(names)
     if kind == "literal_error":
         choices = _choices(annotation, key=is_key)

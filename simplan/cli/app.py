@@ -65,7 +65,7 @@ def root(
         print_result(context.get_help())
 
 
-@app.command()
+@app.command(short_help="Predict one plan: does it fit, how long is a step, and why.")
 def predict(
     scenario: ScenarioFile,
     json: AsJson = False,
@@ -81,11 +81,11 @@ def predict(
     return predict_command(scenario, as_json=json, trace=trace, output=output, calibration_file=calibration)
 
 
-@app.command()
+@app.command(short_help="Find the best plan of a whole space, and say why not the others.")
 def search(
     scenario: ScenarioFile,
     json: AsJson = False,
-    top: Annotated[int | None, typer.Option(min=1, max=1000, help="Plans to rank (default: 5).")] = None,
+    top: Annotated[int | None, typer.Option(min=1, max=1000, metavar="N", help="Plans to rank (default: 5).")] = None,
     objective: Objectives = None,
     fewest_devices: Annotated[
         bool, typer.Option("--fewest-devices", help="The same as --objective num_devices.")
@@ -94,7 +94,7 @@ def search(
     save_plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a scenario with the best plan, for predict and run.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=-1, max=4096, help="Processes; -1 for one a core.")] = 1,
+    jobs: Annotated[int, typer.Option(min=-1, max=4096, metavar="N", help="Processes; -1 for one a core.")] = 1,
     calibration: CalibrationFile = None,
 ) -> int:
     """Find the best plan of a whole space, exactly, and say why not the others.
@@ -109,7 +109,7 @@ def search(
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
-@app.command()
+@app.command(short_help="Run the plan on this machine, and compare with its prediction.")
 def run(
     scenario: ScenarioFile,
     json: AsJson = False,
@@ -117,9 +117,10 @@ def run(
         Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the files (default simplan-out/NAME)."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steady steps to measure.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Steady steps to measure.")] = 10,
     warmup: Annotated[
-        int | None, typer.Option(min=0, max=100_000, show_default="found by their times", help="Steps not counted.")
+        int | None,
+        typer.Option(min=0, max=100_000, metavar="N", show_default="found by their times", help="Steps not counted."),
     ] = None,
     timeout: Timeout = 120.0,
     nodes: NumNodes = "1",
@@ -159,11 +160,11 @@ def run(
     )
 
 
-app.command()(rehearse)
-app.command()(suite)
+app.command(short_help="Run one rank of a job of any size alone on the device here.")(rehearse)
+app.command(short_help="Run a folder of scenarios on one device, and report errors.")(suite)
 
 
-@app.command()
+@app.command(short_help="Show where a prediction is off, and which terms carry that.")
 def compare(
     prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="What predict -o wrote.")],
     measurement: Annotated[
@@ -182,21 +183,25 @@ def compare(
     return compare_command(prediction, measurement, as_json=json, plot=plot)
 
 
-@app.command()
+@app.command(short_help="Measure this machine: layers or kernels, and links.")
 def calibrate(
     scenarios: Annotated[
-        list[Path] | None, typer.Argument(metavar="[SCENARIO]...", help="Scenarios whose shapes to time.")
+        list[Path] | None, typer.Argument(metavar="SCENARIO", help="Scenarios whose shapes to time.")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, max=4096, help="Ranks that run at the same time (default: as the scenario's plan)."),
+        typer.Option(
+            min=1, max=4096, metavar="N", help="Ranks that run at the same time (default: as the scenario's plan)."
+        ),
     ] = None,
     budget: Annotated[
         float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Most time to spend on measurements.")
     ] = 240.0,
     device: TimedDevice = None,
     dtype: TimedPrecisions = None,
-    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Nodes; the same command runs on each.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="N", help="Nodes; the same command runs on each.")
+    ] = 1,
     rdzv: Rendezvous = None,
     node_rank: NodeRank = None,
     interface: Interface = None,
@@ -224,7 +229,7 @@ def calibrate(
     )
 
 
-@app.command()
+@app.command(short_help="Check scenarios against their expectations, for CI.")
 def check(
     paths: ScenarioPaths,
     json: AsJson = False,
@@ -249,11 +254,9 @@ def check(
     )
 
 
-@app.command()
+@app.command(short_help="Predict training runs that others published.")
 def accuracy(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files of published runs, or folders of them.")
-    ],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Files of published runs, or folders of them.")],
     json: AsJson = False,
     runs: Annotated[bool, typer.Option("--runs", help="List every run, not only those that are furthest off.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
@@ -264,7 +267,7 @@ def accuracy(
         Path | None, typer.Option(metavar="FILE.svg", help="Draw predicted over measured step times, by file.")
     ] = None,
     stage_times: StageTimes = None,
-    jobs: Annotated[int, typer.Option(min=-1, max=4096, help="Processes; -1 for one a core.")] = -1,
+    jobs: Annotated[int, typer.Option(min=-1, max=4096, metavar="N", help="Processes; -1 for one a core.")] = -1,
 ) -> int:
     """Predict training runs that others published, and show how far off that is.
 
@@ -285,11 +288,11 @@ def accuracy(
     )
 
 
-@app.command()
+@app.command(short_help="Show every term of step time and memory, with its formula.")
 def explain(
     scenario: ScenarioFile,
     other: Annotated[
-        Path | None, typer.Argument(metavar="[SCENARIO]", help="A second scenario: shows the difference, term by term.")
+        Path | None, typer.Argument(metavar="OTHER", help="A second scenario: shows the difference, term by term.")
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
@@ -300,7 +303,7 @@ def explain(
     return explain_command(scenario, other, as_json=json, calibration_file=calibration)
 
 
-@app.command()
+@app.command(short_help="Write the predicted step as a trace for Perfetto.")
 def trace(
     scenario: ScenarioFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")] = None,
@@ -313,7 +316,7 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@app.command()
+@app.command(short_help="Draw the predicted step, a row for each pipeline rank.")
 def draw(
     scenario: ScenarioFile,
     output: Annotated[
@@ -321,7 +324,7 @@ def draw(
     ] = None,
     width: Annotated[
         int | None,
-        typer.Option(min=60, max=10_000, help="Columns of a line (default: the terminal's, else 100)."),
+        typer.Option(min=60, max=10_000, metavar="N", help="Columns of a line (default: the terminal's, else 100)."),
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
@@ -332,21 +335,21 @@ def draw(
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
-app.command()(export)
+app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")(export)
 
 
 @app.command()
 def show(
     kind: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="KIND",
             help="devices, links, clusters, models, software, schedules, metrics; and the keys of a scenario's model, "
             "cluster, training, plan or search-space.",
         ),
-    ],
+    ] = None,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One entry, with the source of every value.")
+        str | None, typer.Argument(metavar="NAME", help="One entry, with the source of every value.")
     ] = None,
     json: AsJson = False,
 ) -> int:
@@ -358,7 +361,7 @@ def show(
 
 @app.command()
 def dashboard(
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to serve on.")] = 8501,
+    port: Annotated[int, typer.Option(min=1, max=65_535, metavar="N", help="Port to serve on.")] = 8501,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to serve on; others than this machine's let others in.")
     ] = "localhost",
@@ -373,7 +376,7 @@ def dashboard(
     return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)
 
 
-@app.command()
+@app.command(short_help="Predict and run a small GPT under five plans, and compare.")
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = Path(
         "demo-out"

@@ -20,8 +20,10 @@ def rehearse(
     fake: Annotated[
         bool, typer.Option("--fake", help="On tensors without data: memory of any rank, without any device.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to measure.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, max=10_000, help="Steps before them that do not count.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Steps to measure.")] = 5,
+    warmup: Annotated[
+        int, typer.Option(min=0, max=10_000, metavar="N", help="Steps before them that do not count.")
+    ] = 2,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document too.")
     ] = None,
@@ -40,18 +42,20 @@ def rehearse(
 
 
 def suite(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of scenarios, or single ones.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or single ones.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT", help="Folder for measurements and the report.")
     ],
-    device: Annotated[str, typer.Option(help="cuda, or cpu for scenarios of this-machine.")] = "cuda",
+    device: Annotated[
+        str, typer.Option(metavar="cuda|cpu", help="cuda, or cpu for scenarios of this-machine.")
+    ] = "cuda",
     budget: Annotated[
         float, typer.Option(min=10.0, max=86_400.0, metavar="SECONDS", help="Time for all of it.")
     ] = 520.0,
     limit: Annotated[
         float, typer.Option(min=5.0, max=86_400.0, metavar="SECONDS", help="Time for each scenario.")
     ] = 90.0,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steady steps to measure of each.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Steady steps to measure of each.")] = 10,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:

@@ -44,7 +44,7 @@ ScenarioFile = Annotated[
 ScenarioPaths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...",
+        metavar="PATH",
         help="Scenario files, or folders of them; - for standard input.",
         callback=lambda paths: [_opened(path) for path in paths],
     ),
@@ -59,7 +59,8 @@ CalibrationFile = Annotated[
 Objectives = Annotated[
     list[str] | None,
     typer.Option(
-        help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front."
+        metavar="NAME",
+        help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front.",
     ),
 ]
 Largest = Annotated[
@@ -81,7 +82,7 @@ Rendezvous = Annotated[
 ]
 NodeRank = Annotated[
     int | None,
-    typer.Option(min=0, max=999_999, help="Place of this node (default: 0 on HOST, else a free one)."),
+    typer.Option(min=0, max=999_999, metavar="N", help="Place of this node (default: 0 on HOST, else a free one)."),
 ]
 Interface = Annotated[
     str | None, typer.Option(metavar="IF", help="Network interface of the ranks (default: that towards HOST).")
@@ -134,9 +135,13 @@ ComparisonPlot = Annotated[
     Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
 ]
 TimedDevice = Annotated[
-    Literal["cpu", "cuda"] | None, typer.Option(help="Of the ranks (default: GPUs where there are any).")
+    Literal["cpu", "cuda"] | None,
+    typer.Option(metavar="cpu|cuda", help="Of the ranks (default: GPUs where there are any)."),
 ]
 TimedPrecisions = Annotated[
     list[TimedPrecision] | None,
-    typer.Option(help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs)."),
+    typer.Option(
+        metavar="|".join(TimedPrecision),
+        help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs).",
+    ),
 ]

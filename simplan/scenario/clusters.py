@@ -48,7 +48,7 @@ class _Cluster(Spec):
 
 def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     """The section ``cluster``: ``preset`` with overrides, or inline."""
-    if not sections.is_mapping(data, ("cluster",), "{preset: dgx-h100}"):
+    if not sections.is_mapping(data, ("cluster",), "dgx-h100"):
         return None
     section = sections.read(_Cluster, data, ("cluster",))
     if section is None:

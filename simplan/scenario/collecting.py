@@ -69,9 +69,10 @@ class Sections:
         self._keep(problems, modelled=not isinstance(error, NotModelledError))
 
     def is_mapping(self, data: Any, path: Path, example: str) -> bool:
-        """Whether the data is a mapping; if not, says what to write."""
+        """Whether the data is a mapping; if not, says what to write: a word may be a name in the catalogue."""
         if not isinstance(data, dict):
-            self.refuse(path, "must be a mapping (key: value)", value=data, fix=f"write {example}")
+            preset = data if isinstance(data, str) and data.strip() and len(data) < 40 else example
+            self.refuse(path, "must be a mapping (key: value)", value=data, fix=f"write {{preset: {preset}}}")
         return isinstance(data, dict)
 
     def raise_problems(self) -> None:

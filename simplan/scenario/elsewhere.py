@@ -44,6 +44,7 @@ _OTHER_WORDS = {
     "cluster.num_nodes": "nodes nnodes",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",
     "cluster.device": "gpu gpu_type accelerator",
+    "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, under what says the same here."""
 

@@ -34,7 +34,7 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
         data: The section.
         mtp: The software trains layers for multi-token prediction that an ``hf_config`` has.
     """
-    if not sections.is_mapping(data, ("model",), "{preset: gpt2-124m}"):
+    if not sections.is_mapping(data, ("model",), "gpt2-124m"):
         return None
     given = dict(data)
     fields: dict[str, Any] | None = {}
