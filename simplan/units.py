@@ -16,6 +16,7 @@ __all__ = [
     "format_count",
     "format_flop_per_s",
     "format_number",
+    "format_number_evenly",
     "format_percent",
     "format_rate",
     "format_time",
@@ -115,6 +116,15 @@ def format_number(value: float) -> str:
     ('0.1235', '17.5', '131,072')
     """
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def format_number_evenly(value: float) -> str:
+    """As ``format_number``, with the zeros at its end: for numbers below each other.
+
+    >>> format_number_evenly(0.123456), format_number_evenly(18.0), format_number_evenly(131_072)
+    ('0.1235', '18.00', '131,072')
+    """
+    return f"{value:#.4g}" if 0 < abs(value) < 999.95 else f"{value:,.0f}"
 
 
 def format_percent(fraction: float, digits: int = 1) -> str:

@@ -24,10 +24,10 @@ from app.figures.plans import (
 )
 from app.words import meaning
 from simplan.io import json_text
-from simplan.report.search import alike_words, search_plan_words
+from simplan.report.search import alike_words, besides, search_plan_words
 from simplan.scenario import SearchScenario
 from simplan.search import NearestMiss, RankedPlan, SearchResult
-from simplan.units import format_bytes, format_number, format_percent, format_time
+from simplan.units import format_bytes, format_number, format_number_evenly, format_percent, format_time
 
 __all__ = ["show_plans", "show_plans_so_far"]
 
@@ -35,7 +35,7 @@ _HEAD_START_S = 0.1
 
 _FORMS = {
     "num_devices": "{:,.0f}",
-    "step_time_s": format_number,
+    "step_time_s": format_number_evenly,
     "to_the_best": "{:+.1%}",
     "device_gib": "{:,.2f}",
     "headroom_gib": "{:,.2f}",
@@ -245,6 +245,8 @@ def _show_others(result: SearchResult) -> None:
             st.markdown("\n".join(f"- {escaped(text)}" for text in words))
     with right:
         st.subheader(f"Where the {result.space.total:,} plans went")
+        if result.space.some_blocks:
+            st.caption(escaped(besides(result.space)))
         show_figure(space_figure(result.space), "rejected plans", alt="Plans by the rule that rejected them")
         with st.expander("The rules in words"):
             st.dataframe(pd.DataFrame(space_rows(result.space)), hide_index=True)

@@ -41,6 +41,9 @@ def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> So
             changes["optimizer_shards"] = "elements"
             how = "equal numbers of elements are dealt out, as Megatron's distributed optimizer does"
         notes.append(f"plan.zero_stage = {plan.zero_stage} with {profile.id}: {how}")
+    if plan.sequence_parallel and plan.tp > 1 and not profile.sequence_parallelism:
+        changes["sequence_parallelism"] = True
+        notes.append(f"plan.sequence_parallel = true with {profile.id}: as Megatron-LM has it")
     if plan.grad_dtype is not None and plan.grad_dtype not in profile.grad_dtypes:
         changes["grad_dtypes"] = (*profile.grad_dtypes, plan.grad_dtype)
         notes.append(f"plan.grad_dtype = {plan.grad_dtype} with {profile.id}: kept and reduced as others do")

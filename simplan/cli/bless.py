@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from simplan.io import write_text
-from simplan.scenario import METRICS, evaluate, load_scenario
+from simplan.scenario import METRICS, Expectation, evaluate, load_scenario
 
 __all__ = ["bless"]
 
@@ -39,7 +39,7 @@ def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
         actual = METRICS[expectation.metric].read(prediction)
         if actual is None:
             continue
-        new = str(actual).lower() if isinstance(actual, bool) else f"{actual:.12g}"
+        new = _written(expectation, actual, prediction)
         edits.append((node.start_mark.index, node.end_mark.index, new))
         changes.append(f"{file}:{node.start_mark.line + 1}: {expectation.metric}: {node.value} -> {new}")
     for start, end, new in reversed(edits):
@@ -47,6 +47,15 @@ def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
     if edits:
         write_text(file, text)
     return changes
+
+
+def _written(expectation: Expectation, actual: float | bool, prediction: Mapping[str, Any]) -> str:
+    """With 12 digits, or with as many as the tolerance asks for."""
+    if isinstance(actual, bool):
+        return str(actual).lower()
+    short = f"{actual:.12g}"
+    holds = evaluate(expectation.model_copy(update={"value": float(short)}), prediction).passed
+    return short if holds else repr(actual)
 
 
 def _value_nodes(text: str) -> Iterator[yaml.ScalarNode | None]:

@@ -23,8 +23,11 @@ __all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text", "show_comm
 Row = dict[str, str]
 
 
-def show_command(kind: str, name: str | None, *, as_json: bool) -> int:
-    """``simplan show``."""
+def show_command(kind: str | None, name: str | None, *, as_json: bool) -> int:
+    """``simplan show``; without a kind, what there is to show."""
+    if kind is None:
+        fix = f"one of {', '.join(_LISTINGS)}"
+        raise SpecError(Problem(field="KIND", rule="is missing", fix=fix))
     if as_json:
         found: Any = listing(kind) if name is None else entry(kind, name)
         print_json({"schema_version": 1, "kind": kind, "entries" if name is None else "entry": found})
@@ -155,6 +158,7 @@ def _software() -> list[Row]:
             "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "all at once",
             "buckets overlap backward": "yes" if software.grad_overlap else "no",
             "ZeRO stages": ", ".join(map(str, software.zero_stages)),
+            "sequence parallelism": "yes" if software.sequence_parallelism else "no",
             "not modelled": str(len(software.not_modelled) or ""),
         }
         for software in (catalogue.software(name) for name in catalogue.names("software"))

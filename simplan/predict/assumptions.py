@@ -36,6 +36,13 @@ def assumptions(
         short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
     """
     found = []
+    longest, most = max(model.segments), model.max_position_embeddings
+    if longest > most > 0:
+        what = "a document" if model.document_lengths else "a sequence"
+        found.append(
+            f"{what} of {longest:,} tokens is longer than the model takes (max_position_embeddings = {most:,}): time "
+            "and memory are as if it took them"
+        )
     if plan.zero_stage and plan.dp_shard * plan.cp == 1:
         instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
         found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
@@ -53,8 +60,8 @@ def assumptions(
             "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
-    if plan.ep == 1 and (idle := _idle_of_experts(software)):
-        found.append(f"every rank has all experts, as ep = 1: no effect of software.{' and software.'.join(idle)}")
+    if plan.ep == 1 and software.expert_dispatch in ("deepep", "hybridep"):
+        found.append("every rank has all experts, as ep = 1: no effect of software.expert_dispatch")
     if model.family == "deepseek":
         found.append("tokens choose among all experts, not among those of a few groups (n_group)")
         if not model.mtp_num_layers:
@@ -114,12 +121,3 @@ def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
     seen = software.rates.fitted_on is not None
     own = f"and of {software.id}" if seen else f"but none of {software.id}, hence the wide interval"
     return f"{name} is priced from datasheets and rates fitted on published runs of {device.architecture}, {own}"
-
-
-def _idle_of_experts(software: SoftwareSpec) -> list[str]:
-    """Options that are about the way of tokens to experts on other ranks, and that are not the plain way."""
-    ways = {
-        "expert_dispatch": software.expert_dispatch in ("deepep", "hybridep"),
-        "expert_overlap": software.expert_overlap,
-    }
-    return [option for option, chosen in ways.items() if chosen]

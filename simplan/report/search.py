@@ -8,12 +8,12 @@ from types import MappingProxyType
 from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
 from simplan.search.keep import NOISE
-from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult
+from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.spec.plan import ParallelPlan
 from simplan.units import counted, format_bytes, format_percent, format_time
 
-__all__ = ["alike_words", "search_plan_words", "search_text", "search_verdict"]
+__all__ = ["alike_words", "besides", "search_plan_words", "search_text", "search_verdict"]
 
 _GOALS: Mapping[Objective, str] = MappingProxyType(
     {
@@ -49,6 +49,11 @@ def search_verdict(result: SearchResult) -> str:
     if result.interrupted:
         of = f"stopped; {of.replace('best of', 'best of the first')} so far"
     return f"{of}: {format_time(best.step_time_s)} a step on {counted(best.num_devices, 'device')}"
+
+
+def besides(space: SpaceCount) -> str:
+    """Plans that were timed and are not of the space."""
+    return f"besides, {counted_plans(space.some_blocks)} with as few blocks recomputed as fit"
 
 
 def counted_plans(number: int) -> str:
@@ -200,7 +205,8 @@ def _space_table(result: SearchResult) -> str:
     rows.append([f"{space.timed:,}", "timed", "within all limits"])
     width = max(len(row[0]) for row in rows)
     padded = [[number.rjust(width), *words] for number, *words in rows]
-    return f"Where the {counted_plans(space.total)} went\n" + format_table_text(["plans", "", "why"], padded, left=3)
+    text = f"Where the {counted_plans(space.total)} went\n" + format_table_text(["plans", "", "why"], padded, left=3)
+    return text + (f"\n  {besides(space)}" if space.some_blocks else "")
 
 
 def _misses(misses: Sequence[NearestMiss]) -> str:

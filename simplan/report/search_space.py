@@ -25,6 +25,10 @@ _DEFAULTS = {
     "reshard_after_forward": ("true, false", "at zero_stage 3; ZeRO-3 that does not reshard is ZeRO-2, listed as that"),
     "microbatch_size": ("every divisor of the local batch", "global_batch_size / (dp_replicate x dp_shard)"),
     "recompute": ("none, selective, full", ""),
+    "recompute_modules": (
+        "core_attn alone",
+        "of recompute selective: lists of modules that run again together, where the software has them",
+    ),
     "grad_sync": (
         "step, microbatch at zero_stage 2 and 3, else step",
         "where pp = 1 and a step has several microbatches",

@@ -9,13 +9,13 @@ from typing import Any
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.search.best_first import explore_best_first
-from simplan.search.candidate import Candidate
 from simplan.search.changes import changes
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluators import make_evaluator, make_late_evaluator
 from simplan.search.explain import explain_candidate, more_memory
 from simplan.search.feasible import capacity_bytes
 from simplan.search.keep import Group, Keep, Timed
+from simplan.search.modules import check_modules
 from simplan.search.nothing import nothing_to_compare
 from simplan.search.objective import Goal
 from simplan.search.parallel import explore_in_parallel
@@ -115,13 +115,14 @@ class _Search:
         self._questions = {size: question.with_devices(size) for size in sizes}
         for asked in self._questions.values():
             asked.check()
+        check_modules(question, space)
         self._question = question
         self._enumerations = {size: Enumeration(space, asked) for size, asked in self._questions.items()}
         self._goal = Goal.of(space, question)
         if "cost" in space.goals and question.model.sample == "image":
             rule = "is the price of a number of tokens, and the model is one of images"
             raise SpecError(Problem(field="search.objective", value="cost", rule=rule, fix="use step_time"))
-        self._keep, self._tally = Keep(self._goal, space.top), Tally()
+        self._keep, self._tally, self._some_blocks = Keep(self._goal, space.top), Tally(), 0
         self._total = sum(enumeration.total for enumeration in self._enumerations.values())
         if not self._total:
             raise SpecError(nothing_to_compare(space, software=question.software, enumerations=self._enumerations))
@@ -155,6 +156,7 @@ class _Search:
                 counts.bounded,
                 counts.timed,
                 {rule: in_words(rule, asked.software) for rule, number in counts.rejected.items() if number},
+                self._some_blocks,
             ),
             nearest_misses=self._misses(),
             interrupted=interrupted,
@@ -192,9 +194,7 @@ class _Search:
             def told(tally: Tally, keep: Keep) -> None:
                 self._tell(tally, keep, "looking for how few blocks may run again")
 
-            found = explore_partial(question, self._space, limits, self._keep, self._tally, told)
-            self._total += found
-            self._tally.timed += found
+            self._some_blocks += explore_partial(question, self._space, limits, self._keep, self._tally, told)
 
     def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
         best = keep.ranked[0].step_time_s if keep.ranked else None
@@ -248,13 +248,9 @@ class _Search:
 
 def _alike(group: Group) -> Alike:
     """What the others of a group have that the one that is shown has not."""
-    shown, *others = (_keys(timed.candidate) for timed in (group.shown, *group.others))
+    shown, *others = (timed.candidate.keys() for timed in (group.shown, *group.others))
     found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
     return Alike(len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values})
-
-
-def _keys(candidate: Candidate) -> dict[str, Any]:
-    return candidate._asdict() | {"recompute_layers": candidate.recompute_layers or None}
 
 
 def _order(value: Any) -> tuple[bool, Any]:

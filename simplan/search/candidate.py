@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from simplan.spec.plan import ParallelPlan
 
@@ -13,7 +13,7 @@ class Candidate(NamedTuple):
     """What a search varies of a ``ParallelPlan``, under the same names.
 
     Tuples compare field by field, and so break ties between plans that are equally good. ``recompute_layers`` is 0
-    where a plan has none: what runs again does so in all blocks.
+    where a plan has none: what runs again does so in all blocks; ``recompute_modules`` is empty where it names none.
     """
 
     dp_replicate: int = 1
@@ -32,6 +32,7 @@ class Candidate(NamedTuple):
     recompute: str = "none"
     grad_sync: str = "step"
     recompute_layers: int = 0
+    recompute_modules: tuple[str, ...] = ()
 
     @property
     def dp(self) -> int:
@@ -64,5 +65,9 @@ class Candidate(NamedTuple):
         Args:
             base: Gives what is not varied.
         """
-        update = self._asdict() | {"recompute_layers": self.recompute_layers or None}
-        return (base or ParallelPlan()).model_copy(update=update)
+        return (base or ParallelPlan()).model_copy(update=self.keys())
+
+    def keys(self) -> dict[str, Any]:
+        """As a plan has them: None for what it does not say."""
+        unsaid = {name: getattr(self, name) or None for name in ("recompute_layers", "recompute_modules")}
+        return self._asdict() | unsaid

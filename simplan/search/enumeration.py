@@ -109,7 +109,7 @@ class Enumeration:
                     rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh, zero_stage)
 
     def _inner(self, mesh: Mesh, zero_stage: int) -> int:
-        return len(self._microbatches(mesh, zero_stage)) * len(self._recomputes(mesh))
+        return len(self._microbatches(mesh, zero_stage)) * len(self._recomputes())
 
     def _why_no_pipeline(self, mesh: Mesh, schedule: str, v: int, zero_stage: int, reshard: bool) -> str | None:
         ranks = mesh.dp_replicate * mesh.dp_shard * mesh.cp
@@ -124,7 +124,7 @@ class Enumeration:
         tp, cp, pp, dp_replicate, dp_shard, ep = mesh
         rules, dp = self.rules, dp_replicate * dp_shard
         sharded = zero_stage >= 2 and dp_shard * cp > 1
-        microbatches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes(mesh)
+        microbatches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
             """The options that break no rule; the others are counted, ``each`` candidates for one."""
@@ -147,7 +147,7 @@ class Enumeration:
                 lambda each: rules.microbatches(dp, each[0], pp, layer_by_layer=layer_by_layer),  # noqa: B023 - at once
                 len(recomputes),
             )
-            kept = allowed(recomputes, lambda r: rules.recompute(schedule, r), len(cut))
+            kept = allowed(recomputes, lambda r: rules.recompute(schedule, *r), len(cut))
             if kept and rules.in_low_precision:
                 one = Candidate(tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_comm=cp_comm, ep=ep)
                 cut = allowed(
@@ -156,10 +156,10 @@ class Enumeration:
                     len(kept),
                 )
             for size, grad_sync in cut:
-                for recompute in kept:
+                for recompute, modules in kept:
                     yield Candidate(
                         dp_replicate, dp_shard, zero_stage, reshard, tp, sequence_parallel, cp, cp_comm, ep, pp,
-                        virtual_stages, schedule, size, recompute, grad_sync,
+                        virtual_stages, schedule, size, recompute, grad_sync, recompute_modules=modules,
                     )  # fmt: skip
 
     def _meshes(self) -> Iterator[Mesh]:
@@ -237,9 +237,11 @@ class Enumeration:
         local, rest = divmod(self._question.training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
         return [1] if rest else divisors(local)
 
-    def _recomputes(self, mesh: Mesh) -> list[str]:
-        del mesh
-        return list(_unique(self._space.recompute) or _DEFAULT_RECOMPUTE)
+    def _recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What runs again, and of selective recomputation which modules; none are named by default."""
+        choices = _unique(self._space.recompute) or _DEFAULT_RECOMPUTE
+        named = _unique(self._space.recompute_modules) or ((),)
+        return [(choice, modules) for choice in choices for modules in (named if choice == "selective" else ((),))]
 
 
 def _unique(values: Iterable[T] | None) -> tuple[T, ...]:

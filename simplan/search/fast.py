@@ -160,7 +160,7 @@ class FastEvaluator:
         has_shards = replicas[1] * c.cp > 1
         sharded = has_shards and zero_stage >= 2
         mesh = None if sharded or splits or dp * c.cp == 1 else replicas  # DDP reduces beside the last backward
-        way = (split, placement, splits, c.microbatch_size, c.recompute, sharded, dp, mesh)
+        way = (split, placement, splits, c.microbatch_size, c.recompute, c.recompute_modules, sharded, dp, mesh)
         passes = self._passes.get(way, lambda: Passes(self._numbers, c))
         mesh_way = (replicas, split, splits, passes.layout.number, sharded, has_shards and zero_stage == 1)
         upkeep = self._upkeeps.get(mesh_way, lambda: Upkeep(self._numbers, c, passes.layout))

@@ -11,6 +11,7 @@ from simplan.errors import NoFeasiblePlanError, Problem, SpecError
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.feasible import first_fit
+from simplan.search.modules import check_modules
 from simplan.search.question import Question
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.spec.models import FAMILIES
@@ -86,6 +87,7 @@ def largest(
     """
     question.check()
     space = that_it_has(question.software, space)
+    check_modules(question, space)
     if question.cluster.device.memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=question.cluster.device.id, rule=rule))

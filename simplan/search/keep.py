@@ -187,6 +187,7 @@ def _group(alike: list[Timed]) -> Group:
     return Group(shown, tuple(timed for timed in alike if timed is not shown))
 
 
-def _complexity(timed: Timed) -> tuple[int, int, float, int, Timed]:
+def _complexity(timed: Timed) -> tuple[int, int, int, float, int, Timed]:
     c = timed.candidate
-    return c.virtual_stages, _RECOMPUTES.index(c.recompute), c.recompute_layers or _ALL, timed.device_bytes, timed
+    again = _RECOMPUTES.index(c.recompute), len(c.recompute_modules), c.recompute_layers or _ALL
+    return c.virtual_stages, *again, timed.device_bytes, timed

@@ -43,6 +43,7 @@ class Way(NamedTuple):
     cp_comm: str
     microbatch_size: int
     recompute: str
+    recompute_modules: tuple[str, ...]
     shards_parameters: bool
 
     @classmethod
@@ -55,18 +56,19 @@ class Way(NamedTuple):
             candidate.cp_comm,
             candidate.microbatch_size,
             candidate.recompute,
+            candidate.recompute_modules,
             candidate.shards_parameters,
         )
 
     @classmethod
     def of_sharding(cls, shards_parameters: bool) -> Way:
         """The way of a plan that does nothing else."""
-        return cls(1, False, 1, "ring", 1, "none", shards_parameters)
+        return cls(1, False, 1, "ring", 1, "none", (), shards_parameters)
 
     def plan(self) -> ParallelPlan:
         """A plan of as few devices as go with it."""
         fields = {name: value for name, value in self._asdict().items() if name != "shards_parameters"}
-        plan = ParallelPlan(**fields)
+        plan = ParallelPlan(**fields | {"recompute_modules": self.recompute_modules or None})
         return plan.model_copy(update={"dp_shard": 2, "zero_stage": 3}) if self.shards_parameters else plan
 
 
@@ -212,7 +214,7 @@ class Layers:
         found = self._facts.get(key)
         if found is None:
             spec = self.specs[layer]
-            kept = recomputation(spec, self._stages.plan.recompute, layer - 1)
+            kept = recomputation(spec, self._stages.plan.recompute, layer - 1, self._stages.plan.recompute_modules)
             inside = self._footprints.get(self.kinds[layer])
             if inside is None:
                 inside = layer_footprint(spec, self.way.microbatch_size, self.state, kept)

@@ -120,7 +120,8 @@ class Numbers:
             prices = self.prices(shards_parameters=c.shards_parameters)
             return Layers(self.model, self.training, self.software, Way.of(c), prices)
 
-        return self._few.get((*split_key(c), c.microbatch_size, c.recompute, c.shards_parameters), make)
+        again = c.recompute, c.recompute_modules
+        return self._few.get((*split_key(c), c.microbatch_size, *again, c.shards_parameters), make)
 
     def mesh(self, c: Candidate) -> Mesh:
         """Its mesh."""

@@ -84,7 +84,7 @@ class Outlines:
     def boundaries(self, candidate: Candidate) -> NDArray[np.int64]:
         """``(stages + 1,)``: the first layer of each stage, and how many there are; as ``predict`` splits them."""
         way, *more = self.way(candidate)
-        key = way._replace(recompute="none"), *more, candidate.num_stages
+        key = way._replace(recompute="none", recompute_modules=()), *more, candidate.num_stages
         found = self._splits.get(key)
         if found is None:
             block_s, last = self.of(candidate).block_s, self._question.model.num_last_layers

@@ -143,6 +143,8 @@ class SpaceCount:
             knows whether these fit.
         timed: The others.
         why: What the rules say, of those that removed any.
+        some_blocks: Plans timed besides those of the space, that run only some blocks again (``recompute_layers``).
+            Which are worth it depends on how many plans are ranked, so they are no part of the total.
     """
 
     total: int
@@ -150,6 +152,7 @@ class SpaceCount:
     bounded: int
     timed: int
     why: Mapping[str, str]
+    some_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +290,7 @@ class SearchResult:
                 "rejected": dict(self.space.rejected),
                 "bounded": self.space.bounded,
                 "timed": self.space.timed,
+                "some_blocks": self.space.some_blocks,
             },
             "rules": dict(self.space.why),
             "nearest_misses": [miss.to_json() for miss in self.nearest_misses],

@@ -34,6 +34,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "ring_modelled": "ring attention of this model, or on CPU ranks, is not modelled",
         "a2a_divides_heads": "cp x tp must divide the heads for all-to-all",
         "sequence_parallel_needs_tp": "sequence_parallel is about tensor-parallel ranks, and tp = 1",
+        "sequence_parallel_of_software": "the software has no sequence parallelism",
         "sequence_parallel_divides_sequence": "tp x cp must divide seq_len for sequence parallelism",
         "sequence_parallel_modelled": "sequence parallelism of this model is not modelled",
         "sequence_parallel_of_experts": "tensor parallelism beside experts goes with sequence parallelism",
@@ -44,10 +45,11 @@ RULES: Mapping[str, str] = MappingProxyType(
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
         "virtual_stages_of_schedule": "virtual_stages must be what the schedule takes",
+        "expert_overlap_ranks": "exchanges beside another microbatch need experts on several ranks",
         "expert_overlap_stages": "exchanges beside another microbatch need several stages a pipeline rank",
         "expert_overlap_precision": "exchanges beside another microbatch are for weights of 16 bits and less",
         "expert_overlap_recompute": "exchanges beside another microbatch cannot run again with whole layers",
-        "split_backward_recompute": "a split backward cannot recompute whole layers",
+        "split_backward_recompute": "a split backward can recompute the attention core alone",
         "split_backward_reshard": "torch loses gradients of a split backward with reshard_after_forward",
         "split_backward_ddp": "DistributedDataParallel does not reduce what a split backward makes",
         "virtual_stages_ddp": "DistributedDataParallel fails with several stages on a rank",
@@ -145,7 +147,7 @@ class Rules:
             ),
             self.tokens(c.tp, c.sequence_parallel, c.cp, c.cp_comm),
             self.microbatches(c.dp, c.microbatch_size, c.pp, layer_by_layer=_layer_by_layer(c)),
-            self.recompute(c.schedule, c.recompute),
+            self.recompute(c.schedule, c.recompute, c.recompute_modules),
             self.grad_sync(c.pp, c.dp * c.cp, c.ep, c.tp) if c.grad_sync == "microbatch" else None,
         )
         return next((why for why in whys if why is not None), None) or self.low_precision(c)
@@ -169,8 +171,8 @@ class Rules:
                 return "cp_divides_sequence"
         if ep > 1 and (not self._experts or self._experts % ep or dp_replicate * dp_shard * cp * tp % ep):
             return "ep_divides"
-        if ep > 1 and self._expert_overlap and not self._half:
-            return "expert_overlap_precision"
+        if self._expert_overlap and self._experts and not (ep > 1 and self._half):
+            return "expert_overlap_precision" if ep > 1 else "expert_overlap_ranks"
         return "stages_within_layers" if pp > self._blocks else None
 
     def sharding(self, tp: int, cp: int, dp_shard: int, zero_stage: int, reshard: bool, pp: int, ep: int) -> str | None:
@@ -231,6 +233,8 @@ class Rules:
         if sequence_parallel:
             if tp == 1:
                 return "sequence_parallel_needs_tp"
+            if not self._question.software.sequence_parallelism:
+                return "sequence_parallel_of_software"
             if self._of_classes:
                 return "sequence_parallel_modelled"
             if self._seq_len % (tp * cp):
@@ -254,13 +258,13 @@ class Rules:
             return "layer_passes"
         return "pipeline_cells" if number * pp > MAX_PIPELINE_CELLS else None
 
-    def recompute(self, schedule: str, recompute: str) -> str | None:
+    def recompute(self, schedule: str, recompute: str, modules: tuple[str, ...]) -> str | None:
         """What is computed again."""
         if self._convolutions and recompute != "none":
             return "recompute_modelled"
         if self._expert_overlap and recompute == "full":
             return "expert_overlap_recompute"
-        if schedule in _SPLITS and recompute not in ("none", "selective"):
+        if schedule in _SPLITS and (recompute not in ("none", "selective") or modules not in ((), ("core_attn",))):
             return "split_backward_recompute"
         return None
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from simplan.errors import NotModelledError, Problem
+from simplan.problems import render_value
 from simplan.spec.base import Count, Positive, Spec
 from simplan.spec.numbers import either
-from simplan.spec.plan import Recompute
+from simplan.spec.plan import Recompute, RecomputeModule
 from simplan.spec.software import SoftwareSpec
 
 __all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "given_ranges", "that_it_has"]
@@ -21,6 +22,7 @@ _Schedule = Literal[
     "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe-v"
 ]
 _Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+_Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1, max_length=100)]
 
 
 class SearchSpace(Spec):
@@ -43,6 +45,8 @@ class SearchSpace(Spec):
         tp_across_nodes: Tensor-parallel groups may span nodes.
         recompute_layers: ``least``: where plans fit with full recomputation and without any they do not, those that run
             as few blocks of every stage again as fit are compared, too, the most promising ones. ``all``: they are not.
+        recompute_modules: What selective recomputation may run again: lists of modules, or one list. By default the
+            attention core alone.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
     """
@@ -71,6 +75,7 @@ class SearchSpace(Spec):
     sequence_parallel: tuple[bool, ...] | None = None
     microbatch_size: _Counts | None = None
     recompute: tuple[Recompute, ...] | None = None
+    recompute_modules: _Modules | None = None
     grad_sync: tuple[Literal["step", "microbatch"], ...] | None = None
 
     @model_validator(mode="before")
@@ -83,7 +88,11 @@ class SearchSpace(Spec):
         def listed(key: str, value: Any) -> Any:
             if key not in (*RANGES, "num_devices", "objectives") or value is None or isinstance(value, dict):
                 return value
-            return tuple(value) if isinstance(value, list | tuple) else (value,)
+            values = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if key != "recompute_modules":
+                return values
+            one = values and all(isinstance(module, str) for module in values)  # modules that run again together
+            return (values,) if one else tuple(tuple(each) if isinstance(each, list) else each for each in values)
 
         found = {key: listed(key, value) for key, value in data.items()}
         goals = found.get("objectives")
@@ -115,7 +124,8 @@ class SearchSpace(Spec):
 
 RANGES = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "pp", "schedule", "virtual_stages", "dp_replicate", "dp_shard",
-    "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "grad_sync",
+    "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "recompute_modules",
+    "grad_sync",
 )  # fmt: skip
 """Keys of a plan that a search varies."""
 
@@ -129,14 +139,17 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
     allowed: dict[str, tuple[int, ...]] = {"zero_stage": software.zero_stages}
     if software.layers.attention == "unfused":
         allowed["cp"] = (1,)
+    if not software.sequence_parallelism:
+        allowed["sequence_parallel"] = (False,)
     problems, ranges = [], {}
     for field, values in allowed.items():
         asked = getattr(space, field)
         if any(value not in values for value in asked or ()):
-            rule = f"{software.id} has {field} {either(values)} only, as far as it is modelled"
-            fix = f"write {[value for value in asked if value in values] or list(values)}, or remove it"
-            problems.append(Problem(field=f"search.{field}", value=str(list(asked)), rule=rule, fix=fix))
-        elif asked is None and (field == "cp" or values != (0, 1, 2, 3)):
+            rule = f"{software.id} has {field} {either(map(render_value, values))} only, as far as it is modelled"
+            left = [value for value in asked if value in values] or list(values)
+            fix = f"write {render_value(left)}, or remove it"
+            problems.append(Problem(field=f"search.{field}", value=render_value(list(asked)), rule=rule, fix=fix))
+        elif asked is None and (field != "zero_stage" or values != (0, 1, 2, 3)):
             ranges[field] = values
     if problems:
         raise NotModelledError(problems)

@@ -87,11 +87,19 @@ def expert_overlap_rules(training: TrainingSpec, plan: ParallelPlan, software: S
 
     Megatron Core at d98e8a6 asserts the same where ``overlap_moe_expert_parallel_comm`` is set
     (megatron/core/transformer/transformer_config.py), and so does Megatron Bridge. Recomputation is in
-    ``recompute_rules``; that there are no exchanges with ep = 1 is noted, not refused.
+    ``recompute_rules``.
     """
-    if not software.expert_overlap or plan.ep == 1:
+    if not software.expert_overlap:
         return
     otherwise = "or software.expert_overlap = false"
+    if plan.ep == 1:
+        yield Problem(
+            field="plan.ep",
+            value="1",
+            rule="must be more with software.expert_overlap: with all experts on every rank no token travels",
+            fix=f"use 2 or more, {otherwise}",
+        )
+        return
     if plan.pp > 1 and plan.virtual_stages == 1:
         yield Problem(
             field="plan.virtual_stages",

@@ -18,6 +18,9 @@ __all__ = ["parallel_rules", "unmodelled_parallelism", "unmodelled_splits"]
 def parallel_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
     """Plans that cannot be, or that the framework would run wrongly."""
     yield from _tensor_rules(model, plan)
+    if plan.sequence_parallel and plan.tp > 1 and not software.sequence_parallelism:
+        rule = f"is more than {software.id} has: its tensor-parallel ranks all have whole norms and sums"
+        yield Problem(field="plan.sequence_parallel", value="true", rule=rule, fix="write sequence_parallel: false")
     yield from _context_rules(model, plan)
     yield from expert_parallel_rules(model, plan)
     yield from _sharding_rules(plan, software)

@@ -141,7 +141,8 @@ class ParallelPlan(Spec):
         of_modules = "" if self.recompute_modules is None else f" of {', '.join(self.recompute_modules)}"
         number = self.recompute_layers
         blocks = "block" if number == 1 else f"{number} blocks"
-        first = "" if number is None else f" in the first {blocks} of each stage"
+        of_each = " of each stage" if self.num_stages > 1 else ""
+        first = "" if number is None else f" in the first {blocks}{of_each}"
         return f"{self.recompute}{of_modules}{first}"
 
     @property

@@ -203,6 +203,7 @@ class SoftwareSpec(Spec):
             all; None where that is not modelled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
         zero_stages: Of ``ParallelPlan.zero_stage``, those that it has.
+        sequence_parallelism: Tensor-parallel ranks can split the tokens of norms and sums as well.
         optimizer_shards: What ZeRO-1 deals out to ranks: whole parameters, which their owners broadcast once they are
             updated (torch's ZeroRedundancyOptimizer), or equal numbers of elements of flat buffers, whose gradients are
             reduced and scattered and whose updated parameters are gathered (Megatron's distributed optimizer,
@@ -268,6 +269,7 @@ class SoftwareSpec(Spec):
     packed_attention: Literal["document_calls", "one_call"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
+    sequence_parallelism: bool = True
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
     gathers_ahead: bool = False
     tp_overlap: TensorOverlap = "none"

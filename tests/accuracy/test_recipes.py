@@ -94,6 +94,7 @@ def test_a_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], o
 
 
 BESIDE = "no exchanges for experts beside another microbatch"
+BESIDE_ANOTHER: dict[str, Any] = {"plan__ep": 2, "plan__pp": 1, "plan__schedule": "none"}
 EXPERTS: dict[str, Any] = {"num_experts": 128, "top_k": 8, "moe_intermediate_size": 768}
 
 
@@ -113,7 +114,7 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
     version: str, device: str, precision: str, found: tuple[str, bool, bool]
 ) -> None:
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen, **BESIDE_ANOTHER))
     software = job.software
     assert (software.expert_dispatch, software.expert_overlap, software.fused_experts) == found
     told = [note for note in job.notes if note.startswith("as its recipe says: tokens brought to experts by hybridep")]

@@ -83,6 +83,21 @@ def test_predict_json_is_one_document_and_the_file_is_the_same(
     assert {"fits", "worst_rank", "tokens_per_s_per_device", "mfu"} <= document.keys()
 
 
+def test_help_says_all_in_words_of_users(simplan: Simplan) -> None:
+    listed = simplan("--help").stdout.partition("Commands:")[2]
+    assert "..." not in listed, "what a command does fits on its line"
+    for name in (line.split()[0] for line in listed.splitlines() if line):
+        options = simplan(name, "--help").stdout.partition("Options:")[2]
+        assert "range>" not in options, name
+        assert "list[" not in options, name
+
+
+def test_show_without_a_kind_names_them(simplan: Simplan) -> None:
+    result = simplan("show")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: KIND: is missing; one of devices, links, clusters")
+
+
 def test_every_command_but_the_dashboard_takes_json(simplan: Simplan) -> None:
     listed = simplan("--help").stdout.partition("Commands:")[2]
     commands = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
@@ -213,6 +228,13 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     assert f"{scenario}:10: activations_in_flight: 3 -> 8" in result.stderr
     assert "note: --bless writes values whose why begins with 'blessed'" in result.stderr, "why the other stays"
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
+
+
+def test_what_bless_writes_holds_exactly_where_that_is_asked(simplan: Simplan, scenario: Path) -> None:
+    scenario.write_text(scenario.read_text() + "  - {metric: step_time_s, value: 1, rel_tol: 0, why: blessed}\n")
+    blessed, checked = simplan("check", scenario, "--bless"), simplan("check", scenario)
+    assert "step_time_s: 1 -> " in blessed.stderr
+    assert checked.returncode == 0, checked.stdout
 
 
 @pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} - < {0}", "{1} <(cat {0})"])

@@ -77,12 +77,22 @@ def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
     assert "shards nothing" not in " ".join(predict("", *asked, ParallelPlan(dp_shard=8), torch).assumptions)
 
 
+def test_sequences_longer_than_the_model_takes_are_noted() -> None:
+    asked = catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8)
+    model = catalogue.model("llama3-8b").model_copy(update={"num_hidden_layers": 2, "max_position_embeddings": 4096})
+    torch, said = catalogue.software("torch"), []
+    for update in ({"seq_len": 4096}, {"seq_len": 8192}, {"seq_len": 8192, "document_lengths": (4096, 4096)}):
+        found = predict("", model.model_copy(update=update), *asked, ParallelPlan(dp_replicate=8), torch).assumptions
+        said.append(any("a sequence of 8,192 tokens is longer than the model takes" in text for text in found))
+    assert said == [False, True, False]
+
+
 def test_options_without_effect_are_noted() -> None:
-    bridge = catalogue.software("megatron-bridge").model_copy(update={"expert_overlap": True})
+    bridge = catalogue.software("megatron-bridge").model_copy(update={"expert_dispatch": "deepep"})
     small = catalogue.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
     asked = (small, catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
     found = [predict("", *asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge).assumptions for ep in (1, 8)]
-    note = "every rank has all experts, as ep = 1: no effect of software.expert_overlap"
+    note = "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
     assert note in found[0]
     assert note not in found[1]
 

@@ -153,13 +153,14 @@ def test_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("software", ["megatron-lm-2022", "megatron-deepspeed", "nemo", "torchtitan", "maxtext"])
 def test_it_ranks_as_predict_of_every_plan_does(software: str) -> None:
     asked = asked_for(software)
-    stages = asked.software.zero_stages
+    profile = asked.software
+    has: dict[str, Any] = {"zero_stage": profile.zero_stages, "sequence_parallel": profile.sequence_parallelism}
     fitting = []
-    for candidate in candidates(asked, SearchSpace.model_validate({**SPACE, "zero_stage": stages})):
+    for candidate in candidates(asked, SearchSpace.model_validate(SPACE | has)):
         one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
         if one.fits and not one.worst_memory.short_bytes:
             fitting.append((one.plan, one.worst_memory.device_bytes, one.step_time_s))
-    result = found_by(asked, top=8, zero_stage=stages)
+    result = found_by(asked, top=8, **has)
     wanted = shown(sorted(fitting, key=lambda numbers: numbers[2]))[:8]
     assert [plan.step_time_s for plan in result.ranked] == pytest.approx([seconds for *_, seconds, _ in wanted])
     assert [plan.alike.num_plans for plan in result.ranked] == [others for *_, others in wanted]

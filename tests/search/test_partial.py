@@ -127,3 +127,10 @@ def test_software_that_cannot_does_not() -> None:
     asked = replace(asked_for("megatron-core"), software=catalogue.software("deepspeed-2021"))
     result = found_by(asked, zero_stage=(0, 1), top=50)
     assert all(plan.plan.recompute_layers is None for plan in result.ranked)
+
+
+def test_how_many_plans_there_are_depends_on_no_ranking() -> None:
+    few, many = (found_by(asked_for("torch"), top=top).space for top in (1, 50))
+    assert few.total == many.total == sum(many.rejected.values()) + many.bounded + many.timed
+    assert few.rejected == many.rejected
+    assert many.some_blocks > 0

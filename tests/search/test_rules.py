@@ -156,6 +156,17 @@ def test_sharded_parameters_are_rejected_where_the_software_has_none_of_such_a_t
     assert [rules.first(one) is None for one in sharded] == [is_plan(asked, one) for one in sharded]
 
 
+def test_sequence_parallelism_is_rejected_where_the_software_has_none() -> None:
+    """Megatron-LM has it since 2022 (Korthikanti et al., arXiv:2205.05198)."""
+    one, found = Candidate(tp=2, sequence_parallel=True), []
+    for name in ("megatron-lm-2021", "megatron-lm-2022", "megatron-deepspeed", "megatron-core"):
+        asked = replace(question("gpt", 2), software=catalogue.software(name))
+        found.append(is_plan(asked, one))
+        assert (Rules(asked).first(one) is None) == found[-1]
+        assert is_plan(asked, one._replace(sequence_parallel=False))
+    assert found == [False, True, False, True]
+
+
 @pytest.mark.parametrize("name", SPECIAL)
 def test_they_are_counted_there_too(name: str) -> None:
     asked = question("llama", 4, batch=4, **SPECIAL[name])

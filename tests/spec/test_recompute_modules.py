@@ -144,8 +144,9 @@ def test_an_autograd_function_runs_a_block_to_its_end() -> None:
 
 def test_how_a_plan_says_it_in_words() -> None:
     assert ParallelPlan(recompute="selective", recompute_modules=("moe_act",)).recomputed == "selective of moe_act"
-    words = "full in the first 2 blocks of each stage"
-    assert ParallelPlan(recompute="full", recompute_layers=2).recomputed == words
+    assert ParallelPlan(recompute="full", recompute_layers=2).recomputed == "full in the first 2 blocks"
+    words = "full in the first block of each stage"
+    assert ParallelPlan(recompute="full", recompute_layers=1, pp=2).recomputed == words
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""A search over the modules that selective recomputation runs again, against the prediction of every plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.predict import predict
+from simplan.search import Question, SearchSpace, search
+from simplan.search.enumeration import Enumeration
+from simplan.search.rules import RULES
+from simplan.spec import catalogue
+from simplan.spec.rules import check_plan
+from simplan.units import MIB
+from tests.search.questions import question
+
+MODULES = ["core_attn"], ["mlp"], ["mlp", "core_attn"]
+SPACE: dict[str, Any] = {
+    "schedule": ("1f1b", "zb-h1"),
+    "pp": (1, 2),
+    "tp": 1,
+    "microbatch_size": 2,
+    "recompute": ("none", "selective"),
+    "recompute_modules": MODULES,
+    "zero_stage": (0, 1),
+    "top": 100,
+}
+
+
+def asked_for(software: str = "megatron-core", **changes: Any) -> Question:
+    asked = question(memory_bytes=1095 * MIB, hidden_size=512, vocab_size=2048, seq_len=256, **changes)
+    return replace(asked, software=catalogue.software(software))
+
+
+def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:
+    asked = asked_for()
+    result = search(
+        asked.model, asked.cluster, asked.training, asked.software, SearchSpace.model_validate(SPACE), explain=False
+    )
+    assert {("mlp",), ("mlp", "core_attn")} <= {plan.plan.recompute_modules for plan in result.ranked}
+    assert result.space.rejected["split_backward_recompute"] > 0
+    assert result.space.rejected["memory"] > 0, "modules decide what fits"
+    for plan in result.ranked:
+        alone = predict("x", asked.model, asked.cluster, asked.training, plan.plan, asked.software)
+        assert plan.step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
+        assert plan.device_bytes == pytest.approx(alone.worst_memory.wanted_bytes, rel=1e-3)
+
+
+def test_what_rules_let_pass_is_a_plan() -> None:
+    asked = asked_for()
+    enumeration = Enumeration(SearchSpace.model_validate(SPACE), asked)
+    rejected: Counter[str] = Counter()
+    passed = list(enumeration.candidates(enumeration.meshes, rejected))
+    for one in passed:
+        check_plan(asked.model, asked.cluster, asked.training, one.plan(), asked.software)
+    assert len(passed) + rejected.total() == enumeration.total
+    assert {*rejected} <= {*RULES}
+
+
+def test_one_list_stands_for_itself() -> None:
+    one = SearchSpace.model_validate({"recompute_modules": ["mlp", "core_attn"]})
+    assert one.recompute_modules == (("mlp", "core_attn"),)
+
+
+@pytest.mark.parametrize(
+    ("software", "modules", "error", "said"),
+    [
+        ("megatron-core", [["moe_act"]], SpecError, "no block of the model has such a module"),
+        ("megatron-core", [["mlp", "mlp"]], SpecError, "names a module twice"),
+        ("torch", [["core_attn"], ["mlp"]], NotModelledError, "torch does not run this module alone again"),
+    ],
+)
+def test_modules_that_cannot_be_are_refused_by_name(
+    software: str, modules: list[list[str]], error: type[SpecError], said: str
+) -> None:
+    asked = asked_for(software)
+    space = SearchSpace.model_validate({"recompute_modules": modules})
+    with pytest.raises(error, match=said) as refused:
+        search(asked.model, asked.cluster, asked.training, asked.software, space)
+    assert [problem.field for problem in refused.value.problems] == ["search.recompute_modules"]
