@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simplan.accuracy.schema import Framework, PublishedRun
+from simplan.spec.cuda_graphs import CudaGraph
 from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.low_precision import QuantizedWeights
 from simplan.spec.plan import RecomputeModule
@@ -45,6 +46,7 @@ class Recipe:
         expert_dispatch: How tokens come to their experts; None where it is not set.
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
+        cuda_graphs: What is captured, as of ``SoftwareSpec``; None where it is not set.
         expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
     """
@@ -75,6 +77,7 @@ class Recipe:
     expert_dispatch: ExpertDispatch | None = None
     expert_overlap: bool = False
     fused_experts: bool = False
+    cuda_graphs: tuple[CudaGraph, ...] | None = None
     expandable_segments: bool = False
     source: str
 
@@ -98,6 +101,7 @@ class Recipe:
             f"tokens brought to experts by {self.expert_dispatch}": self.expert_dispatch is not None,
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,
+            f"CUDA graphs of {', '.join(self.cuda_graphs or ()) or 'nothing'}": self.cuda_graphs is not None,
             "an allocator with expandable segments": self.expandable_segments,
         }
         return ", ".join(word for word, holds in words.items() if holds)

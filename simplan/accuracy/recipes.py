@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from simplan.accuracy.cuda_graph_recipes import CUDA_GRAPH_RECIPES
 from simplan.accuracy.layout_recipes import LAYOUT_RECIPES
 from simplan.accuracy.recipe import Recipe
-from simplan.accuracy.recompute_recipes import DEEPSEEK_V3, GPT_OSS_120B, KIMI_K2, RECOMPUTE_RECIPES
+from simplan.accuracy.recompute_recipes import (
+    DEEPSEEK_V3,
+    GPT_OSS_120B,
+    KIMI_K2,
+    QWEN3_30B,
+    QWEN3_235B,
+    RECOMPUTE_RECIPES,
+)
 from simplan.accuracy.schema import PublishedRun
 from simplan.spec.software import SoftwareSpec
 
@@ -24,7 +32,6 @@ _STORES = (
 )
 _LAUNCHER = "NVIDIA/NeMo-Framework-Launcher at 24.07"
 
-_QWEN3_30B, _QWEN3_235B = (128, 8, 2048), (128, 8, 4096)
 _WORKLOADS = (
     "scripts/performance/configs/*/workload_base_configs.py at v0.2.0 and *_workload_base_configs.py at v0.3.0 to "
     "v0.5.0, whose containers are 25.11, 26.02, 26.04, 26.06"
@@ -91,9 +98,9 @@ RECIPES: tuple[Recipe, ...] = (
             source=f'{_BRIDGE}: moe_flex_dispatcher_backend = "hybridep" in {_WORKLOADS}',
         )
         for since, devices, experts in (
-            ((25, 11), ("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, DEEPSEEK_V3, KIMI_K2)),
+            ((25, 11), ("gb200", "gb300"), (QWEN3_30B, QWEN3_235B, DEEPSEEK_V3, KIMI_K2)),
             ((26, 2), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (DEEPSEEK_V3,)),
-            ((26, 4), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (_QWEN3_30B,)),
+            ((26, 4), ("b200-sxm", "b300-sxm", "h100-sxm-80gb"), (QWEN3_30B,)),
             ((26, 4), ("b200-sxm", "b300-sxm", "gb200"), (GPT_OSS_120B,)),
         )
     ),
@@ -108,7 +115,7 @@ RECIPES: tuple[Recipe, ...] = (
             source=f"{_BRIDGE}: moe_a2a_overlap = True in {_WORKLOADS}",
         )
         for since, device, model in (
-            ((25, 11), "h100-sxm-80gb", _QWEN3_235B),
+            ((25, 11), "h100-sxm-80gb", QWEN3_235B),
             ((26, 4), "gb200", GPT_OSS_120B),
         )
     ),
@@ -161,12 +168,13 @@ RECIPES: tuple[Recipe, ...] = (
             "src/megatron/bridge/perf_recipes at v0.6.0: use_transformer_engine_op_fuser",
         )
         for devices, experts in (
-            (("gb200", "gb300"), (_QWEN3_30B, _QWEN3_235B, DEEPSEEK_V3, GPT_OSS_120B)),
-            (("b300-sxm",), (_QWEN3_30B,)),
+            (("gb200", "gb300"), (QWEN3_30B, QWEN3_235B, DEEPSEEK_V3, GPT_OSS_120B)),
+            (("b300-sxm",), (QWEN3_30B,)),
         )
     ),
     *RECOMPUTE_RECIPES,
     *LAYOUT_RECIPES,
+    *CUDA_GRAPH_RECIPES,
     Recipe(
         framework="megatron-bridge",
         tasks=("lora",),
@@ -259,12 +267,13 @@ def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
             software = software.model_copy(update={"low_precision": changed})
         if recipe.states:
             software = _with_states(software, recipe.states)
-        experts = {
+        options = {
             "expert_dispatch": recipe.expert_dispatch or software.expert_dispatch,
             "expert_overlap": recipe.expert_overlap or software.expert_overlap,
             "fused_experts": recipe.fused_experts or software.fused_experts,
+            "cuda_graphs": software.cuda_graphs if recipe.cuda_graphs is None else recipe.cuda_graphs,
         }
-        software = software.model_copy(update=experts)
+        software = software.model_copy(update=options)
     return software
 
 

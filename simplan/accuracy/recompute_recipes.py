@@ -5,9 +5,10 @@ from __future__ import annotations
 from simplan.accuracy.recipe import Recipe
 from simplan.spec.plan import RecomputeModule
 
-__all__ = ["DEEPSEEK_V3", "GPT_OSS_120B", "KIMI_K2", "RECOMPUTE_RECIPES"]
+__all__ = ["DEEPSEEK_V3", "GPT_OSS_120B", "KIMI_K2", "QWEN3_30B", "QWEN3_235B", "RECOMPUTE_RECIPES"]
 
 DEEPSEEK_V3, KIMI_K2, GPT_OSS_120B = (256, 8, 7168), (384, 8, 7168), (128, 4, 2880)
+QWEN3_30B, QWEN3_235B = (128, 8, 2048), (128, 8, 4096)
 """Experts, those of a token, and hidden size."""
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge"

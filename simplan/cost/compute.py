@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from simplan.cost.attention import AttentionRates
@@ -47,6 +48,8 @@ class KernelCost:
         joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
         weight_casts: Part of the microbatches in which weights of such products are cast.
         any_order, split_s: As of ``KernelRates``.
+        in_graphs: The same of kernels in CUDA graphs; None where these are not known.
+        launch_s: What it takes to launch such a graph.
     """
 
     products: ProductRates
@@ -64,6 +67,22 @@ class KernelCost:
     weight_casts: float = 1.0
     any_order: bool = False
     split_s: float = 0.0
+    in_graphs: KernelCost | None = None
+    launch_s: float = 0.0
+
+    def without_launches(self, launch_s: float) -> KernelCost:
+        """Of kernels in a CUDA graph.
+
+        Args:
+            launch_s: As of ``KernelRates``.
+        """
+        products, low = self.products.without_launches(launch_s), self.low
+        return replace(
+            self,
+            products=products,
+            attention=replace(self.attention, products=products),
+            low=None if low is None else low.without_launches(launch_s),
+        )
 
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run.
@@ -82,21 +101,37 @@ class KernelCost:
             )
         experts = any(kernel.name == "router" for kernel in work.layer.kernels)
         relative_std = max(self.relative_std, self.experts_std) if experts else self.relative_std
-        return Price(self.seconds(work), self.provenance, relative_std, self._formula(*self._split(work), work))
+        return Price(self.seconds(work), self.provenance, relative_std, self._formula(work))
 
     def seconds(self, work: LayerWork) -> float:
         """Of ``price``, without what it says."""
         width = self._streamed_bytes(work.phase)
         if width:
             return self.slowest * width * work.num_parameters / self.products.bytes_per_s
-        low, wide = self._split(work)
+        kernels_s = sum(cost.of_kernels_s(kernels, work) for cost, kernels in self._by_launch(work))
+        launches_s = self.launch_s if _launches_graph(work) else 0.0
+        return self.slowest * (kernels_s + launches_s) + work.cuts * self.split_s
+
+    def of_kernels_s(self, kernels: list[Kernel], work: LayerWork) -> float:
+        """Of some of the kernels that run."""
+        low, wide = self._split(kernels, work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
+        return wide_s + linear.products_s + linear.casts_s
 
-    def _split(self, work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
-        """Kernels that run: linear layers in low precision, and the others."""
-        kernels, form = running_kernels(work), self.state.linear
+    def _by_launch(self, work: LayerWork) -> Iterator[tuple[KernelCost, list[Kernel]]]:
+        """Kernels that run, and what they take: those that the host launches, and those in a CUDA graph."""
+        kernels, graph = running_kernels(work), work.layer.graph
+        if graph is None:
+            yield self, kernels
+            return
+        assert self.in_graphs is not None
+        yield self, [kernel for kernel in kernels if kernel.name not in graph.kernels]
+        yield self.in_graphs, [kernel for kernel in kernels if kernel.name in graph.kernels]
+
+    def _split(self, kernels: list[Kernel], work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
+        """Linear layers in low precision among kernels, and the others."""
+        form = self.state.linear
         quantized = set(quantized_linears(work.layer, form)) if self.low and form else set()
         gemms = [kernel for kernel in kernels if isinstance(kernel, Gemm)]
         low, wide = [k for k in gemms if k in quantized], [k for k in gemms if k not in quantized]
@@ -117,11 +152,18 @@ class KernelCost:
             total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
         return total
 
-    def _formula(self, low: list[Gemm], wide: list[Kernel], work: LayerWork) -> str:
-        num_kernels, linear = len(low) + len(wide), self._linear_cost(low, work)
+    def _formula(self, work: LayerWork) -> str:
+        wide: list[Kernel] = []
+        linear, num_kernels, replayed = LinearCost(), 0, 0
+        for cost, kernels in self._by_launch(work):
+            low, others = cost._split(kernels, work)
+            linear, wide = linear.plus(cost._linear_cost(low, work)), [*wide, *others]
+            num_kernels += len(low) + len(others)
+            replayed += len(low) + len(others) if cost is self.in_graphs else 0
         flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
         flops = flops * work.microbatch_size + linear.wide_flops
         counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
+        counted += f", {replayed} of them in a CUDA graph" if replayed else ""
         bytes_per_s = format_rate(self.products.bytes_per_s)
         if not flops and not linear.flops:
             return f"{counted} at {bytes_per_s}"
@@ -215,6 +257,19 @@ def running_kernels(work: LayerWork) -> list[Kernel]:
     if work.phase in _BACKWARD:
         kernels = [kernel for kernel in kernels if has_backward(kernel)]
     return kernels
+
+
+def _launches_graph(work: LayerWork) -> bool:
+    """Whether a layer's own CUDA graph begins in it: with its first kernel, in backward with its last one.
+
+    What runs again is part of the graph of backward.
+    """
+    graph = work.layer.graph
+    if graph is None or not graph.alone or work.phase is Phase.RECOMPUTE:
+        return False
+    inside = [k.name for k in running_kernels(work._replace(kernels=None)) if k.name in graph.kernels]
+    begin = inside[-1 if work.phase in _BACKWARD else 0] if inside else None
+    return any(kernel.name == begin for kernel in running_kernels(work))
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:

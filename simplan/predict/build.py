@@ -105,8 +105,8 @@ def cost_model(
     """Calibrated costs where there is a calibration, datasheet costs elsewhere.
 
     Raises:
-        SpecError: The cluster is this machine and there is no calibration, the calibration is of another device, or a
-            datasheet lacks a value.
+        SpecError: The cluster is this machine and there is no calibration, the calibration is of another device or
+            says nothing of what is asked, or a datasheet lacks a value.
     """
     if calibration is None and cluster.cores_per_node is not None:
         raise SpecError(
@@ -120,6 +120,15 @@ def cost_model(
     if calibration is None:
         return _datasheet_cost(cluster, training, plan, software)
     refuse_other_device(calibration, cluster)
+    if software.cuda_graphs:
+        raise SpecError(
+            Problem(
+                field="software.cuda_graphs",
+                value=f"[{', '.join(software.cuda_graphs)}]",
+                rule="cannot be told from a calibration, whose kernels were launched one by one",
+                fix="remove it, or predict without a calibration",
+            )
+        )
     return CalibratedCost(
         calibration,
         dtype=training.precision,

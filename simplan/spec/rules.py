@@ -12,6 +12,7 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.compile_rules import unmodelled_compilation
 from simplan.spec.convolution_rules import unmodelled_convolutions
+from simplan.spec.cuda_graph_rules import cuda_graph_rules, unmodelled_cuda_graphs
 from simplan.spec.document_rules import unmodelled_documents
 from simplan.spec.expert_rules import expert_overlap_rules
 from simplan.spec.hardware import ClusterSpec
@@ -66,6 +67,7 @@ def check_plan(
         *unmodelled_low_precision(model, training, plan, software),
         *unmodelled_compilation(training, plan, software),
         *unmodelled_mtp(model, plan, software),
+        *unmodelled_cuda_graphs(model, plan, software),
     ]
     violated = [
         *model_rules(model),
@@ -83,6 +85,7 @@ def check_plan(
         *mtp_rules(model, plan, software),
         *offload_rules(cluster, training, plan),
         *recompute_rules(model, training, plan, software),
+        *cuda_graph_rules(model, cluster, plan, software),
     ]
     if violated:
         raise SpecError([*violated, *unmodelled])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
+from simplan.spec.cuda_graphs import CudaGraph, graphed
 from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
@@ -31,10 +32,17 @@ __all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes"
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
-SoftwareOption = Literal["compiled", "expert_dispatch", "expert_overlap", "fused_experts"]
+SoftwareOption = Literal["compiled", "cuda_graphs", "expert_dispatch", "expert_overlap", "fused_experts"]
 """Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
+
+
+def _as_list(graphs: Any) -> Any:
+    """A name alone is a list of it, and none an empty one."""
+    if isinstance(graphs, str):
+        return [] if graphs == "none" else [graphs]
+    return graphs
 
 
 class LowPrecisionLinears(Spec):
@@ -217,6 +225,8 @@ class SoftwareSpec(Spec):
         expert_overlap: Tokens of a microbatch travel to and from experts while another one, whose backward is next to
             its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
+        cuda_graphs: Parts of blocks that are replayed as CUDA graphs, or the whole ``full_iteration``
+            (``simplan.spec.cuda_graphs``); empty, or ``none``, for no graphs.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         scales_loss: The loss of a microbatch is divided by their number, so that gradients add up to their mean; else
             they are divided once they are complete (torch's pipelining runtime).
@@ -276,6 +286,7 @@ class SoftwareSpec(Spec):
     expert_dispatch: ExpertDispatch = "copies"
     expert_overlap: bool = False
     fused_experts: bool = False
+    cuda_graphs: Annotated[tuple[CudaGraph, ...], BeforeValidator(_as_list), Field(strict=False)] = ()
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     scales_loss: bool = False
     adds_apart: bool = False
@@ -295,6 +306,7 @@ class SoftwareSpec(Spec):
         """Its name, with the options that are set."""
         words: dict[SoftwareOption, str] = {
             "compiled": "compiled" if self.compiled else "",
+            "cuda_graphs": f"CUDA graphs of {', '.join(self.cuda_graphs)}" if self.cuda_graphs else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
@@ -316,7 +328,11 @@ class SoftwareSpec(Spec):
                 "fused_experts": self.fused_experts,
             }
         )
-        return styled_layers(model.layers_of(plan.shard), style, model.family)
+        layers = styled_layers(model.layers_of(plan.shard), style, model.family)
+        if not self.cuda_graphs:
+            return layers
+        made = {layer.key: graphed(layer, self.cuda_graphs) for layer in {each.key: each for each in layers}.values()}
+        return tuple(made[layer.key] for layer in layers)
 
     @property
     def cuts_products(self) -> bool:
