@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
+from simplan.spec.cuda_graph_rules import cuda_graph_rules, unmodelled_cuda_graphs
 from simplan.spec.low_precision_rules import low_precision_sizes
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
@@ -49,6 +50,9 @@ RULES: Mapping[str, str] = MappingProxyType(
         "expert_overlap_stages": "exchanges beside another microbatch need several stages a pipeline rank",
         "expert_overlap_precision": "exchanges beside another microbatch are for weights of 16 bits and less",
         "expert_overlap_recompute": "exchanges beside another microbatch cannot run again with whole layers",
+        "cuda_graphs_schedule": "CUDA graphs with this schedule are not modelled",
+        "cuda_graphs_recompute": "what CUDA graphs have cannot run again so",
+        "cuda_graphs_sharded": "CUDA graphs beside exchanges that overlap cannot have sharded parameters",
         "split_backward_recompute": "a split backward can recompute the attention core alone",
         "split_backward_reshard": "torch loses gradients of a split backward with reshard_after_forward",
         "split_backward_ddp": "DistributedDataParallel does not reduce what a split backward makes",
@@ -127,6 +131,7 @@ class Rules:
         self._question = question
         self.in_low_precision = low is not None
         self._low_sizes: dict[Candidate, bool] = {}
+        self._graphs_with: dict[tuple[tuple[str, object], ...], bool] = {}
         shards = software.states(question.training, ParallelPlan(dp_shard=2, zero_stage=3))
         self._no_shards = not shards or question.training.precision not in {*shards, *software.low_precision}
         self._no_tp = whole or normed
@@ -187,6 +192,8 @@ class Rules:
             return "sharded_training_modelled"
         if sharded and self._mtp:
             return "mtp_sharded"
+        if sharded and not self._has_graphs_with(zero_stage=zero_stage):
+            return "cuda_graphs_sharded"
         if sharded and pp > 1 and self._tied:
             return "tied_embeddings_sharded"
         if sharded and self._convolutions and self._half:
@@ -211,6 +218,8 @@ class Rules:
             return "virtual_stages_of_schedule"
         if pp * virtual_stages > self._blocks:
             return "stages_within_layers"
+        if not self._has_graphs_with(schedule=schedule):
+            return "cuda_graphs_schedule"
         if self._expert_overlap and ep > 1 and virtual_stages == 1:
             return "expert_overlap_stages"
         return "schedule_modelled" if schedule in _SPLITS and self._no_splits else None
@@ -264,6 +273,8 @@ class Rules:
             return "recompute_modelled"
         if self._expert_overlap and recompute == "full":
             return "expert_overlap_recompute"
+        if not self._has_graphs_with(recompute=recompute, recompute_modules=modules or None):
+            return "cuda_graphs_recompute"
         if schedule in _SPLITS and (recompute not in ("none", "selective") or modules not in ((), ("core_attn",))):
             return "split_backward_recompute"
         return None
@@ -273,6 +284,20 @@ class Rules:
         if num_replicas == 1:
             return "grad_sync_of_replicas"
         return "grad_sync_modelled" if pp > 1 or (self._experts and ep * tp > 1) else None
+
+    def _has_graphs_with(self, **fields: object) -> bool:
+        """Whether the software's CUDA graphs, if it has any, go with some fields of a plan."""
+        software = self._question.software
+        if not software.cuda_graphs:
+            return True
+        known = tuple(fields.items())
+        if known not in self._graphs_with:
+            plan = ParallelPlan.model_validate({"dp_shard": 2, "zero_stage": 1, **fields})
+            model, cluster = self._question.model, self._question.cluster
+            cannot_be = next(cuda_graph_rules(model, cluster, plan, software), None)
+            unmodelled = next(unmodelled_cuda_graphs(model, plan, software), None)
+            self._graphs_with[known] = cannot_be is None and unmodelled is None
+        return self._graphs_with[known]
 
     def low_precision(self, c: Candidate) -> str | None:
         """Sizes of matrix products in 8 and 4 bits, once nothing else is wrong; the same for most candidates."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import Problem
-from simplan.spec.cuda_graphs import captured
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -40,7 +39,7 @@ def cuda_graph_rules(
         rule = "names parts of the whole iteration beside it"
         yield _problem(_listed(software), rule, f"use {_WHOLE}, or only the parts")
     for part in dict.fromkeys(graphs):
-        for rule, fix in (*_missing(part, model, plan, software), *_against(part, model, plan, software)):
+        for rule, fix in (*_missing(part, model, software), *_against(part, model, plan, software)):
             yield _problem(part, rule, fix)
 
 
@@ -58,12 +57,11 @@ def unmodelled_cuda_graphs(model: ModelSpec, plan: ParallelPlan, software: Softw
         yield _problem(_listed(software), rule, "use plan.schedule = 1f1b or interleaved_1f1b, or remove it")
 
 
-def _missing(part: str, model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[tuple[str, str]]:
+def _missing(part: str, model: ModelSpec, software: SoftwareSpec) -> Iterator[tuple[str, str]]:
     """Parts that no block has, or that are nothing without another one."""
     if part in _OF_EXPERTS and not model.num_experts:
         yield f"is for models with experts, and family {model.family} has none", "use attn and mlp"
-    known = part == "mlp" and model.family in _FAMILIES
-    if known and not any(captured(layer, "mlp") for layer in software.layers_of(model, plan)):
+    if part == "mlp" and model.num_experts and not model.num_dense_layers:
         yield "is for blocks without experts, and the model has none", "use moe_router and moe_preprocess"
     if part == "moe_preprocess" and "moe_router" not in software.cuda_graphs:
         yield "goes with moe_router only", "add moe_router, or remove it"

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
@@ -118,6 +118,25 @@ def test_so_it_is_where_exchanges_are_beside_another_microbatch(precision: str) 
         assert (why is None) == is_plan(asked, one), one
         found += [(one.pp, one.virtual_stages)] * (why is None and one.ep > 1)
     assert found == ([] if precision == "fp32" else [(1, 1), (2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"cuda_graphs": ("attn", "mlp")}),
+        ("llama", {"cuda_graphs": ("full_iteration",)}),
+        ("gpt", {"cuda_graphs": ("attn",)}),  # Megatron trains it with dropout
+        ("moe", {"cuda_graphs": ("attn", "moe_router"), "expert_overlap": True}),
+    ],
+)
+@given(candidate=candidates())
+@settings(max_examples=80, deadline=None)
+def test_so_it_is_with_cuda_graphs(family: str, options: dict[str, Any], candidate: Candidate) -> None:
+    assume(candidate.zero_stage != 2)  # which the space of this software does not have
+    asked = question(family, candidate.num_devices, batch=12)
+    asked = replace(asked, software=catalogue.software("megatron-bridge").model_copy(update=options))
+    asked.check()
+    assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
 @given(candidate=candidates(), family=st.sampled_from(["llama", "moe", "deepseek"]), odd=st.booleans())
