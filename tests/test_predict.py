@@ -217,3 +217,15 @@ def test_what_of_deepseek_is_not_modelled_is_said() -> None:
     plan = ParallelPlan(dp_shard=8, ep=8)
     found = predict("experts", model, catalogue.cluster("dgx-h100"), training, plan, catalogue.software("torch"))
     assert any("no layer predicts a second token" in sentence for sentence in found.assumptions)
+
+
+def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
+    """As these build a stage (get_num_layers_to_build); the head makes the last stage slowest, unlike balanced ones."""
+    model, cluster = GPT2.model_copy(update={"num_hidden_layers": 6}), catalogue.cluster("dgx-h100", num_devices=2)
+    asked = model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2)
+    found = {
+        name: predict("x", *asked, catalogue.software(name)).assignment.boundaries
+        for name in ("torch", "megatron-lm-2022", "megatron-core", "megatron-bridge", "nemo")
+    }
+    assert found.pop("torch") == (0, 5, 8), "the head counts for blocks"
+    assert {*found.values()} == {(0, 4, 8)}

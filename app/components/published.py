@@ -22,7 +22,7 @@ from app.jobs.tasks import predict_published
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.result import Accuracy
 from simplan.report.accuracy import run_rows
-from simplan.units import format_percent
+from simplan.units import format_number_evenly, format_percent
 
 __all__ = ["show_published"]
 
@@ -43,16 +43,22 @@ _LOOKED_AT_WORDS = (
 )
 _COLUMNS: dict[str, Any] = {
     "id": "run",
-    "predicted_step_time_s": st.column_config.NumberColumn("predicted step, s", format="%.4g"),
-    "measured_step_time_s": st.column_config.NumberColumn("measured step, s", format="%.4g"),
-    "step_time_error": st.column_config.NumberColumn(
-        "error", format="percent", help="Predicted over measured, less one"
-    ),
+    "predicted_step_time_s": st.column_config.NumberColumn("predicted step, s"),
+    "measured_step_time_s": st.column_config.NumberColumn("measured step, s"),
+    "step_time_error": st.column_config.NumberColumn("error", help="Predicted over measured, less one"),
     "in_step_time_interval": "in its interval",
-    "predicted_peak_memory_gib": st.column_config.NumberColumn("predicted peak, GiB", format="%.2f"),
-    "measured_peak_memory_gib": st.column_config.NumberColumn("measured peak, GiB", format="%.2f"),
+    "predicted_peak_memory_gib": st.column_config.NumberColumn("predicted peak, GiB"),
+    "measured_peak_memory_gib": st.column_config.NumberColumn("measured peak, GiB"),
     "reason": "why not predicted",
     "notes": "notes",
+}
+
+_FORMS = {
+    "predicted_step_time_s": format_number_evenly,
+    "measured_step_time_s": format_number_evenly,
+    "step_time_error": "{:+.1%}",
+    "predicted_peak_memory_gib": "{:.2f}",
+    "measured_peak_memory_gib": "{:.2f}",
 }
 
 
@@ -170,7 +176,8 @@ def _show(accuracy: Accuracy, about: str) -> None:
     shown = ["id", "predicted_step_time_s", "measured_step_time_s", "step_time_error", "in_step_time_interval"]
     shown += ["predicted_peak_memory_gib", "measured_peak_memory_gib", "reason", "notes"]
     st.subheader("Runs, the worst first")
-    st.dataframe(frame[shown], hide_index=True, height=320, placeholder="", column_config=_COLUMNS)
+    styled = frame[shown].style.format(_FORMS, na_rep="")
+    st.dataframe(styled, hide_index=True, height=320, placeholder="", column_config=_COLUMNS)
     download("Runs", "published runs", "csv", csv_text(rows))
     skipped = [outcome for outcome in accuracy.outcomes if outcome.predicted is None]
     if skipped:

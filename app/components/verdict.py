@@ -108,7 +108,7 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
         (
             "Cost",
             "no price" if whole.cost is None else format_count(whole.cost),
-            "set yours at the left" if price is None else f"at {price:g} per device and hour",
+            "set yours in the sidebar" if price is None else f"at {price:g} per device and hour",
             "device hours x your price",
         ),
     ]

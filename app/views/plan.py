@@ -23,7 +23,7 @@ from app.words import meaning
 from simplan.errors import SimplanError
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
-from simplan.report.text import plan_words
+from simplan.report.text import microbatch_words, plan_words
 from simplan.scenario import Scenario
 from simplan.units import GIB, format_bytes, format_percent, format_time
 
@@ -82,7 +82,7 @@ def _show_top(
             escaped(
                 f"{model.name} on {cluster.num_devices} x {cluster.device.id}, {cluster.num_nodes} "
                 f"node{'s' if cluster.num_nodes > 1 else ''}, {asked.software.id}: {plan_words(asked.plan)}; "
-                f"{asked.num_microbatches} x {asked.plan.microbatch_size} per data-parallel rank"
+                f"{microbatch_words(asked.num_microbatches, asked.plan.microbatch_size, model.sample)}"
             )
         )
 

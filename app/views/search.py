@@ -197,7 +197,9 @@ def _show_found(asked: SearchScenario, job: Job, key: Any, text: str) -> Followi
     line, again = st.columns([5, 1], vertical_alignment="center") if can_go_on else (st.container(), st)
     with line:
         after = f" (in {job.seconds:,.1f} s)" if is_whole else ""
-        (st.success if result.best is not None else st.error)(f"**{escaped(search_verdict(result))}**{after}")
+        verdict = search_verdict(result)
+        said = f"**{escaped(verdict[:1].upper() + verdict[1:])}**{after}"
+        (st.success if result.best is not None else st.error)(said)
     if can_go_on:
         again.button(
             "Search on",

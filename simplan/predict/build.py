@@ -192,9 +192,10 @@ def _connection(op: Op) -> frozenset[int] | None:
 
 
 def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel) -> StageAssignment:
-    """The user's split of layers into stages, or the balanced one."""
-    if plan.stage_layers is not None:
-        return assign_stage_layers(plan.stage_layers, model.num_last_layers)
+    """The user's split of layers into stages, or as many for each where the software has it so, or the balanced one."""
+    given = plan.stage_layers or software.equal_stage_layers(model.num_blocks, plan.num_stages)
+    if given is not None:
+        return assign_stage_layers(given, model.num_last_layers)
     seconds: dict[str, float] = {}
     for layer in (layers := software.layers_of(model, plan)):
         if layer.key not in seconds:

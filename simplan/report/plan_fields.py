@@ -27,7 +27,7 @@ _MEANINGS: dict[str, str] = {
     "recompute": "what backward runs again; selective_op and _layer are torchtitan's, the last two MaxText's",
     "recompute_modules": "of selective: modules of a block, as Megatron Core names them; else the attention core",
     "recompute_layers": "of full: how many blocks of every stage, the first ones; else all",
-    "stage_layers": "blocks of every stage, in order; else balanced",
+    "stage_layers": "blocks of every stage, in order; else equal under Megatron and NeMo, balanced elsewhere",
     "grad_sync": "when sharded gradients are reduced: once a step, or often, so that whole ones take no room",
     "grad_dtype": "of gradients when they are reduced; else the software's own",
     "bucket_bytes": "gradients that are reduced together; else the software's own",

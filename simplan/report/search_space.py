@@ -55,7 +55,7 @@ _DEFAULTS = {
 def search_space() -> list[dict[str, str]]:
     """Every key with its default and its meaning, ranges of the plan first.
 
-    The layer split is not a range: each plan has the contiguous split whose slowest stage is fastest.
+    The layer split is not a range: each plan has the one that ``predict`` gives it.
     """
     others = [name for name in SearchSpace.model_fields if name not in RANGES]
     return [

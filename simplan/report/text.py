@@ -21,7 +21,7 @@ from simplan.units import (
     format_time,
 )
 
-__all__ = ["plan_words", "prediction_text", "short_of_reserve", "verdict"]
+__all__ = ["microbatch_words", "plan_words", "prediction_text", "short_of_reserve", "verdict"]
 
 _MAX_TERMS = 8
 _MAX_GROUPS = 16
@@ -166,9 +166,8 @@ def _asked(prediction: Prediction) -> Iterator[str]:
         f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {prediction.software.title}"
     )
-    m, b = prediction.num_microbatches, plan.microbatch_size
-    several = f"{m} microbatches" if m > 1 else "1 microbatch"
-    yield f"  plan         {plan_words(plan)}; {several} of {counted(b, model.sample)} per data-parallel rank"
+    of_rank = microbatch_words(prediction.num_microbatches, plan.microbatch_size, model.sample)
+    yield f"  plan         {plan_words(plan)}; {of_rank}"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
         counts = _in_runs([high - low for low, high in pairwise(bounds)])
@@ -186,6 +185,16 @@ def _in_runs(numbers: Sequence[int]) -> str:
     if len(numbers) <= _STAGES_SHOWN:
         runs = [(value, 1) for value in numbers]
     return ", ".join(str(value) if count == 1 else f"{count} x {value}" for value, count in runs)
+
+
+def microbatch_words(number: int, size: int, sample: str) -> str:
+    """What a data-parallel rank does in a step.
+
+    >>> microbatch_words(16, 1, "sequence")
+    '16 microbatches of 1 sequence per data-parallel rank'
+    """
+    several = f"{number} microbatches" if number > 1 else "1 microbatch"
+    return f"{several} of {counted(size, sample)} per data-parallel rank"
 
 
 def plan_words(plan: ParallelPlan) -> str:

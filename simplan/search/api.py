@@ -73,7 +73,8 @@ def search(
     shown, and the others are counted (``RankedPlan.alike``): so one that is better by less may be among these.
     Plans that need full recomputation are also tried with as few blocks of every stage as fit (``recompute_layers``):
     the most promising ones, so that of these alone a better one may be missed.
-    Layers are split into stages as ``predict`` splits them: the contiguous split whose slowest stage is fastest.
+    Layers are split into stages as ``predict`` splits them: as many blocks for each where the software has it so, else
+    the contiguous split whose slowest stage is fastest.
     Ctrl-C ends the search with the best so far (``interrupted``).
 
     Args:

@@ -42,6 +42,7 @@ def covers_job(question: Question) -> bool:
         and question.training.optimizer not in LAYERWISE
         and question.training.fused_optimizer is not False
         and software.holds_sends
+        and software.equal_stages == "no"
         and not software.synchronous_schedules
         and software.tp_overlap == "none"
         and software.expert_dispatch == "copies"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from simplan.cost.analytic import AnalyticCost
 from simplan.predict.build import cost_model
 from simplan.program.footprint import layers_effects
+from simplan.program.partition import assign_stage_layers
 from simplan.program.program import LayerWork, Phase
 from simplan.program.script import Scripts
 from simplan.program.stage import Stages
@@ -87,8 +88,13 @@ class Outlines:
         key = way._replace(recompute="none", recompute_modules=()), *more, candidate.num_stages
         found = self._splits.get(key)
         if found is None:
-            block_s, last = self.of(candidate).block_s, self._question.model.num_last_layers
-            found = self._splits[key] = np.array(balanced_boundaries(block_s, candidate.num_stages, last))
+            model, stages = self._question.model, candidate.num_stages
+            equal = self._question.software.equal_stage_layers(model.num_blocks, stages)
+            found = self._splits[key] = np.array(
+                balanced_boundaries(self.of(candidate).block_s, stages, model.num_last_layers)
+                if equal is None
+                else assign_stage_layers(equal, model.num_last_layers).boundaries
+            )
         return found
 
     def way(self, candidate: Candidate) -> tuple[Way, int, int]:

@@ -43,6 +43,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "ep_covers_shards": "ep must be a multiple of dp_shard x cp x tp where whole optimizer states are dealt out",
         "ep_within_replicas": "ep must divide dp_shard x cp x tp, or be a multiple of it, with sharded parameters",
         "stages_within_layers": "every stage needs a layer",
+        "stages_equal": "stages must divide the blocks: the software has as many in each",
         "schedule_goes_with_pipeline": "a pipeline needs a schedule, and one rank has none",
         "schedule_modelled": "this schedule is not modelled, or not for this model",
         "virtual_stages_of_schedule": "virtual_stages must be what the schedule takes",
@@ -114,6 +115,7 @@ class Rules:
         )  # fmt: skip
         self._seq_len = model.seq_len
         self._blocks = model.num_blocks
+        self._equal_stages = software.equal_stages == "always"
         self._experts = model.num_experts
         self._of_classes = family.task == "class"
         self._latent = model.family == "deepseek"
@@ -220,6 +222,8 @@ class Rules:
             return "stages_within_layers"
         if not self._has_graphs_with(schedule=schedule):
             return "cuda_graphs_schedule"
+        if self._equal_stages and self._blocks % (pp * virtual_stages):
+            return "stages_equal"
         if self._expert_overlap and ep > 1 and virtual_stages == 1:
             return "expert_overlap_stages"
         return "schedule_modelled" if schedule in _SPLITS and self._no_splits else None

@@ -24,7 +24,7 @@ def parallel_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec)
     yield from _context_rules(model, plan)
     yield from expert_parallel_rules(model, plan)
     yield from _sharding_rules(plan, software)
-    yield from _stage_rules(plan, software)
+    yield from _stage_rules(model, plan, software)
 
 
 def unmodelled_parallelism(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
@@ -184,7 +184,17 @@ def _sharding_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Prob
         )
 
 
-def _stage_rules(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+def _stage_rules(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    stages, blocks = plan.num_stages, model.num_blocks
+    if software.equal_stages == "always" and plan.stage_layers is None and stages <= blocks and blocks % stages:
+        field, value = ("pp", plan.pp) if plan.virtual_stages == 1 else ("virtual_stages", plan.virtual_stages)
+        rule = f"{stages} stages must divide the {blocks} blocks of the model: {software.id} has as many in each"
+        yield Problem(
+            field=f"plan.{field}",
+            value=str(value),
+            rule=rule,
+            fix=f"use {either(nearest_divisors(blocks // (stages // value), value))}, or give stage_layers",
+        )
     if plan.virtual_stages > 1 and plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_stages:
         yield Problem(
             field="plan.virtual_stages",

@@ -206,6 +206,8 @@ class SoftwareSpec(Spec):
             in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
+        equal_stages: Where a plan has no ``stage_layers``, stages have as many blocks as each other: ``always``,
+            ``where_possible``, or ``no``, but those with which the slowest stage is fastest.
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
         packed_attention: How documents that share a sequence attend: in one call of the kernel for each, or in one for
             all; None where that is not modelled.
@@ -278,6 +280,7 @@ class SoftwareSpec(Spec):
     preallocated_receives: bool = True
     packed_attention: Literal["document_calls", "one_call"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
+    equal_stages: Literal["always", "where_possible", "no"] = "no"
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
     sequence_parallelism: bool = True
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
@@ -333,6 +336,12 @@ class SoftwareSpec(Spec):
             return layers
         made = {layer.key: graphed(layer, self.cuda_graphs) for layer in {each.key: each for each in layers}.values()}
         return tuple(made[layer.key] for layer in layers)
+
+    def equal_stage_layers(self, num_blocks: int, num_stages: int) -> tuple[int, ...] | None:
+        """As many blocks for each stage, where the software has it so; None for the balanced split."""
+        if self.equal_stages == "no" or num_blocks % num_stages:
+            return None
+        return (num_blocks // num_stages,) * num_stages
 
     @property
     def cuts_products(self) -> bool:

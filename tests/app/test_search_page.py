@@ -67,7 +67,7 @@ def test_a_link_starts_no_search() -> None:
 def test_plans_are_found_pinned_and_compared() -> None:
     page = button(opened(), "Search").click().run(timeout=240)  # the page is drawn anew until the search is done
     assert complaints(page) == []
-    assert "best of" in page.success[0].value
+    assert "Best of" in page.success[0].value
     button(page, "Pin").click().run()
     button(page, "Compare").click().run()
     assert complaints(page) == []
@@ -92,7 +92,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     monkeypatch.setattr("app.components.progress.follow", lambda *_: None)
     page = opened()
     assert complaints(page) == []
-    assert "best of" in page.success[0].value
+    assert "Best of" in page.success[0].value
     assert button(page, "Open as the plan")
     best = told[-1].value.ranked[0]
     shown = [str(markdown.value) for markdown in page.markdown]

@@ -41,7 +41,7 @@ def test_the_tour_ends_with_a_plan_that_predict_confirms(page: Any, served: str,
     page.get_by_role("link", name="Search").click()
     page.evaluate(MOST_SEEN)
     page.get_by_role("button", name="Search", exact=True).click()
-    verdict = page.get_by_text(re.compile(r"^best of 76,\d{3} plans by step time: .* s a step on 64 devices \(in"))
+    verdict = page.get_by_text(re.compile(r"^Best of 76,\d{3} plans by step time: .* s a step on 64 devices \(in"))
     verdict.wait_for()
     page.get_by_role("button", name="Compare").click()
     page.get_by_text(re.compile(r"All \d+ terms with their formulas")).wait_for()

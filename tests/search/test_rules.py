@@ -186,6 +186,19 @@ def test_sequence_parallelism_is_rejected_where_the_software_has_none() -> None:
     assert found == [False, True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("software", "found"), [("megatron-lm-2022", [6]), ("megatron-core", [4, 6]), ("torch", [4, 6])]
+)
+def test_stages_have_as_many_blocks_where_the_software_has_no_others(software: str, found: list[int]) -> None:
+    asked = replace(question("llama", 2, num_hidden_layers=6), software=catalogue.software(software))
+    plans = {
+        stages: Candidate(pp=2, virtual_stages=stages // 2, schedule="interleaved_1f1b", microbatch_size=2)
+        for stages in (4, 6)
+    }
+    assert [stages for stages, one in plans.items() if Rules(asked).first(one) is None] == found
+    assert [stages for stages, one in plans.items() if is_plan(asked, one)] == found
+
+
 @pytest.mark.parametrize("name", SPECIAL)
 def test_they_are_counted_there_too(name: str) -> None:
     asked = question("llama", 4, batch=4, **SPECIAL[name])
