@@ -86,7 +86,7 @@ def test_a_plan_is_changed_searched_and_opened_by_keys(page: Any, served: str) -
     tab_to(page, "Learn")
     tab_to(page, "Search")
     page.keyboard.press("Enter")
-    verdict = page.get_by_text(re.compile("^best of"))
+    verdict = page.get_by_text(re.compile("^Best of"))
     verdict.wait_for()
     settled(page)  # until all plans are explained the page is drawn anew now and then
     best = re.search(r"step time: (.*s) a step", verdict.inner_text())

@@ -74,7 +74,7 @@ def test_a_search_finds_plans_and_the_best_two_are_compared(page: Any, served: s
     opened(page, f"{served}/search?{SMALL}")
     page.get_by_role("button", name="Search", exact=True).click()
     page.get_by_role("button", name="Open as the plan").wait_for()
-    page.get_by_text("best of").first.wait_for()
+    page.get_by_text("Best of").first.wait_for()
     page.get_by_role("button", name="Compare").click()
     page.get_by_text("terms with their formulas").wait_for()
     assert page.locator("[data-testid=stException]").count() == 0
