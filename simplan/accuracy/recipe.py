@@ -46,6 +46,7 @@ class Recipe:
         expert_dispatch: How tokens come to their experts; None where it is not set.
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
+        fp8_dot_product_attention: The attention core is in 8 bits.
         cuda_graphs: What is captured, as of ``SoftwareSpec``; None where it is not set.
         expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
@@ -77,6 +78,7 @@ class Recipe:
     expert_dispatch: ExpertDispatch | None = None
     expert_overlap: bool = False
     fused_experts: bool = False
+    fp8_dot_product_attention: bool = False
     cuda_graphs: tuple[CudaGraph, ...] | None = None
     expandable_segments: bool = False
     source: str
@@ -101,6 +103,7 @@ class Recipe:
             f"tokens brought to experts by {self.expert_dispatch}": self.expert_dispatch is not None,
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,
+            "attention in 8 bits": self.fp8_dot_product_attention,
             f"CUDA graphs of {', '.join(self.cuda_graphs or ()) or 'nothing'}": self.cuda_graphs is not None,
             "an allocator with expandable segments": self.expandable_segments,
         }

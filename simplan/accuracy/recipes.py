@@ -172,6 +172,24 @@ RECIPES: tuple[Recipe, ...] = (
             (("b300-sxm",), (QWEN3_30B,)),
         )
     ),
+    *(
+        Recipe(
+            framework="megatron-bridge",
+            since=(26, 6),
+            tasks=("pretrain",),
+            experts=(experts,),
+            devices=devices,
+            precisions=("mxfp8",),
+            fp8_dot_product_attention=True,
+            source=f"{_BRIDGE}: fp8_dot_product_attention in {_AT_V050} and v0.5.1",
+        )
+        for experts, devices in (
+            (DEEPSEEK_V3, ("gb300",)),
+            (QWEN3_235B, ("gb200", "gb300")),
+            (QWEN3_30B, ("b300-sxm", "gb200", "gb300")),
+            (GPT_OSS_120B, ("gb200", "gb300")),
+        )
+    ),
     *RECOMPUTE_RECIPES,
     *LAYOUT_RECIPES,
     *CUDA_GRAPH_RECIPES,
@@ -271,6 +289,7 @@ def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
             "expert_dispatch": recipe.expert_dispatch or software.expert_dispatch,
             "expert_overlap": recipe.expert_overlap or software.expert_overlap,
             "fused_experts": recipe.fused_experts or software.fused_experts,
+            "fp8_dot_product_attention": recipe.fp8_dot_product_attention or software.fp8_dot_product_attention,
             "cuda_graphs": software.cuda_graphs if recipe.cuda_graphs is None else recipe.cuda_graphs,
         }
         software = software.model_copy(update=options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from simplan.cost.product import Product, ProductRates
 from simplan.spec.layer import Attention
-from simplan.spec.rates import AttentionShare
+from simplan.spec.low_precision import LinearFormat
+from simplan.spec.rates import AttentionShare, LowAttention
 
 __all__ = ["AttentionRates"]
 
@@ -17,6 +19,7 @@ _EAGER_BYTES = 8  # the softmax in fp32, written and read
 _SOFTMAX_PASSES = (2, 3)  # one fused kernel reads scores and writes weights; backward reads two and writes one
 _DROPOUT_PASSES = 2
 _MASK_BYTES = 1
+_ROW = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,9 @@ class AttentionRates:
         narrow_heads: Part of the rate that heads of 64 reach.
         width: Bytes of an element.
         score_traffic: As of ``KernelRates``.
+        form: How it is quantized where it is in 8 bits.
+        low: Rates of that by width of a head.
+        traffic: Of casts, as of ``StackRates``.
     """
 
     products: ProductRates
@@ -40,10 +46,44 @@ class AttentionRates:
     narrow_heads: float
     width: int
     score_traffic: float = 1.0
+    form: LinearFormat | None = None
+    low: Mapping[int, LowAttention] | None = None
+    traffic: float = 1.0
 
     def seconds(self, kernel: Attention, b: int, *, backward: bool) -> float:
         """Of b sequences."""
+        if kernel.eight_bits:
+            return self._low_s(kernel, b, backward)
         return self._eager_s(kernel, b, backward) if kernel.eager else self._fused_s(kernel, b, backward)
+
+    def _low_s(self, kernel: Attention, b: int, backward: bool) -> float:
+        """The same kernel at another rate, and casts of what it reads.
+
+        Backward computes the scores of all keys up to a query's own even where there is a window: on GB300 it took
+        6.7 ms of 8,192 tokens and 1.9 of 4,096 with one of 128, where that in 16 bits took 0.86 and 0.44
+        (NVIDIA/cudnn-frontend at c3552dea, benchmark/sdpa_benchmark_training/results/gpt_oss/gb300, cuDNN 9.24).
+        """
+        assert self.low is not None
+        assert self.form is not None
+        whole = replace(kernel, eight_bits=False, window=0 if backward else kernel.window)
+        width = max((known for known in self.low if known <= kernel.head_dim), default=min(self.low))
+        times = self.low[width].backward if backward else self.low[width].forward
+        fixed_s = len(whole.calls) * self.products.kernel_s
+        casts, elements = self._casts(kernel, backward)
+        passes = 2 if self.form.finds_largest else 1
+        copies = 1 if self.form.has_one_scale else 2
+        num_bytes = b * (elements * passes * self.width + copies * self.form.quantized_bytes(elements // _ROW, _ROW))
+        casting_s = num_bytes * self.traffic / self.products.bytes_per_s + casts * passes * self.products.kernel_s
+        return fixed_s + (self._fused_s(whole, b, backward) - fixed_s) / times + casting_s
+
+    @staticmethod
+    def _casts(kernel: Attention, backward: bool) -> tuple[int, int]:
+        """Tensors that are quantized, and their elements in one sequence: queries, keys and values, or gradients."""
+        values = kernel.value_head_dim or kernel.head_dim
+        if backward:
+            return 1, kernel.seq_len * kernel.num_heads * values
+        keys = (kernel.num_keys or kernel.seq_len) * kernel.num_key_value_heads * (kernel.head_dim + values)
+        return 3, kernel.seq_len * kernel.num_heads * kernel.head_dim + keys
 
     def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
         """Calls of the kernel one after the other; tiles that the mask cuts through cost as much as whole ones."""

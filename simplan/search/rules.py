@@ -138,6 +138,7 @@ class Rules:
         self._no_shards = not shards or question.training.precision not in {*shards, *software.low_precision}
         self._no_tp = whole or normed
         self._no_cp = whole or self._of_classes or family.task == "masked_token" or bool(model.document_lengths)
+        self._no_cp |= software.fp8_dot_product_attention
         self._no_splits = bool(
             self._experts or self._convolutions or model.lora_rank or self.in_low_precision or self._mtp
         )

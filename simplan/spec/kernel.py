@@ -122,6 +122,7 @@ class Attention:
         one_call: They are all in one call of the kernel.
         name: What ``Saved.made_by`` calls it.
         propagates: It has a backward: something that is trained is in its inputs.
+        eight_bits: Queries, keys and values, and gradients of the output, are quantized for it.
     """
 
     num_heads: int
@@ -141,6 +142,7 @@ class Attention:
     one_call: bool = False
     name: str = "attention"
     propagates: bool = True
+    eight_bits: bool = False
 
     @property
     def num_scores(self) -> int:

@@ -74,6 +74,7 @@ class LayerStyle(Spec):
         expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
             None for one kernel of all experts. Their last biases are then added apart.
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
+        eight_bit_attention: Fused attention is in 8 bits, likewise.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
@@ -96,6 +97,7 @@ class LayerStyle(Spec):
     expert_dispatch: ExpertDispatch = Field(default="copies", exclude=True)
     expert_streams: Count | None = None
     fused_experts: bool = Field(default=False, exclude=True)
+    eight_bit_attention: bool = Field(default=False, exclude=True)
     compiled: bool = False
     reruns_to_end: bool = False
 
@@ -147,6 +149,9 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     skips = style.skips_keys and any(isinstance(k, Attention) and k.masked and k.window for k in kernels)
     if style.skips_keys:
         kernels, saved = _skipping_keys(kernels, saved)
+    eight_bits = style.eight_bit_attention and any(isinstance(k, Attention) for k in kernels)
+    if eight_bits:
+        kernels = tuple(replace(k, eight_bits=True) if isinstance(k, Attention) else k for k in kernels)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
     if style.fused_gates or compiled:
         saved = [tensor for tensor in saved if not tensor.name.endswith(_GATED)]
@@ -167,6 +172,7 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
     words += ["one call" * in_one_call, _expert_words(style) * other_experts]
+    words += ["attention in 8 bits" * eight_bits]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from simplan.spec.base import NonNegative, Positive, Spec
 
-__all__ = ["AttentionKernel", "AttentionShare", "KernelRates", "StackRates"]
+__all__ = ["AttentionKernel", "AttentionShare", "KernelRates", "LowAttention", "StackRates"]
 
 AttentionKernel = Literal["flash1", "flash2", "flash3"]
 """Generations of fused attention: FlashAttention 1, 2 and 3; cuDNN's are as the best of their architecture."""
@@ -32,6 +32,17 @@ class AttentionShare(Spec):
     sustained: Positive = 0.9
 
 
+class LowAttention(Spec):
+    """The rate of fused attention in 8 bits, as a multiple of that in 16 bits.
+
+    Attributes:
+        forward, backward: In either direction, casts apart.
+    """
+
+    forward: Positive
+    backward: Positive
+
+
 class KernelRates(Spec):
     """What kernels of an architecture reach.
 
@@ -49,6 +60,8 @@ class KernelRates(Spec):
         last_wave: What a last wave of tiles that does not fill the device takes of a full one, beyond its part of it:
             nothing where tiles are cut to fit, or where clocks rise as much as multiprocessors idle.
         attention: Shares by kernel; a kernel that is missing does not run there.
+        low_attention: By precision and width of a head, attention in 8 bits beside that in 16; empty where nobody
+            published both.
         half_keys: Keys that a query meets, on average, at which fused attention reaches half of its rate.
         narrow_heads: Part of the rate of attention that heads of 64 reach.
         score_traffic: Bytes of kernels that pass over the scores of unfused attention, as a part of what they read and
@@ -98,6 +111,7 @@ class KernelRates(Spec):
     half_depth: NonNegative = 80.0
     last_wave: _Part = 0.5
     attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)
+    low_attention: dict[Literal["fp8", "mxfp8"], dict[int, LowAttention]] = Field(default_factory=dict)
     half_keys: NonNegative = 250.0
     narrow_heads: _Part = 0.88
     score_traffic: Positive = 1.3

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
+from simplan.spec.attention_rules import unmodelled_low_attention
 from simplan.spec.compile_rules import unmodelled_compilation
 from simplan.spec.convolution_rules import unmodelled_convolutions
 from simplan.spec.cuda_graph_rules import cuda_graph_rules, unmodelled_cuda_graphs
@@ -68,6 +69,7 @@ def check_plan(
         *unmodelled_compilation(training, plan, software),
         *unmodelled_mtp(model, plan, software),
         *unmodelled_cuda_graphs(model, plan, software),
+        *unmodelled_low_attention(model, cluster, training, plan, software),
     ]
     violated = [
         *model_rules(model),

@@ -32,7 +32,9 @@ __all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes"
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
-SoftwareOption = Literal["compiled", "cuda_graphs", "expert_dispatch", "expert_overlap", "fused_experts"]
+SoftwareOption = Literal[
+    "compiled", "cuda_graphs", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts"
+]
 """Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
@@ -227,6 +229,7 @@ class SoftwareSpec(Spec):
         expert_overlap: Tokens of a microbatch travel to and from experts while another one, whose backward is next to
             its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
+        fp8_dot_product_attention: Where linear layers are in fp8 or mxfp8, the attention core is in 8 bits as well.
         cuda_graphs: Parts of blocks that are replayed as CUDA graphs, or the whole ``full_iteration``
             (``simplan.spec.cuda_graphs``); empty, or ``none``, for no graphs.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
@@ -289,6 +292,7 @@ class SoftwareSpec(Spec):
     expert_dispatch: ExpertDispatch = "copies"
     expert_overlap: bool = False
     fused_experts: bool = False
+    fp8_dot_product_attention: bool = False
     cuda_graphs: Annotated[tuple[CudaGraph, ...], BeforeValidator(_as_list), Field(strict=False)] = ()
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     scales_loss: bool = False
@@ -312,6 +316,7 @@ class SoftwareSpec(Spec):
             "cuda_graphs": f"CUDA graphs of {', '.join(self.cuda_graphs)}" if self.cuda_graphs else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
+            "fp8_dot_product_attention": "attention in 8 bits" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
@@ -329,6 +334,7 @@ class SoftwareSpec(Spec):
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,
+                "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
         layers = styled_layers(model.layers_of(plan.shard), style, model.family)

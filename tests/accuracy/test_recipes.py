@@ -159,3 +159,19 @@ def test_graphs_of_dense_models_are_those_of_the_recipe() -> None:
     assert graphs("25.11", "gb200", "mxfp8") == graphs("26.04", "gb300", "fp8") == ("full_iteration",)
     assert graphs("26.02", "gb200", "nvfp4") == graphs("26.02", "h100-sxm-80gb", "bf16") == ()
     assert graphs("26.06", "gb300", "mxfp8", model__name="llama3-70b", task="sft") == ("mlp",)
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "precision", "found"),
+    [
+        ("26.04", "gb300", "mxfp8", False),
+        ("26.06", "gb300", "mxfp8", True),
+        ("26.06", "gb300", "bf16", False),
+        ("26.06", "h100-sxm-80gb", "fp8", False),
+    ],
+)
+def test_attention_is_in_8_bits_where_the_recipe_has_it(version: str, device: str, precision: str, found: bool) -> None:
+    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
+    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    assert job.software.fp8_dot_product_attention is found
+    assert ("as its recipe says: attention in 8 bits" in job.notes) is found

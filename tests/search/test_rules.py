@@ -139,6 +139,17 @@ def test_so_it_is_with_cuda_graphs(family: str, options: dict[str, Any], candida
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
+@given(candidate=candidates())
+@settings(max_examples=80, deadline=None)
+def test_so_it_is_with_attention_in_8_bits(candidate: Candidate) -> None:
+    assume(candidate.zero_stage != 2)  # which the space of this software does not have
+    asked = question("llama", candidate.num_devices, "dgx-b200", batch=12, **SPECIAL["mxfp8"])
+    software = catalogue.software("megatron-bridge").model_copy(update={"fp8_dot_product_attention": True})
+    asked = replace(asked, software=software)
+    asked.check()
+    assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
+
+
 @given(candidate=candidates(), family=st.sampled_from(["llama", "moe", "deepseek"]), odd=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_so_it_is_beside_layers_for_later_tokens(candidate: Candidate, family: str, odd: bool) -> None:
