@@ -25,13 +25,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from simplan.spec.layer import Exchange, Gemm, LayerGraph, LayerKind, LayerSpec, Saved
+from simplan.spec.layer import Exchange, LayerGraph, LayerKind, LayerSpec, Saved
 
 __all__ = ["CudaGraph", "captured", "graphed"]
 
 CudaGraph = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration"]
 
-_EXPERTS, _SHARED = "experts_", "shared_"
+_EXPERTS, _SHARED_DOWN = "experts_", "shared_down"
 _FIRST, _MIDDLE, _SECOND, _END = "norm1", "residual1", "norm2", "residual2"
 _NORMED = "norm2 output"
 
@@ -67,9 +67,7 @@ def captured(layer: LayerSpec, part: CudaGraph) -> list[str]:
             return [] if has_experts else second
         case "moe_router" | "moe_preprocess" if has_experts:
             routed = second.index("routing") + 1
-            if part == "moe_router":
-                return [name for name in second if name.startswith(_SHARED) or name in second[:routed]]
-            return [name for name in second[routed : _sent(layer) - middle] if not name.startswith(_SHARED)]
+            return second[:routed] if part == "moe_router" else second[routed : _sent(layer) - middle]
         case _:
             return []
 
@@ -91,6 +89,5 @@ def _outputs(layer: LayerSpec, names: frozenset[str]) -> Iterator[Saved]:
     if _SECOND not in names:
         return
     yield next((t for t in layer.saved if t.name == _NORMED), replace(middle, name=_NORMED, made_by=_SECOND))
-    for kernel in layer.kernels:
-        if isinstance(kernel, Gemm) and kernel.name == f"{_SHARED}down":
-            yield Saved("shared expert output", kernel.m * kernel.n, made_by=kernel.name)
+    if _SHARED_DOWN in names:
+        yield Saved("shared expert output", middle.elements, made_by=_SHARED_DOWN)

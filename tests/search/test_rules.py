@@ -139,6 +139,16 @@ def test_so_it_is_with_cuda_graphs(family: str, options: dict[str, Any], candida
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
+def test_graphs_of_parts_beside_exchanges_that_overlap_have_no_sharded_parameters() -> None:
+    changed = {"cuda_graphs": ("attn",), "expert_overlap": True}
+    software = catalogue.software("megatron-bridge").model_copy(update=changed)
+    for stage, why in ((1, None), (3, "cuda_graphs_sharded")):
+        candidate = Candidate(dp_shard=2, zero_stage=stage, ep=2)
+        asked = replace(question("moe", candidate.num_devices, batch=8), software=software)
+        assert Rules(asked).first(candidate) == why
+        assert is_plan(asked, candidate) is (why is None)
+
+
 @given(candidate=candidates())
 @settings(max_examples=80, deadline=None)
 def test_so_it_is_with_attention_in_8_bits(candidate: Candidate) -> None:

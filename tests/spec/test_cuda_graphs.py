@@ -168,3 +168,13 @@ def check(model: ModelSpec, profile: SoftwareSpec, *, cluster: str = "dgx-h100",
     where = catalogue.cluster(cluster) if cluster != "this-machine" else catalogue.cluster(cluster, num_devices=8)
     training = TrainingSpec(global_batch_size=32, precision="bf16", optimizer="adamw")
     check_plan(model, where, training, ParallelPlan.model_validate(fields), profile)
+
+
+def test_outputs_are_of_a_rank_s_own_tokens() -> None:
+    """Where tensor-parallel ranks gather tokens for a product, they scatter its result before the graph ends."""
+    plan = ParallelPlan(dp_shard=4, zero_stage=1, ep=8, tp=2, sequence_parallel=True)
+    graph = software("attn", "moe_router").layers_of(DEEPSEEK, plan)[EXPERTS].graph
+    assert graph is not None
+    own = DEEPSEEK.seq_len // 2 * DEEPSEEK.hidden_size
+    sizes = {tensor.name: tensor.elements for tensor in graph.outputs}
+    assert sizes["residual1"] == sizes["shared expert output"] == own
