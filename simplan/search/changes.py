@@ -32,11 +32,22 @@ def changes(question: Question, space: SearchSpace, misses: tuple[NearestMiss, .
     if late:
         seconds = late[0].step_time_s
         assert seconds is not None
-        words = f"allow max_step_time_s = {seconds:.4g}: the fastest plan takes {format_time(seconds)}"
+        words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
         return (Change(what="max_step_time_s", value=seconds, words=words, plan=late[0].plan),)
     found = (_memory(question, space, misses), _recompute(question, space), _ranges(question, space))
     searched = (_batch(question, space), _devices(question, space))
     return tuple(change for change in (*found, *searched) if change is not None)
+
+
+def _rounded_up(seconds: float) -> float:
+    """To four digits, so that a plan that takes so long is within it.
+
+    >>> _rounded_up(6.14812), _rounded_up(0.25)
+    (6.149, 0.25)
+    """
+    digits = 3 - math.floor(math.log10(seconds))
+    near = round(seconds, digits)
+    return near if near >= seconds else round(near + 10.0**-digits, digits)
 
 
 def _memory(question: Question, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Change | None:

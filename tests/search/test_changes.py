@@ -82,6 +82,8 @@ def test_a_deadline_is_told_by_the_fastest_plan() -> None:
     found = changes_of(asked, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
     assert set(found) == {"max_step_time_s"}
     deadline_s = float(found["max_step_time_s"].value)
+    words = found["max_step_time_s"].words.split(":")[0]
+    assert float(words.removeprefix("allow max_step_time_s = ")) >= deadline_s
     space = SearchSpace(max_step_time_s=deadline_s, recompute=("none",), microbatch_size=(1,))
     result = search(asked.model, asked.cluster, asked.training, asked.software, space, explain=False)
     assert [plan.step_time_s for plan in result.ranked] == [pytest.approx(deadline_s)]
