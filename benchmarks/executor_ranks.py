@@ -1,7 +1,8 @@
 """One rank of ``executor_speed``: steps of the executor, recorded or not, and of a loop written by hand, in turn.
 
-A round has every way twice, the second time in the opposite order. ``times<rank>.json`` has for each way and step its
-wall time and the CPU time of the process, seconds.
+A round has every way twice, the second time in the opposite order, and begins with another way than the one before.
+``times<rank>.json`` has for each way and step its wall time and the CPU time of the process, seconds. Where they may
+(root on Linux), ranks run before the programs of all other sessions.
 
 The hand-written trainings have the executor's modules, loss, data and fused AdamW; all else is torch's: DDP, FSDP2 and
 ``torch.distributed.pipelining`` as their tutorials have them.
@@ -14,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,7 +190,14 @@ def _plain_pipeline(job: Job, device: torch.device) -> Step:
     return step
 
 
+def _before_others() -> None:
+    """The scheduler shares cores among sessions (``man 7 sched``, autogroups), each of which has its own niceness."""
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("-20")
+
+
 def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
+    _before_others()
     job = _job(CASES[name])
     device = use_device("cpu", len(os.sched_getaffinity(0)))  # one core each, also a rank alone
     start_rank(device, _TIMEOUT_S)
@@ -219,7 +227,8 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
         dist.broadcast(over, 0)
         if over:
             break
-        order = list(ways)
+        first = number % len(ways)
+        order = [*list(ways)[first:], *list(ways)[:first]]
         for way in [*order, *reversed(order)]:  # twice each: a machine that becomes slower does so for all alike
             heartbeat.beat(RankState.RUNNING, way, number)
             dist.barrier()
