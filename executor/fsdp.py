@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 from executor.groups import Group
 from executor.model import Stage
 from executor.moe import expert_matrices
+from executor.recompute import hide_hooks
 from executor.recorder import Recorder
 from simplan.program.action import Action
 from simplan.program.units import shard_dimension
@@ -70,6 +71,7 @@ def shard_stage(
         inner = of_experts.make(matrices, reshards=reshards) if of_experts is not None and matrices else None
         outer = units.make([layer], reshards=reshards)
         if inner is not None:
+            hide_hooks(matrices)
             outer.set_modules_to_forward_prefetch([inner])
     units.make([stage], reshards=False)
 

@@ -1,25 +1,46 @@
-"""Blocks and attention cores that backward runs again, in full or but for the products that are kept."""
+"""Blocks and attention cores that backward runs again, in full or but for the products that are kept.
+
+Used private names of torch: the modes of its selective checkpointing, and the stack that they are on (``hide_hooks``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 from simplan.spec.plan import Recompute
 
-__all__ = ["RECOMPUTES", "Around", "BlockRecompute", "keepable", "of_block", "run_again", "run_block", "uncounted"]
+__all__ = [
+    "RECOMPUTES",
+    "Around",
+    "BlockRecompute",
+    "hide_hooks",
+    "keepable",
+    "of_block",
+    "run_again",
+    "run_block",
+    "uncounted",
+]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selective_layer", "full")
 """The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
@@ -140,6 +161,29 @@ class _TakeKept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._kept.pop(0) if func is keepable else func(*args, **(kwargs or {}))
+
+
+def hide_hooks(modules: Iterable[nn.Module]) -> None:
+    """Blocks of ``selective_op`` do not see what hooks do that are registered around the forward of modules by now.
+
+    torch wants the same operations when a block runs again, and FSDP's hooks gather parameters at other times.
+    """
+    hidden: list[TorchDispatchMode] = []
+
+    def hide(*_: Any) -> None:
+        modes = _get_current_dispatch_mode_stack()
+        if modes and isinstance(modes[-1], _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            hidden.append(_pop_mode())
+
+    def show(*_: Any) -> None:
+        if hidden:
+            _push_mode(hidden.pop())
+
+    for module in modules:
+        module.register_forward_pre_hook(hide, prepend=True)
+        module.register_forward_pre_hook(show)
+        module.register_forward_hook(hide, prepend=True)
+        module.register_forward_hook(show)
 
 
 class _Both(AbstractContextManager[None]):

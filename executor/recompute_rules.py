@@ -36,9 +36,6 @@ def _beside_selective_op(job: Job) -> Iterator[tuple[str, str]]:
         yield "of blocks that are compiled", ", or software.compiled = false"
     if job.training.precision == "fp8":
         yield "in fp8", ", or precision = bf16"
-    # FSDP gathers them inside of the block, at other times when it runs again, which torch does not allow
-    if model.num_experts and plan.shard.experts_apart and plan.expert_shards > 1:
-        yield "around experts that FSDP shards on their own", f", or ep = {plan.ep * plan.expert_shards}"
     if model.family == "t5":
         yield "of T5, whose attention is not one operation", ""
     if model.lora_rank:

@@ -63,14 +63,6 @@ def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) 
     assert said in str(caught.value)
 
 
-def test_products_around_experts_that_fsdp_gathers_by_themselves_are_not_kept(make_job: Any, make_model: Any) -> None:
-    model = make_model("moe", num_experts=4, top_k=2, moe_intermediate_size=40)
-    plan = {"dp_shard": 4, "recompute": "selective_op"}
-    check_job(make_job(model=model, plan={**plan, "ep": 4}))
-    with pytest.raises(NotModelledError, match=r"FSDP shards on their own; use selective or full, or ep = 4$"):
-        check_job(make_job(model=model, plan={**plan, "ep": 2}))
-
-
 def test_a_plan_that_cannot_split_the_model_is_refused(make_job: Any) -> None:
     with pytest.raises(SpecError, match=r"^plan.tp = 2: must divide model.vocab_size = 97"):
         check_job(make_job(plan={"tp": 2}))

@@ -55,6 +55,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ddp x ep, recompute": ("moe", MOE, {"dp_replicate": 2, "ep": 2, "recompute": "full"}),
     "ddp x ep, recompute by products": ("moe", SHARED, {"dp_replicate": 2, "ep": 2, "recompute": "selective_op"}),
     "fsdp x ep, recompute by products": ("deepseek", MLA, {"dp_shard": 2, "ep": 2, "recompute": "selective_op"}),
+    "fsdp of experts, recompute by products": ("moe", SHARED, {"dp_shard": 4, "ep": 2, "recompute": "selective_op"}),
+    "fsdp of experts x tp, recompute by products": (
+        "deepseek",
+        MLA,
+        {"tp": 2, "dp_shard": 2, "ep": 2, "recompute": "selective_op"},
+    ),
+    "fsdp of experts x 1f1b, recompute by products": (
+        "moe",
+        MOE,
+        {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2, "schedule": "1f1b", "recompute": "selective_op"},
+    ),
     "fsdp, recompute by products": ("moe", SHARED, {"dp_shard": 2, "recompute": "selective_op"}),
     "fsdp": ("moe", MOE, {"dp_shard": 2}),
     "fsdp over more ranks than experts": ("moe", {**MOE, "num_experts": 3}, {"dp_shard": 4}),

@@ -53,6 +53,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zero3-accumulation": (FEWER, 2, 0),
     "zero2-accumulation": ({**FEWER, "zero_stage": 2}, 2, 0),
     "full": ({**FEWER, "recompute": "full", "microbatch_size": 4}, 1, 0),
+    "selective_op": ({**FEWER, "recompute": "selective_op", "microbatch_size": 4}, 1, 0),
+    "selective_op-accumulation": ({**FEWER, "recompute": "selective_op"}, 2, 0),
     "hsdp": ({**FEWER, "dp_replicate": 2}, 1, 0),
     "tp": ({"dp_shard": 2, "tp": 2}, 1, 0),
     "tp-ep": ({"dp_shard": 2, "tp": 2, "ep": 2}, 1, 0),
