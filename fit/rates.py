@@ -66,6 +66,7 @@ ALL: Mapping[str, Bounds] = MappingProxyType(
         "row_scale_share": Bounds(0.15, 0.4, 1.0),
         "jitter": Bounds(0.7, 0.001, 0.05),
         "kernel_s": Bounds(0.7, 1e-6, 60e-6),
+        "taken_share": Bounds(0.5, 0.01, 0.5),
         "split_s": Bounds(0.7, 1e-6, 300e-6),
         "step_s": Bounds(0.7, 1e-3, 0.1),
         "batch_s": Bounds(0.7, 0.05e-3, 5e-3),

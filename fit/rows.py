@@ -17,7 +17,7 @@ from simplan.accuracy.schema import PublishedRun
 from simplan.cost.compute import KernelCost
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import SimplanError
-from simplan.predict.brief import Term, brief_terms
+from simplan.predict.brief import Taken, Term, brief_terms
 from simplan.program.program import Excess, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.rates import AttentionKernel
@@ -99,6 +99,8 @@ class Prices:
                 assert not taken, "no fitted run has exchanges for experts beside another microbatch"
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s * self._slowdown(job, messages[0]) - self._of_layer(job, beside))
+            case Taken():
+                return self._values.get("taken_share", term.seconds)
             case HostWait(reason=reason):
                 return self._values.get(f"{reason}_s", term.seconds)
             case _:

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simplan.cost.pricing import price_program
 from simplan.errors import SpecError
 from simplan.predict import build_program, cost_model, predict
+from simplan.predict.simulated import simulate_program
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory, Message, Stream
-from simplan.sim.engine import simulate
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -183,7 +182,7 @@ def test_one_replica_stands_for_those_that_use_the_same_links(num_devices: int, 
     found = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
     whole = build_program(found, folded=False)
     cost = cost_model(found.cluster, found.training, plan, TORCH, None)
-    step_time_s = simulate(whole, price_program(whole, cost).durations_s).step_time_s
+    step_time_s = simulate_program(whole, cost, found.cluster).times.step_time_s
     assert found.step_time_s == pytest.approx(step_time_s, rel=1e-9)
     assert len(build_program(found).ranks) == 2 * written_out
 

@@ -91,7 +91,10 @@ def test_communication_stays_what_it_was(name: str) -> None:
     prediction = predicted(PLANS[name])
     found = rehearsed_step(prediction, rehearsal_of(prediction, 0, 3.0))
     before = prediction.splits[0]
-    assert found.split.compute_s == pytest.approx(3 * before.compute_s, rel=1e-6)
+    lost_s = sum(term.seconds for term in prediction.terms if term.name == "computing beside messages")
+    same_s = 3 * (before.compute_s - lost_s) + lost_s
+    more_s = prediction.cluster.device.kernels.taken_share * before.exposed_communication_s  # now beside something
+    assert same_s * (1 - 1e-6) <= found.split.compute_s <= (same_s + more_s) * (1 + 1e-6)
     if name == "tp":
         assert found.split.exposed_communication_s == pytest.approx(before.exposed_communication_s, rel=1e-6)
     else:

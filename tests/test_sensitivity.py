@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_a_single_device_is_its_own_path() -> None:
 def test_ranks_that_share_cores_have_no_path() -> None:
     found, simulated = asked(ParallelPlan(dp_replicate=2), 2)
     cores = CoreUse(2, [0] * len(simulated.program.ops), [1.0] * len(simulated.program.ops))
-    shared = Simulated(simulated.program, simulated.pricing, simulated.times, simulated.engine, cores)
+    shared = replace(simulated, sharing=cores)
     for question in (lambda: critical_path(shared), lambda: marginal_values(found, shared)):
         with pytest.raises(NotModelledError, match="ranks share 2 cores"):
             question()

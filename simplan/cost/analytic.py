@@ -35,6 +35,12 @@ class AnalyticCost:
         self._stack = stack or StackRates()
         self._routes: dict[tuple[int, ...], Route] = {}
 
+    @property
+    def taken_share(self) -> float:
+        """See ``CostModel``: nothing where no kernels move them, as on a torus of TPUs."""
+        link = self._cluster.intra_link or self._cluster.inter_link
+        return self._cluster.device.kernels.taken_share if link is not None and link.library == "nccl" else 0.0
+
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``."""
         return self._kernels.price(work)

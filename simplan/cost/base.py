@@ -38,7 +38,12 @@ class Price:
 
 
 class CostModel(Protocol):
-    """Prices work. Equal work has an equal price, so callers may keep prices."""
+    """Prices work, alone. Equal work has an equal price, so callers may keep prices."""
+
+    @property
+    def taken_share(self) -> float:
+        """Part of a device that messages take from what is computed beside them, below 1."""
+        ...
 
     def compute(self, work: LayerWork) -> Price:
         """Time of one phase of one layer on one device."""

@@ -129,6 +129,16 @@ class CalibratedCost:
         found = [t.compute_slowdown for t in self._calibration.overlaps if is_gpu or t.num_ranks == self._num_ranks]
         return statistics.median(found) if found else None
 
+    @property
+    def taken_share(self) -> float:
+        """See ``CostModel``: as measured, else as without a calibration; nothing on CPUs, whose cores ranks share."""
+        if self._calibration.device_kind != "gpu":
+            return 0.0
+        slowdown = self.compute_slowdown
+        if slowdown is not None:
+            return 1 - 1 / slowdown
+        return 0.0 if self._otherwise is None else self._otherwise.taken_share
+
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``.
 

@@ -40,22 +40,27 @@ class Pricing:
         durations_s: By operation, in the order of ``Program.ops``.
         deviations_s: One standard deviation of each.
         by_work: What was priced, in order of first occurrence.
+        taken_share: Part of a device that messages take from what is computed beside them.
+        beside: What that lengthens durations by, mean over ranks; None where they are as of what is done alone.
     """
 
     durations_s: tuple[float, ...]
     deviations_s: tuple[float, ...]
     by_work: Mapping[Work, PricedTerm]
+    taken_share: float
+    beside: PricedTerm | None = None
 
     @property
     def terms(self) -> tuple[PricedTerm, ...]:
         """What was priced."""
-        return tuple(self.by_work.values())
+        return (*self.by_work.values(), *(() if self.beside is None else (self.beside,)))
 
 
 def price_program(program: Program, cost: CostModel) -> Pricing:
     """Asks the cost model for every kind of work once and adds up.
 
-    Layers of one operation are as wrong together as alone (their prices share a source), so deviations add.
+    Layers of one operation are as wrong together as alone (their prices share a source), so deviations add. All is
+    priced as if it was done alone.
     """
     terms: dict[Work, PricedTerm] = {}
     sums: dict[int, _Sum] = {}
@@ -71,7 +76,7 @@ def price_program(program: Program, cost: CostModel) -> Pricing:
     for total in sums.values():
         for part in total.parts:
             terms[part].count += total.count
-    return Pricing(tuple(durations_s), tuple(deviations_s), terms)
+    return Pricing(tuple(durations_s), tuple(deviations_s), terms, cost.taken_share)
 
 
 @dataclass(slots=True)

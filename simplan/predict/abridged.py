@@ -16,6 +16,7 @@ from simplan.cost.base import CostModel
 from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import cost_model, folding_of, stages_and_table
 from simplan.predict.evaluate import rank_memory, within_device
+from simplan.predict.slowed import slowed
 from simplan.prediction import RankMemory
 from simplan.program.batches import Waits, waits_for
 from simplan.program.lower import Lowering, lower
@@ -148,9 +149,10 @@ class AbridgedStep:
         """The step of a program, priced and simulated."""
         from simplan.sim.compiled import compile_program
 
-        pricing = price_program(program, cost)
+        compiled = compile_program(program)
+        pricing = slowed(program, price_program(program, cost), compiled.times)
         durations_s = np.array([pricing.durations_s, *self.moved(program, pricing)])
-        return _Step(microbatches, program, durations_s, compile_program(program).spans(durations_s))
+        return _Step(microbatches, program, durations_s, compiled.spans(durations_s))
 
     def program(self, microbatches: int) -> tuple[Program, CostModel]:
         """What a step of so many does, and the prices of all of it.

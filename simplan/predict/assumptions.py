@@ -5,14 +5,13 @@ from __future__ import annotations
 from simplan.cost.base import Provenance
 from simplan.cost.pricing import Pricing
 from simplan.program.timeline import SpanKind
-from simplan.sim.engine import Sharing, Slowdown
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
-from simplan.units import format_bytes, format_time
+from simplan.units import format_bytes, format_percent, format_time
 
 __all__ = ["assumptions"]
 
@@ -24,7 +23,6 @@ def assumptions(
     plan: ParallelPlan,
     software: SoftwareSpec,
     pricing: Pricing,
-    sharing: Sharing | None,
     short_bytes: int,
 ) -> tuple[str, ...]:
     """One sentence each.
@@ -32,7 +30,6 @@ def assumptions(
     Args:
         model, cluster, training, plan, software: What is predicted.
         pricing: Of the step.
-        sharing: How operations slow each other down, if they do.
         short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
     """
     found = []
@@ -99,8 +96,10 @@ def assumptions(
         )
     if cluster.cores_per_node is not None:
         found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
-    if isinstance(sharing, Slowdown):
-        found.append(f"computing takes {sharing.factor:.3g} times as long while its rank communicates, as was measured")
+    if pricing.beside is not None:
+        found.append(
+            f"what is computed beside messages has {format_percent(pricing.taken_share)} less of its device meanwhile"
+        )
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
         found.append("links are not shared with other jobs, and flows do not slow each other down")
     if plan.offload_optimizer or plan.offload_activations:

@@ -25,7 +25,7 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Brief", "Term", "brief_numbers", "brief_terms", "predict_brief"]
+__all__ = ["Brief", "Taken", "Term", "beside_messages_s", "brief_numbers", "brief_terms", "predict_brief"]
 
 _Floats = NDArray[np.float64]
 _MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays the longest
@@ -52,16 +52,21 @@ class Brief:
     fits: bool | None
 
 
+class Taken(NamedTuple):
+    """Part of a device that messages take from what is computed beside them."""
+
+
 class Term(NamedTuple):
     """A part of a step time.
 
     Attributes:
-        work: What is done.
-        seconds: Its price.
-        times: How often the step waits for it: the derivative of the step time with respect to its price.
+        work: What is done, or what messages take of devices.
+        seconds: Its price; of what is taken, the part.
+        times: How often the step waits for it: the derivative of the step time with respect to its price; of what is
+            taken, the seconds that are computed beside messages.
     """
 
-    work: Work
+    work: Work | Taken
     seconds: float
     times: float
 
@@ -127,6 +132,24 @@ def brief_numbers(
 
 
 @uncollected()
+def beside_messages_s(
+    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
+) -> float:
+    """By how much a step is longer since messages take part of devices from what is computed beside them, seconds.
+
+    Args:
+        model, cluster, training, plan, software: As of ``predict_brief``.
+    """
+
+    def alone(program: Program, pricing: Pricing) -> list[_Floats]:
+        return [np.array([sum(pricing.by_work[work].price.seconds for work in op.work) for op in program.ops])]
+
+    job = AbridgedStep(model, cluster, training, plan, software, alone)
+    slowed_s, alone_s = job.whole(job.written(*job.extent(steps_overlap=False)), steps_overlap=False)[1]
+    return float(slowed_s - alone_s)
+
+
+@uncollected()
 def brief_terms(
     model: ModelSpec,
     cluster: ClusterSpec,
@@ -152,18 +175,22 @@ def brief_terms(
     def moved(program: Program, pricing: Pricing) -> list[_Floats]:
         pricings.append(pricing)
         row_of = {work: row for row, work in enumerate(pricings[0].by_work)}
-        seconds = np.zeros((len(row_of), len(program.ops)))
+        seconds = np.zeros((len(row_of) + 1, len(program.ops)))
         for index, op in enumerate(program.ops):
             for work in op.work:
                 seconds[row_of[work], index] += pricing.by_work[work].price.seconds
-        apart_s = (1 + _APART * (np.arange(len(row_of)) * _GOLDEN % 1)) @ seconds
+        if pricing.taken_share:
+            seconds[-1] = np.array(pricing.durations_s) - seconds.sum(axis=0)
+        apart_s = (1 + _APART * (np.arange(len(seconds)) * _GOLDEN % 1)) @ seconds
         return [apart_s, *(apart_s + _MOVED * seconds)]
 
     job = AbridgedStep(model, cluster, training, plan, software, moved)
     _, seconds = job.whole(job.written(*job.extent(steps_overlap=steps_overlap)), steps_overlap=steps_overlap)
+    prices: dict[Work | Taken, float] = {work: term.price.seconds for work, term in pricings[0].by_work.items()}
+    prices[Taken()] = max(pricing.taken_share for pricing in pricings)
     terms = (
-        Term(work, term.price.seconds, float(moved_s - seconds[1]) / (_MOVED * term.price.seconds))
-        for (work, term), moved_s in zip(pricings[0].by_work.items(), seconds[2:], strict=True)
-        if term.price.seconds > 0
+        Term(work, price, float(moved_s - seconds[1]) / (_MOVED * price))
+        for (work, price), moved_s in zip(prices.items(), seconds[2:], strict=True)
+        if price > 0
     )
     return tuple(term for term in terms if abs(term.times) > _LEAST_TIMES)

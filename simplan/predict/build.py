@@ -17,7 +17,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers, balanced_assignment
 from simplan.program.program import LayerWork, Op, Phase, Program, Stream
 from simplan.program.table import plan_table
-from simplan.sim.engine import CoreUse, Sharing, Slowdown
+from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind, Exchange
 from simplan.spec.model import ModelSpec
@@ -160,8 +160,8 @@ def _datasheet_cost(
     )
 
 
-def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> Sharing | None:
-    """How operations slow each other down; None for devices whose slowdown nobody measured.
+def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:
+    """Cores that operations share; None for devices of their own.
 
     Ranks of a CPU machine share its cores. A rank computes on ``max(1, cores // ranks)`` threads; a message keeps as
     much of a core busy on each member as explains how much slower computing was measured to be beside one, else one.
@@ -171,7 +171,7 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> Shari
     slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
     cores = cluster.cores_per_node
     if cores is None:
-        return Slowdown(slowdown) if slowdown is not None and slowdown > 1.0 else None
+        return None
     ranks = cluster.ranks_per_node
     threads = max(1, cores // ranks)
     of_message = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))

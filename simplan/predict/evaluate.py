@@ -130,7 +130,6 @@ def predict(
                 plan,
                 software,
                 simulated.pricing,
-                simulated.sharing,
                 max(m.short_bytes for m in memory) if fits else 0,
             ),
             *packing_assumptions(

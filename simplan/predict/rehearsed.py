@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s, simulate_again
+from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import HostCopy, Message, Op, Stream
@@ -73,8 +74,9 @@ def rehearsed_step(prediction: Prediction, rehearsal: Rehearsal, calibration: Ca
     assert rehearsal.actions, "a rehearsal without a device has no times"
     simulated = simulate_again(prediction, calibration)
     kinds = _kinds(prediction, simulated, rehearsal)
-    repriced, measured_share = _repriced(prediction, simulated, rehearsal, kinds)
+    alone, measured_share = _repriced(prediction, simulated, rehearsal, kinds)
     program, engine = simulated.program, simulated.engine
+    repriced = slowed(program, alone, engine.times)
     times = engine.times(repriced.durations_s)
     moved = moved_durations_s(program, repriced)
     spans = timeline(program, times)
@@ -97,7 +99,7 @@ def _kinds(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -
     stands_for = simulated.program.stands_for[rehearsal.rank]
     for op in simulated.program.ops:
         if op.rank == stands_for and _computes(op, prediction):
-            predicted_s[op.action] += _computing_s(op, simulated.pricing)
+            predicted_s[op.action] += _computing_s(op, simulated.alone)
     actions: dict[_Key, list[Action]] = defaultdict(list)
     seconds = {Action.parse(measured.action): measured for measured in rehearsal.actions}
     for action in seconds:
@@ -123,7 +125,7 @@ def _repriced(
     mapping = RankMapping.of(prediction.plan)
     place = mapping.place(rehearsal.rank).pp
     of_kind = _ratios_by_kind(kinds)
-    program, pricing = simulated.program, simulated.pricing
+    program, pricing = simulated.program, simulated.alone
     durations_s, deviations_s = list(pricing.durations_s), list(pricing.deviations_s)
     measured_s = total_s = 0.0
     for index, op in enumerate(program.ops):

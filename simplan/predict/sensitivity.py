@@ -8,6 +8,7 @@ from enum import StrEnum
 from simplan.cost.pricing import price_program
 from simplan.predict.build import cost_model
 from simplan.predict.simulated import Simulated
+from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 from simplan.spec.hardware import ClusterSpec, LinkSpec
@@ -56,7 +57,9 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     asked = (prediction.training, prediction.plan, prediction.software, None)
     better = {resource: improved(prediction.cluster, resource) for resource in Resource}
     costs = {resource: cost_model(cluster, *asked) for resource, cluster in better.items() if cluster is not None}
-    durations_s = [price_program(simulated.program, cost).durations_s for cost in costs.values()]
+    program = simulated.program
+    pricings = [slowed(program, price_program(program, cost), compiled.times) for cost in costs.values()]
+    durations_s = [pricing.durations_s for pricing in pricings]
     before_s = simulated.times.step_time_s
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)

@@ -14,11 +14,12 @@ from simplan.cost.base import CostModel
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import build_program, cost_model, sharing_of
+from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.program.program import HostCalls, HostCopy, HostWait, Op, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
-from simplan.sim.engine import Sharing, Times
+from simplan.sim.engine import CoreUse, Times
 from simplan.spec.hardware import ClusterSpec
 
 __all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program", "source_of"]
@@ -33,25 +34,28 @@ class Simulated:
 
     Attributes:
         program: What ran.
-        pricing: How long its operations take alone.
+        alone: How long its operations take alone.
+        pricing: How long they take with messages beside them.
         times: When they ran.
         engine: Runs it again with other durations.
-        sharing: How operations slow each other down, if they do.
+        sharing: Cores that operations share, if they do.
     """
 
     program: Program
+    alone: Pricing
     pricing: Pricing
     times: Times
     engine: Engine
-    sharing: Sharing | None
+    sharing: CoreUse | None
 
 
 def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) -> Simulated:
     """Prices and simulates."""
-    pricing = price_program(program, cost)
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
-    return Simulated(program, pricing, engine.times(pricing.durations_s), engine, sharing)
+    alone = price_program(program, cost)
+    pricing = slowed(program, alone, engine.times)
+    return Simulated(program, alone, pricing, engine.times(pricing.durations_s), engine, sharing)
 
 
 def simulate_again(prediction: Prediction, calibration: Calibration | None = None) -> Simulated:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from simplan.predict.brief import beside_messages_s
 from simplan.program.complete import Unshard
 from simplan.program.uncollected import uncollected
 from simplan.search import pipelined, single
@@ -77,6 +78,7 @@ class FastEvaluator:
 
     def __init__(self, question: Question) -> None:
         cluster, software = question.cluster, question.software
+        self._question = question
         self._numbers = Numbers(question.model, cluster, question.training, software)
         self._has_experts = question.model.num_experts > 0
         self._context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
@@ -115,7 +117,7 @@ class FastEvaluator:
 
     @uncollected()
     def least_time_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """See ``Evaluator``; without a pipeline it is the step time itself."""
+        """See ``Evaluator``; without a pipeline it is the step time itself but for what messages take of devices."""
         found = []
         for c in candidates:
             if c.pp > 1:
@@ -126,8 +128,15 @@ class FastEvaluator:
         return found
 
     def step_times_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """See ``Evaluator``."""
-        return self._each(candidates, single.step_time_s, pipelined.step_times_s)
+        """See ``Evaluator``; a step whose messages take part of the device is written out, which takes longer."""
+        return self._each(candidates, self._alone_s, pipelined.step_times_s)
+
+    def _alone_s(self, numbers: Numbers, c: Candidate) -> float:
+        if c.dp * c.cp == 1 or not numbers.taken_share:
+            return single.step_time_s(numbers, c)
+        asked = self._question
+        more_s = beside_messages_s(asked.model, asked.cluster, asked.training, c.plan(), asked.software)
+        return single.step_time_s(numbers, c) + more_s
 
     @uncollected()
     def _each(

@@ -94,6 +94,11 @@ class Numbers:
         """What the host of a trainer does once a step."""
         return self.cluster.device.kernels.step_s if self.software.trainer else 0.0
 
+    @property
+    def taken_share(self) -> float:
+        """Part of a device that messages take from what is computed beside them."""
+        return self.prices(shards_parameters=False).taken_share
+
     def prices(self, *, shards_parameters: bool) -> Prices:
         """Prices; element widths are others where parameters are sharded."""
 

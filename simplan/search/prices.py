@@ -20,6 +20,11 @@ class Prices:
         self._of_work: dict[LayerWork, float] = {}
         self._of_message: dict[Message, float] = {}
 
+    @property
+    def taken_share(self) -> float:
+        """Of a device, by messages, from what is computed beside them."""
+        return self._cost.taken_share
+
     def work_s(self, work: LayerWork) -> float:
         """One phase of one layer."""
         found = self._of_work.get(work)

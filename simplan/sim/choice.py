@@ -9,7 +9,7 @@ from typing import Protocol
 
 from simplan.program.program import Program
 from simplan.sim.compiled import compile_program
-from simplan.sim.engine import Sharing, Times, simulate
+from simplan.sim.engine import CoreUse, Times, simulate
 
 __all__ = ["Engine", "engine_of"]
 
@@ -35,7 +35,7 @@ class _SimPy:
     """The reference engine."""
 
     program: Program
-    sharing: Sharing | None
+    sharing: CoreUse | None
 
     def times(self, durations_s: Sequence[float]) -> Times:
         return simulate(self.program, durations_s, self.sharing)
@@ -44,14 +44,14 @@ class _SimPy:
         return [self.times(vector_s).step_time_s for vector_s in durations_s]
 
 
-def engine_of(program: Program, sharing: Sharing | None) -> Engine:
-    """SimPy where operations slow each other down and for small Programs; compiled for large static ones.
+def engine_of(program: Program, sharing: CoreUse | None) -> Engine:
+    """SimPy where operations share cores and for small Programs; compiled for large static ones.
 
     Once the compiled engine is loaded, it runs small ones as well.
 
     Args:
         program: What to run.
-        sharing: How operations slow each other down, if they do.
+        sharing: Cores that operations share, if they do.
     """
     loaded = "simplan.sim.longest_path" in sys.modules
     if sharing is None and (loaded or len(program.ops) >= _FEWEST_OPERATIONS):

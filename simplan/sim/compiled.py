@@ -2,9 +2,8 @@
 
 A Program is static when a duration is a duration, whatever runs beside it: the order on every stream is fixed and a
 meeting is one node that starts when all its members are ready. Then the SimPy engine computes a longest path, and so
-does this one, with the same additions and maxima and hence to the last bit the same times. Where ranks share cores, or
-computing is slower beside communication, only the SimPy engine knows the answer, and it stays the reference for all
-others.
+does this one, with the same additions and maxima and hence to the last bit the same times. Where ranks share cores only
+the SimPy engine knows the answer, and it stays the reference for all others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from simplan.errors import NotModelledError, Problem
 from simplan.program.program import Program, Stream
-from simplan.sim.engine import CoreUse, Sharing, Times
+from simplan.sim.engine import CoreUse, Times
 
 __all__ = ["CompiledProgram", "Durations", "compile_program"]
 
@@ -87,25 +86,22 @@ class CompiledProgram:
         return latest_s.tolist()
 
 
-def compile_program(program: Program, sharing: Sharing | None = None) -> CompiledProgram:
+def compile_program(program: Program, sharing: CoreUse | None = None) -> CompiledProgram:
     """The arrays of a static Program.
 
     Args:
         program: A checked Program.
-        sharing: How operations slow each other down, if they do.
+        sharing: Cores that operations share, if they do.
 
     Raises:
         NotModelledError: They do.
     """
     if sharing is not None:
-        why = "computing is slower beside communication"
-        if isinstance(sharing, CoreUse):
-            why = f"ranks share {sharing.cores_per_node} cores"
         raise NotModelledError(
             Problem(
                 field="cluster",
-                rule=f"{why}, so what runs beside an operation changes how long it takes; the compiled engine takes "
-                "static Programs only",
+                rule=f"ranks share {sharing.cores_per_node} cores, so what runs beside an operation changes how long "
+                "it takes; the compiled engine takes static Programs only",
                 fix="simulate it with the SimPy engine",
             )
         )

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
-from simplan.program.program import Program, Stream
-from simplan.program.timeline import Span, SpanKind, Timeline
+from simplan.program.program import Program
+from simplan.program.timeline import Span, Timeline
 from simplan.program.uncollected import uncollected
 from simplan.sim.cores import SharedCores
-from simplan.sim.interference import SlowedStream
 from simplan.spec.layer import CollectiveKind
 
-__all__ = ["CoreUse", "Sharing", "Slowdown", "Times", "simulate", "timeline"]
+__all__ = ["CoreUse", "Times", "simulate", "timeline"]
 
 _Process = Generator[Event, object, None]
 
@@ -40,21 +39,6 @@ class CoreUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
-    """Devices of their own whose computing is slower while their ranks communicate.
-
-    Attributes:
-        factor: Time of computing beside communication over its time alone, at least 1.
-    """
-
-    factor: float
-
-
-Sharing = CoreUse | Slowdown
-"""Why an operation may take longer than alone."""
-
-
-@dataclass(frozen=True, slots=True)
 class Times:
     """When every operation of a Program ran, seconds; indices are those of ``Program.ops``."""
 
@@ -68,7 +52,7 @@ class Times:
 
 
 @uncollected()
-def simulate(program: Program, durations_s: Sequence[float], sharing: Sharing | None = None) -> Times:
+def simulate(program: Program, durations_s: Sequence[float], sharing: CoreUse | None = None) -> Times:
     """Runs one step.
 
     An operation starts when its predecessor on the stream and everything it waits for have ended and, if it is part
@@ -78,7 +62,7 @@ def simulate(program: Program, durations_s: Sequence[float], sharing: Sharing | 
         program: What to run.
         durations_s: Time of every operation alone, in the order of ``program.ops``; members of a meeting have equal
             ones.
-        sharing: How operations slow each other down; None where a duration is a duration.
+        sharing: Cores that operations share, so that they may take longer; None where a duration is a duration.
 
     Returns:
         Start and end of every operation.
@@ -109,7 +93,7 @@ class _Run:
     stream and each operation that a member waits for.
     """
 
-    def __init__(self, program: Program, durations_s: Sequence[float], sharing: Sharing | None) -> None:
+    def __init__(self, program: Program, durations_s: Sequence[float], sharing: CoreUse | None) -> None:
         ops = program.ops
         assert len(durations_s) == len(ops)
         self.env = Environment()
@@ -127,18 +111,11 @@ class _Run:
             self.missing[leader] += 1 + len(op.waits)
             for wait in op.waits:
                 self.followers[wait].append(leader)
-        self.cores = cores = sharing if isinstance(sharing, CoreUse) else None
+        self.cores = cores = sharing
         self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
         self.turns = cores.turns if cores else ()
         self.waiting: dict[Hashable, deque[int]] = {}  # by what is taken, who comes next
-        self.ops = ops
-        self.devices: dict[int, SlowedStream] = {}
-        if isinstance(sharing, Slowdown):
-            self.devices = {rank: SlowedStream(self.env, sharing.factor) for rank in program.ranks}
-            self.members: dict[int, set[int]] = {}
-            for index, op in enumerate(ops):
-                self.members.setdefault(self.leader[index], set()).add(op.rank)
 
     def stream(self, indices: Sequence[int]) -> _Process:
         """Walks the operations of one stream."""
@@ -192,33 +169,10 @@ class _Run:
         completion = self.completion[leader]
         assert completion is not None
         duration_s = self.durations_s[leader]
-        if self.devices and duration_s > 0.0:
-            self.start_on_device(leader, completion, duration_s)
-        elif self.cores is None or duration_s <= 0.0 or self.demand[leader] <= 0.0:
+        if self.cores is None or duration_s <= 0.0 or self.demand[leader] <= 0.0:
             completion.after(duration_s)
         else:
             self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
-
-    def start_on_device(self, leader: int, completion: _Completion, duration_s: float) -> None:
-        """Computing takes as long as what moves beside it lets it; what moves slows all its members' computing."""
-        op = self.ops[leader]
-        if op.kind is not SpanKind.COMMUNICATION:
-            if op.stream is Stream.COMPUTE:
-                self.devices[op.rank].run(completion, duration_s)
-            else:
-                completion.after(duration_s)
-            return
-        slowed = [self.devices[rank] for rank in self.members[leader]]
-        for device in slowed:
-            device.move(+1)
-
-        def ended(event: Event) -> None:
-            for device in slowed:
-                device.move(-1)
-
-        assert completion.callbacks is not None
-        completion.callbacks.append(ended)
-        completion.after(duration_s)
 
     def _leader_demand(self) -> list[float]:
         """Cores that an operation keeps busy; a meeting's are those of all its members."""

@@ -86,6 +86,9 @@ class KernelRates(Spec):
         stream_overlap: Where small kernels are launched on several streams, how much of what each takes beyond its work
             is hidden by those beside it; all of it would be 1. So that 108 products of experts that were timed one by
             one on B200 (tests/cost/products_b200.csv) are within a tenth on average.
+        taken_share: Part of a device that messages take from what is computed beside them: the kernels that move them
+            run on multiprocessors, 24 of an A100's 108 where NCCL has as many channels. Nothing where a network's own
+            engines move them (TPUs).
         split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
             each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
@@ -125,6 +128,7 @@ class KernelRates(Spec):
     kernel_s: NonNegative = 10e-6
     launch_s: NonNegative = 5e-6
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
+    taken_share: Annotated[float, Field(ge=0, lt=1)] = 0.15
     split_s: NonNegative = 50e-6
     step_s: NonNegative = 0.01
     batch_s: NonNegative = 0.5e-3

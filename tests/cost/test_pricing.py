@@ -19,6 +19,8 @@ EMBEDDING, BLOCK, *_ = MODEL.layers
 class Tariff:
     """Seconds by phase and kind; counts how often it is asked."""
 
+    taken_share = 0.0
+
     def __init__(self) -> None:
         self.asked: list[Work] = []
 

@@ -1,0 +1,82 @@
+"""What computing takes where messages move beside it: part of the device is theirs meanwhile.
+
+What is computed beside them advances by so much less as long as they move. How long they do is looked up once, in a
+step that knows nothing of it: exact where messages end before what they run beside, which then takes longer by a share
+of their time; where they take longer it is they that the step waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from simplan.cost.base import Price
+from simplan.cost.pricing import PricedTerm, Pricing
+from simplan.program.program import LayerWork, Program, Work
+from simplan.program.timeline import SpanKind
+from simplan.sim.beside import Beside
+from simplan.sim.engine import Times
+from simplan.units import format_percent, format_time
+
+__all__ = ["slowed"]
+
+_Floats = npt.NDArray[np.float64]
+
+
+def slowed(program: Program, pricing: Pricing, run: Callable[[Sequence[float]], Times]) -> Pricing:
+    """Prices of a Program whose computing shares its devices with messages.
+
+    Args:
+        program: What was priced.
+        pricing: Of what is done alone.
+        run: Starts and ends of all operations with given durations.
+
+    Returns:
+        The same with longer durations and deviations of what is computed beside messages, if anything is.
+    """
+    beside = Beside.of(program) if pricing.taken_share else None
+    if beside is None or not beside.of_rank:
+        return pricing
+    times = run(pricing.durations_s)
+    beside_s = beside.seconds(np.array(times.start_s), np.array(times.end_s))
+    slower = np.flatnonzero(beside_s)
+    if not len(slower):
+        return pricing
+    parts: dict[int, float] = {}  # by the work, which all microbatches share
+    for index in slower.tolist():
+        work = program.ops[index].work
+        if id(work) not in parts:
+            parts[id(work)] = _computing_part(work, pricing)
+        beside_s[index] *= parts[id(work)]
+    more_s = pricing.taken_share * beside_s
+    durations_s, deviations_s = np.array(pricing.durations_s), np.array(pricing.deviations_s)
+    deviations_s[slower] *= 1 + more_s[slower] / durations_s[slower]
+    return replace(
+        pricing,
+        durations_s=tuple((durations_s + more_s).tolist()),
+        deviations_s=tuple(deviations_s.tolist()),
+        beside=_term(program, pricing, beside_s),
+    )
+
+
+def _computing_part(work: tuple[Work, ...], pricing: Pricing) -> float:
+    """Of the time of an operation, what goes to computing; messages that are not written out are waited for in it."""
+    seconds = [(pricing.by_work[part].price.seconds, isinstance(part, LayerWork)) for part in work]
+    return sum(own_s for own_s, computes in seconds if computes) / sum(own_s for own_s, _ in seconds)
+
+
+def _term(program: Program, pricing: Pricing, beside_s: _Floats) -> PricedTerm:
+    """What all that is worth, on average over ranks."""
+    num_ranks, total_s = len(program.ranks), float(beside_s.sum())
+    one = program.ops[int(beside_s.argmax())].work[0]
+    relative = np.divide(pricing.deviations_s, pricing.durations_s, out=np.zeros_like(beside_s), where=beside_s > 0)
+    price = Price(
+        pricing.taken_share * total_s / num_ranks,
+        pricing.by_work[one].price.provenance,
+        float(relative @ beside_s) / total_s,
+        f"{format_percent(pricing.taken_share)} of {format_time(total_s / num_ranks)} in which messages move beside it",
+    )
+    return PricedTerm("computing beside messages", SpanKind.COMPUTE, price, num_ranks)

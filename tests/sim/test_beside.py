@@ -1,0 +1,69 @@
+"""How long each operation computes beside messages of its rank: by hand, and against a sum over instants."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.program.action import Action
+from simplan.program.program import Op, Program, Stream
+from simplan.program.timeline import SpanKind
+from simplan.sim.beside import Beside
+
+ACTION = Action.parse("0B0")
+Place = tuple[int, Stream, SpanKind, float, float]
+
+
+def seconds(*places: Place) -> list[float]:
+    """By operation, of a Program with one at each place."""
+    ops = tuple(Op(rank, stream, "x", ACTION, kind, ()) for rank, stream, kind, _, _ in places)
+    program = Program(2, (), ops, (0, 1), (0, 1), {}, {})
+    start_s, end_s = (np.array([place[index] for place in places]) for index in (3, 4))
+    return list(Beside.of(program).seconds(start_s, end_s))
+
+
+def computing(rank: int, start_s: float, end_s: float, kind: SpanKind = SpanKind.COMPUTE) -> Place:
+    return rank, Stream.COMPUTE, kind, start_s, end_s
+
+
+def moving(rank: int, start_s: float, end_s: float, stream: Stream = Stream.DATA) -> Place:
+    return rank, stream, SpanKind.COMMUNICATION, start_s, end_s
+
+
+def test_only_what_computes_beside_messages_of_its_own_rank_counts() -> None:
+    found = seconds(
+        computing(0, 0.0, 2.0),
+        computing(0, 2.0, 5.0, SpanKind.RECOMPUTE),
+        computing(0, 5.0, 5.5, SpanKind.HOST),
+        computing(0, 5.5, 6.0, SpanKind.OPTIMIZER),
+        computing(1, 0.0, 6.0),
+        moving(0, 1.0, 3.0),
+        moving(0, 2.5, 3.5, Stream.REPLICATE),  # two at once take no more than one
+        moving(0, 4.0, 6.0, Stream.SHARD),
+        moving(0, 0.0, 6.0, Stream.TENSOR),
+        moving(0, 0.0, 6.0, Stream.FROM_HOST),
+        (0, Stream.COMPUTE, SpanKind.COMMUNICATION, 0.0, 6.0),
+        moving(1, 3.0, 3.0),
+    )
+    assert found == pytest.approx([1.0, 2.5, *[0.0] * 10])
+
+
+INSTANTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=8)
+
+
+@given(INSTANTS, INSTANTS)
+def test_it_is_as_many_instants_as_both_share(computes: list[tuple[int, int]], moves: list[tuple[int, int]]) -> None:
+    places = [computing(0, float(at), float(at + length)) for at, length in computes]
+    places += [moving(0, float(at), float(at + length)) for at, length in moves]
+    busy = {instant for at, length in moves for instant in range(at, at + length)}
+    expected = [len(busy.intersection(range(at, at + length))) for at, length in computes]
+    assert seconds(*places) == pytest.approx([*expected, *[0] * len(moves)])
+
+
+def test_nothing_of_a_pipeline_counts() -> None:
+    ops = tuple(Op(0, stream, "x", ACTION, kind, ()) for _, stream, kind, _, _ in (computing(0, 0, 1), moving(0, 0, 1)))
+    one, two = (Program(2, ((ACTION,),) * ranks, ops, (0,), (0,), {}, {}) for ranks in (1, 2))
+    times = np.zeros(2), np.ones(2)
+    assert [list(Beside.of(program).seconds(*times)) for program in (one, two)] == [[1.0, 0.0], [0.0, 0.0]]
