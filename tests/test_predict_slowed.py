@@ -156,3 +156,10 @@ def test_engines_of_a_torus_take_nothing(device: str, link: str, taken: bool) ->
     )
     cost = cost_model(cluster, TrainingSpec(global_batch_size=16), ParallelPlan(), catalogue.software("torch"), None)
     assert (cost.taken_share > 0) is taken
+
+
+@pytest.mark.parametrize(("software", "pp", "taken"), [("torch", 1, True), ("torch", 2, False), ("nemo", 2, True)])
+def test_nothing_is_taken_in_pipelines_of_torch(software: str, pp: int, taken: bool) -> None:
+    asked = TrainingSpec(global_batch_size=16, precision="bf16"), ParallelPlan(pp=pp, dp_replicate=8 // pp)
+    cost = cost_model(catalogue.cluster("dgx-h100", num_devices=8), *asked, catalogue.software(software), None)
+    assert (cost.taken_share > 0) is taken

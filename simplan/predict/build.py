@@ -138,7 +138,17 @@ def cost_model(
         cluster=cluster,
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(cluster, training, plan, software),
         traffic=software.traffic,
+        messages_take=_messages_take(plan, software),
     )
+
+
+def _messages_take(plan: ParallelPlan, software: SoftwareSpec) -> bool:
+    """Whether it counts what messages take of a device from what is computed beside them.
+
+    Not in torch's pipelines: gradients are reduced there beside one microbatch of many, parameters gathered before the
+    first, and a search prices thousands of them in machine code that does not know of it.
+    """
+    return plan.pp == 1 or not software.holds_sends
 
 
 def _datasheet_cost(
@@ -157,6 +167,7 @@ def _datasheet_cost(
             num_microbatches=num_microbatches(training, plan),
         ),
         software.rates,
+        messages_take=_messages_take(plan, software),
     )
 
 

@@ -36,13 +36,7 @@ class Beside:
 
     @classmethod
     def of(cls, program: Program) -> Beside:
-        """Of a Program; nothing of a pipeline.
-
-        There gradients are reduced beside one microbatch of many, and what that takes is left out: times of all others
-        would be those of none (``simplan.predict.pipeline_rest``).
-        """
-        if len(program.table) > 1:
-            return cls(len(program.ops), ())
+        """Of a Program."""
         computing, moving = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
         for index, op in enumerate(program.ops):
             if op.stream is Stream.COMPUTE:

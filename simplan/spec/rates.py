@@ -86,9 +86,9 @@ class KernelRates(Spec):
         stream_overlap: Where small kernels are launched on several streams, how much of what each takes beyond its work
             is hidden by those beside it; all of it would be 1. So that 108 products of experts that were timed one by
             one on B200 (tests/cost/products_b200.csv) are within a tenth on average.
-        taken_share: Part of a device that messages take from what is computed beside them: the kernels that move them
-            run on multiprocessors, 24 of an A100's 108 where NCCL has as many channels. Nothing where a network's own
-            engines move them (TPUs).
+        taken_share: Part of a device that messages take from what is computed beside them. The kernels that move them
+            share multiprocessors with no others: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so
+            0.15; and they share memory and power. Nothing where a network's own engines move bytes (TPUs).
         split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
             each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
         step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss

@@ -60,10 +60,3 @@ def test_it_is_as_many_instants_as_both_share(computes: list[tuple[int, int]], m
     busy = {instant for at, length in moves for instant in range(at, at + length)}
     expected = [len(busy.intersection(range(at, at + length))) for at, length in computes]
     assert seconds(*places) == pytest.approx([*expected, *[0] * len(moves)])
-
-
-def test_nothing_of_a_pipeline_counts() -> None:
-    ops = tuple(Op(0, stream, "x", ACTION, kind, ()) for _, stream, kind, _, _ in (computing(0, 0, 1), moving(0, 0, 1)))
-    one, two = (Program(2, ((ACTION,),) * ranks, ops, (0,), (0,), {}, {}) for ranks in (1, 2))
-    times = np.zeros(2), np.ones(2)
-    assert [list(Beside.of(program).seconds(*times)) for program in (one, two)] == [[1.0, 0.0], [0.0, 0.0]]
