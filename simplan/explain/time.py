@@ -48,18 +48,19 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
             formula = f"{count} x {format_time(price.seconds)}; each {price.formula}"
             yield Part(group, name, count * price.seconds, "s", formula, str(price.provenance), price.relative_std)
         if abs(left_s) > 1e-9 * prediction.step_time_s:
-            yield Part(group, *_longer(simulated, left_s))
+            yield _longer(simulated, group, left_s)
     yield from _messages(simulated, written_out)
     yield Part("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
 
 
-def _longer(simulated: Simulated, seconds: float) -> tuple[str, float, str, str]:
+def _longer(simulated: Simulated, group: str, seconds: float) -> Part:
     """What computing takes longer than alone."""
-    if simulated.sharing is not None:
+    beside = simulated.pricing.beside
+    if beside is None:
         rule = "ranks and their messages share the cores: what it takes longer than alone"
-        return "waiting for a core", seconds, "s", rule
-    share = format_percent(simulated.pricing.taken_share)
-    return "beside messages", seconds, "s", f"{share} of the device while messages move beside it"
+        return Part(group, "waiting for a core", seconds, "s", rule)
+    rule = f"{format_percent(simulated.pricing.taken_share)} of the device while messages move beside it"
+    return Part(group, "beside messages", seconds, "s", rule, str(beside.price.provenance), beside.price.relative_std)
 
 
 def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tuple[str, int, Price]]:
