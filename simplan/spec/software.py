@@ -208,8 +208,7 @@ class SoftwareSpec(Spec):
             in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
-        equal_stages: Where a plan has no ``stage_layers``, stages have as many blocks as each other: ``always``,
-            ``where_possible``, or ``no``, but those with which the slowest stage is fastest.
+        equal_stages: Stages without ``stage_layers`` have as many blocks as each other, or are balanced (``no``).
         preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
         packed_attention: How documents that share a sequence attend: in one call of the kernel for each, or in one for
             all; None where that is not modelled.
