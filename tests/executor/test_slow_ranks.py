@@ -18,7 +18,7 @@ from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRa
 from simplan.program.timeline import SpanKind
 from tests.executor.conftest import RANK_PROGRAMS
 
-SLOWER_S = 1.2
+SLOWER_S = 0.9
 """Of rank_programs/slow_worker.py."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {
