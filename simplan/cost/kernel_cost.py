@@ -54,14 +54,15 @@ def kernel_cost(
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
     products = _product_rates(device, ceiling * rates.matmul_share * stack.stack_share, stack)
+    share = _attention_share(rates, stack.attention_kernel)
     cost = KernelCost(
         products=products,
         attention=AttentionRates(
             products,
             ceiling * stack.stack_share,
-            _attention_share(rates, stack.attention_kernel),
-            rates.half_keys,
-            rates.narrow_heads,
+            share,
+            rates.half_keys if share.half_keys is None else share.half_keys,
+            rates.narrow_heads if share.narrow_heads is None else share.narrow_heads,
             state.activation,
             rates.score_traffic,
             state.linear,

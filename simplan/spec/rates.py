@@ -24,11 +24,14 @@ class AttentionShare(Spec):
 
     Attributes:
         forward, backward: In either direction, of the FLOPs that are not masked.
+        half_keys, narrow_heads: As of ``KernelRates``, where the kernel itself was timed; None for as of all kernels.
         sustained: Part of these that a training step reaches.
     """
 
-    forward: _Part
-    backward: _Part
+    forward: Positive
+    backward: Positive
+    half_keys: NonNegative | None = None
+    narrow_heads: _Part | None = None
     sustained: Positive = 0.9
 
 
