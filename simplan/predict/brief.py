@@ -32,6 +32,7 @@ _MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays t
 _APART = 1e-4
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly, without repeats
 _LEAST_TIMES = 1e-3
+_LEAST_BESIDE = 1e-6  # of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,4 +194,5 @@ def brief_terms(
         for (work, price), moved_s in zip(prices.items(), seconds[2:], strict=True)
         if price > 0
     )
-    return tuple(term for term in terms if abs(term.times) > _LEAST_TIMES)
+    least_beside_s = _LEAST_BESIDE * float(seconds[0])
+    return tuple(t for t in terms if abs(t.times) > (least_beside_s if isinstance(t.work, Taken) else _LEAST_TIMES))

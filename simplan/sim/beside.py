@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,30 +22,49 @@ copy engines or on few multiprocessors; what these cost is in the price of cutti
 exchanges for experts ``Excess`` knows what they take."""
 
 
+_EXCHANGING = (Stream.TENSOR, Stream.EXPERT)
+_WITHIN = (Stream.COMPUTE, *_EXCHANGING)
+
+
+class _OfRank(NamedTuple):
+    """What one rank computes and what it moves, as indices into ``Program.ops``.
+
+    Attributes:
+        moving: Messages.
+        computing: What computes.
+        group: Of each that computes, the group that it is part of.
+        member: What groups reach over: what computes, and exchanges that this waits for.
+        member_group: Their groups.
+    """
+
+    moving: _Indices
+    computing: _Indices
+    group: _Indices
+    member: _Indices
+    member_group: _Indices
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
     """What of a Program may run beside messages of its own rank.
 
+    What follows upon each other in an action, where no messages but exchanges for parts of layers wait or are waited
+    for, is looked at together, and is beside messages by as large a part each: it need not be written out one by one,
+    and then exchanges come after all of it.
+
     Attributes:
         num_ops: All operations of the Program.
-        of_rank: By rank that has both, indices into ``Program.ops`` of what computes, and of messages.
+        of_rank: By rank that has both.
     """
 
     num_ops: int
-    of_rank: Sequence[tuple[_Indices, _Indices]]
+    of_rank: Sequence[_OfRank]
 
     @classmethod
     def of(cls, program: Program) -> Beside:
         """Of a Program."""
-        computing, moving = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        for index, op in enumerate(program.ops):
-            if op.stream is Stream.COMPUTE:
-                if op.kind in COMPUTING:
-                    computing[op.rank].append(index)
-            elif op.kind is SpanKind.COMMUNICATION and op.stream in _TAKING:
-                moving[op.rank].append(index)
-        both = computing.keys() & moving.keys()
-        return cls(len(program.ops), [(np.array(computing[rank]), np.array(moving[rank])) for rank in sorted(both)])
+        found = [_of_rank(program, indices) for indices in program.by_rank.values()]
+        return cls(len(program.ops), [rank for rank in found if len(rank.moving) and len(rank.computing)])
 
     def seconds(self, start_s: _Floats, end_s: _Floats) -> _Floats:
         """For how long each operation computes while messages of its rank move; 0 for all that does not compute.
@@ -54,12 +73,46 @@ class Beside:
             start_s, end_s: (num_ops,) When operations run.
         """
         found = np.zeros(self.num_ops)
-        for computing, moving in self.of_rank:
+        for moving, computing, group, member, member_group in self.of_rank:
             first_s, last_s = _joined(start_s[moving], end_s[moving])
             if len(first_s):
-                moved_s = [_moved_until(now_s[computing], first_s, last_s) for now_s in (start_s, end_s)]
-                found[computing] = moved_s[1] - moved_s[0]
+                began_s, ended_s = np.full(1 + group.max(), np.inf), np.zeros(1 + group.max())
+                np.minimum.at(began_s, member_group, start_s[member])
+                np.maximum.at(ended_s, member_group, end_s[member])
+                moved_s = _moved_until(ended_s, first_s, last_s) - _moved_until(began_s, first_s, last_s)
+                own_s, whole_s = end_s[computing] - start_s[computing], (ended_s - began_s)[group]
+                part = np.divide(own_s, whole_s, out=np.zeros_like(own_s), where=whole_s > 0)
+                found[computing] = moved_s[group] * part
         return found
+
+
+def _of_rank(program: Program, indices: Sequence[int]) -> _OfRank:
+    ops = program.ops
+    begins_others = {wait for index in indices if ops[index].stream not in _WITHIN for wait in ops[index].waits}
+    waited, now = set[int](), -1
+    moving, computing, group = list[int](), list[int](), list[int]()
+    exchanging, exchanging_group = list[int](), list[int]()
+    for index in indices:
+        op = ops[index]
+        if op.stream is Stream.COMPUTE and op.kind in COMPUTING:
+            waits = {wait for wait in op.waits if ops[wait].stream not in _WITHIN} - waited
+            last = computing[-1] if computing else None
+            if last is None or last in begins_others or waits or ops[last].action != op.action:
+                now += 1
+            waited |= waits
+            computing.append(index)
+            group.append(now)
+        elif op.kind is SpanKind.COMMUNICATION and op.stream in _TAKING:
+            moving.append(index)
+        elif op.stream in _EXCHANGING and computing and ops[computing[-1]].action == op.action:
+            exchanging.append(index)
+            exchanging_group.append(now)
+    members = [*computing, *exchanging], [*group, *exchanging_group]
+    return _OfRank(*map(_indices, (moving, computing, group, *members)))
+
+
+def _indices(values: list[int]) -> _Indices:
+    return np.array(values, dtype=np.int64)
 
 
 def _joined(start_s: _Floats, end_s: _Floats) -> tuple[_Floats, _Floats]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.predict import predict
-from simplan.predict.brief import brief_terms, predict_brief
+from simplan.predict.brief import Taken, brief_terms, predict_brief
 from simplan.program.program import Message
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
@@ -141,6 +141,17 @@ def test_stages_reduce_their_gradients_beside_each_other_where_nobody_waits_in_b
     terms = brief_terms(untied, catalogue.cluster("dgx-a100-80gb", 8), training, plan, software)
     found = [t.times for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.ALL_REDUCE]
     assert sum(found) == pytest.approx(reductions, abs=1e-3)
+
+
+def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_beside_messages() -> None:
+    plan, training, software = ParallelPlan(dp_shard=2), TrainingSpec(global_batch_size=4), catalogue.software("torch")
+    small = MODEL.model_copy(update={"num_hidden_layers": 2})
+    asked = small, catalogue.cluster("dgx-a100-80gb", 2), training, plan, software
+    terms = brief_terms(*asked)
+    [beside] = [term for term in terms if isinstance(term.work, Taken)]
+    assert 0 < beside.times < 1e-3
+    found_s = sum(term.seconds * term.times for term in terms)
+    assert found_s == pytest.approx(predict_brief(*asked).step_time_s, rel=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

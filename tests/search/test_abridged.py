@@ -62,6 +62,21 @@ def test_numbers_are_those_of_whole_steps(family: str, software: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "software", "candidate"),
+    [
+        ("bert", "megatron-bridge", Candidate(1, 2, 1, tp=2, pp=2, virtual_stages=2, schedule="zb-v")),
+        ("llama", "maxtext", Candidate(1, 2, 3, tp=2, pp=2, virtual_stages=2, schedule="interleaved_1f1b")),
+    ],
+)
+def test_what_messages_take_is_the_same_where_layers_are_written_out_together(
+    family: str, software: str, candidate: Candidate
+) -> None:
+    asked = asked_for(family, software, hidden_size=512, seq_len=512)
+    holds(asked, [candidate])
+    assert cost_model(asked.cluster, asked.training, candidate.plan(), asked.software, None).taken_share > 0
+
+
+@pytest.mark.parametrize(
     ("family", "software", "depths"), [("llama", "megatron-core", 2), ("deepseek", "megatron-bridge", 1)]
 )
 def test_numbers_are_those_of_whole_steps_with_layers_for_later_tokens(family: str, software: str, depths: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,16 +14,34 @@ from simplan.program.program import Op, Program, Stream
 from simplan.program.timeline import SpanKind
 from simplan.sim.beside import Beside
 
-ACTION = Action.parse("0B0")
 Place = tuple[int, Stream, SpanKind, float, float]
 
 
 def seconds(*places: Place) -> list[float]:
-    """By operation, of a Program with one at each place."""
-    ops = tuple(Op(rank, stream, "x", ACTION, kind, ()) for rank, stream, kind, _, _ in places)
-    program = Program(2, (), ops, (0, 1), (0, 1), {}, {})
+    """By operation, of a Program with one at each place, each of an action of its own."""
+    ops = [
+        Op(rank, stream, "x", Action.parse(f"0B{number}"), kind, ())
+        for number, (rank, stream, kind, _, _) in enumerate(places)
+    ]
+    return seconds_of(ops, places)
+
+
+def seconds_of(ops: Sequence[Op], places: Sequence[Place]) -> list[float]:
+    """By operation."""
+    program = Program(2, (), tuple(ops), (0, 1), (0, 1), {}, {})
     start_s, end_s = (np.array([place[index] for place in places]) for index in (3, 4))
     return list(Beside.of(program).seconds(start_s, end_s))
+
+
+def in_one_action(places: Sequence[Place], begins: int | None = None) -> list[float]:
+    """Each after the one before; the last is a message that one of them begins."""
+    ops = [
+        Op(rank, stream, "x", Action.parse("0B0"), kind, (), (number - 1,) if number else ())
+        for number, (rank, stream, kind, _, _) in enumerate(places[:-1])
+    ]
+    rank, stream, kind, _, _ = places[-1]
+    waits = () if begins is None else (begins,)
+    return seconds_of([*ops, Op(rank, stream, "x", Action.parse("1B0"), kind, (), waits)], places)
 
 
 def computing(rank: int, start_s: float, end_s: float, kind: SpanKind = SpanKind.COMPUTE) -> Place:
@@ -48,6 +68,20 @@ def test_only_what_computes_beside_messages_of_its_own_rank_counts() -> None:
         moving(1, 3.0, 3.0),
     )
     assert found == pytest.approx([1.0, 2.5, *[0.0] * 10])
+
+
+def test_layers_and_exchanges_are_beside_messages_as_if_they_were_one_after_all_of_the_others() -> None:
+    """Three of eight seconds, in six of which something is computed."""
+    exchange = moving(0, 2.0, 4.0, Stream.TENSOR)
+    apart = in_one_action([computing(0, 0.0, 2.0), exchange, computing(0, 4.0, 8.0), moving(0, 0.0, 3.0)])
+    assert apart == pytest.approx([3 * 2 / 8, 0.0, 3 * 4 / 8, 0.0])
+    later = moving(0, 6.0, 8.0, Stream.TENSOR)
+    assert in_one_action([computing(0, 0.0, 6.0), later, moving(0, 0.0, 3.0)]) == pytest.approx([3 * 6 / 8, 0.0, 0.0])
+
+
+def test_what_begins_a_message_is_not_beside_it() -> None:
+    found = in_one_action([computing(0, 0.0, 2.0), computing(0, 2.0, 8.0), moving(0, 2.0, 5.0)], begins=0)
+    assert found == pytest.approx([0.0, 3.0, 0.0])
 
 
 INSTANTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=8)
