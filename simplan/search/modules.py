@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simplan.errors import NotModelledError, SpecError
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.problems import render_value
 from simplan.search.question import Question
 from simplan.search.space import SearchSpace
 from simplan.spec.plan import ParallelPlan
@@ -21,10 +22,17 @@ def check_modules(question: Question, space: SearchSpace) -> None:
         space: Its plans.
 
     Raises:
-        SpecError: A list names no module, one twice, or one that the model does not have.
+        SpecError: A list names no module, one twice, or one that the model does not have; or no plan of the space has
+            selective recomputation.
         NotModelledError: The software does not run a module alone again.
     """
     model, training, software = question.model, question.training, question.software
+    if space.recompute_modules and space.recompute is not None and "selective" not in space.recompute:
+        value = render_value([list(modules) for modules in space.recompute_modules])
+        asked = render_value(list(space.recompute))
+        rule = f"says what selective recomputation may run again, and search.recompute = {asked} has none"
+        fix = "add selective to it, or remove this"
+        raise SpecError(Problem(field="search.recompute_modules", value=value, rule=rule, fix=fix))
     for modules in space.recompute_modules or ():
         plan = ParallelPlan(recompute="selective", recompute_modules=modules)
         for error, problems in (

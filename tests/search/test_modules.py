@@ -82,3 +82,10 @@ def test_modules_that_cannot_be_are_refused_by_name(
     with pytest.raises(error, match=said) as refused:
         search(asked.model, asked.cluster, asked.training, asked.software, space)
     assert [problem.field for problem in refused.value.problems] == ["search.recompute_modules"]
+
+
+def test_modules_without_selective_recomputation_are_refused() -> None:
+    asked = asked_for()
+    space = SearchSpace.model_validate({"recompute_modules": [["mlp"]], "recompute": ["none", "full"]})
+    with pytest.raises(SpecError, match=r"search.recompute_modules.*search.recompute = .*full.* has none"):
+        search(asked.model, asked.cluster, asked.training, asked.software, space)
