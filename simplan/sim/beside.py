@@ -16,13 +16,11 @@ __all__ = ["Beside"]
 
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int64]
-_TAKING = (Stream.DATA, Stream.SHARD, Stream.REPLICATE, Stream.EXPERT_DATA, Stream.CONTEXT)
+_TAKING = (Stream.DATA, Stream.SHARD, Stream.REPLICATE, Stream.EXPERT_DATA)
 """Streams of messages that are meant to hide. Exchanges of tensor-parallel ranks beside parts of a product are made by
 copy engines or on few multiprocessors; what these cost is in the price of cutting it (``KernelRates.split_s``). Of
-exchanges for experts ``Excess`` knows what they take."""
-
-
-_EXCHANGING = (Stream.TENSOR, Stream.EXPERT)
+exchanges for experts ``Excess`` knows what they take; what those of keys and values take nobody published."""
+_EXCHANGING = (Stream.TENSOR, Stream.CONTEXT, Stream.EXPERT)
 _WITHIN = (Stream.COMPUTE, *_EXCHANGING)
 
 
