@@ -46,10 +46,10 @@ class Tariff:
         return Price(float(message.num_bytes), Provenance.DATASHEET, 0.1, "")
 
     def host_copy(self, copy: HostCopy) -> Price:
-        raise NotImplementedError
+        raise AssertionError("nothing is copied to the host here")
 
     def host_wait(self, wait: HostWait) -> Price:
-        raise NotImplementedError
+        raise AssertionError("nothing waits for the host here")
 
 
 def computing(seconds: int, *waits: int, message_s: int = 0) -> Op:

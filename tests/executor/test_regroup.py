@@ -172,11 +172,17 @@ def test_a_node_that_died_while_nobody_looked_is_not_let_in(
         assert part.why == f"{LOST}; 3 nodes with 3 ranks go on after step 30; restart 2 of 3"
 
 
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> list[WaitingRoom]:
+    """Rooms that let nobody in for a while, as they are told to."""
+    rooms: list[WaitingRoom] = []
+    monkeypatch.setattr(WaitingRoom, "pause", lambda room: rooms.append(room))
+    return rooms
+
+
 def test_ranks_that_stopped_for_nobody_are_not_stopped_again_at_once(
-    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_job: MakeJob, tmp_path: Path, paused: list[WaitingRoom]
 ) -> None:
-    paused: list[WaitingRoom] = []
-    monkeypatch.setattr(WaitingRoom, "pause", lambda room: paused.append(room))
     found = parts(make_job(dp=4), tmp_path, [3, 2])
     first = found[0].team
     assert first is not None
@@ -188,11 +194,9 @@ def test_ranks_that_stopped_for_nobody_are_not_stopped_again_at_once(
 
 
 def test_a_node_that_dies_as_soon_as_it_is_let_in_costs_no_restart(
-    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_job: MakeJob, tmp_path: Path, paused: list[WaitingRoom]
 ) -> None:
     """Nothing has been heard of its ranks; with no restart left the others go on all the same, and let none in soon."""
-    paused: list[WaitingRoom] = []
-    monkeypatch.setattr(WaitingRoom, "pause", lambda room: paused.append(room))
     found = parts(make_job(dp=4), tmp_path, [3, 2])
     first = found[0].team
     assert first is not None
