@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("problems",),
     ("io",),
     ("spec",),
+    ("job",),
     ("program",),
     ("cost",),
     ("sim",),

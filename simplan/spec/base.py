@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 __all__ = ["Count", "NonNegative", "Positive", "Spec"]
 
@@ -20,6 +20,25 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    _hash: int | None = PrivateAttr(default=None)
+
+    def __hash__(self) -> int:
+        """Of the fields, mappings included; kept, because a search looks values up by it."""
+        if self._hash is None:
+            fields = tuple(_hashable(getattr(self, name)) for name in type(self).model_fields)
+            self._hash = hash((type(self).__name__, fields))
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """By type and fields; what is remembered beside them does not count."""
+        if type(self) is not type(other):
+            return NotImplemented
+        return self is other or all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Without the hash: another process hashes strings in another way."""
+        return {**super().__getstate__(), "__pydantic_private__": {"_hash": None}}
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A changed copy, validated like any other (pydantic's own would skip that and keep cached properties).
 
@@ -30,3 +49,13 @@ class Spec(BaseModel):
         del deep
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**(fields | dict(update or {})))
+
+
+def _hashable(value: Any) -> Hashable:
+    """A value that hashes: a mapping by its items, whatever their order."""
+    if isinstance(value, Mapping):
+        return frozenset((key, _hashable(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(each) for each in value)
+    hashed: Hashable = value
+    return hashed
