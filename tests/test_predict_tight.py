@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simplan.explain.explanation import explain
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.predict.brief import Brief, predict_brief
 from simplan.predict.evaluate import within_device
@@ -34,11 +35,11 @@ def with_memory(memory_bytes: int | None) -> ClusterSpec:
 
 
 def on_device(memory_bytes: int | None) -> Prediction:
-    return predict("small", MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
+    return predict(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE), name="small")
 
 
 def brief(memory_bytes: int | None) -> Brief:
-    return predict_brief(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
+    return predict_brief(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE))
 
 
 @pytest.fixture(scope="module")

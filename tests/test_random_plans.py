@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.predict import Simulated, cost_model, folding_of, predict, simulate_again, simulate_program
 from simplan.program.lower import Lowering, lower
 from simplan.spec import catalogue
@@ -105,20 +106,21 @@ def keeps_the_laws(
     software: SoftwareSpec = TORCH,
 ) -> None:
     found = catalogue.cluster(cluster, num_devices=devices)
-    prediction = predict("random", model, found, training, plan, software)
+    job = Job(model, found, training, plan, software)
+    prediction = predict(job, name="random")
     check_prediction(prediction)
     assert simulate_again(prediction).times.step_time_s == prediction.step_time_s
-    cost = cost_model(found, training, plan, software, None)
+    cost = cost_model(job, None)
 
     def lowered(how: Lowering) -> Simulated:
-        made = lower(model, training, plan, software, prediction.assignment, prediction.table, how)
+        made = lower(job, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, found)
         check_memory(made)
         check_times(simulated)
         check_engines(made, simulated.pricing.durations_s)
         return simulated
 
-    folding = folding_of(model, plan, found, software)
+    folding = folding_of(job)
     for level, host_waits in product((1, 2), (False, True)):
         unfolded = lowered(Lowering(level, host_waits=host_waits))
         check_bytes(unfolded.program)
@@ -131,7 +133,7 @@ def keeps_the_laws(
             check_reductions(
                 unfolded.program,
                 plan,
-                prediction.num_microbatches,
+                job.num_microbatches,
                 held=held,
                 reduced=state.reduced,
                 evenly=evenly,

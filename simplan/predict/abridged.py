@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
 from simplan.cost.pricing import Pricing, price_program
+from simplan.job import Job
 from simplan.predict.build import cost_model, folding_of, stages_and_table
 from simplan.predict.evaluate import rank_memory, within_device
 from simplan.predict.slowed import slowed
@@ -23,12 +24,8 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program, Stream
 from simplan.program.table import plan_table
 from simplan.sim.memory import whole_blocks
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan, num_microbatches
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.spec.rules import check_plan
 
 __all__ = ["AbridgedStep"]
 
@@ -95,15 +92,11 @@ class AbridgedStep:
     """A question whose number of microbatches may be left open.
 
     Attributes:
-        model, cluster, training, plan, software: What is asked.
+        job: What is asked.
         moved: Makes durations that are looked at beside the plain ones.
     """
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    plan: ParallelPlan
-    software: SoftwareSpec
+    job: Job
     moved: Callable[[Program, Pricing], list[_Floats]]
 
     def written(self, few: int, many: int, waits: Waits) -> _Written:
@@ -112,7 +105,7 @@ class AbridgedStep:
         Raises:
             SpecError: The plan breaks rules.
         """
-        one_by_one = self.plan.pp == 1 and few < many  # each further microbatch adds as much as the last
+        one_by_one = self.job.plan.pp == 1 and few < many  # each further microbatch adds as much as the last
         less = self.program(few - 1)[0] if one_by_one else None
         program, cost = self.program(few)
         return _Written(few, many, waits, program, cost, less)
@@ -135,11 +128,11 @@ class AbridgedStep:
 
     def extent(self, *, steps_overlap: bool) -> tuple[int, int, Waits]:
         """Microbatches to write out, how many there are, and what ranks of a pipeline wait for."""
-        model, cluster, training, plan, software = self.model, self.cluster, self.training, self.plan, self.software
-        assert cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
+        training, plan, software = self.job.training, self.job.plan, self.job.software
+        assert self.job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
         if training.global_batch_size % (plan.dp * plan.microbatch_size):
-            check_plan(model, cluster, training, plan, software)  # says so
-        many = num_microbatches(training, plan)
+            check_plan(self.job)  # says so
+        many = self.job.num_microbatches
         waits = waits_for(plan, software, many)
         clips = training.clip_grad_norm is not None
         few = _few(plan, many, steps_overlap=steps_overlap, waits=waits, clips=clips, pairs=software.expert_overlap)
@@ -160,14 +153,14 @@ class AbridgedStep:
         Raises:
             SpecError: The plan breaks rules.
         """
-        model, cluster, plan, software = self.model, self.cluster, self.plan, self.software
-        batch = microbatches * plan.dp * plan.microbatch_size
-        training = self.training.model_copy(update={"global_batch_size": batch})
-        check_plan(model, cluster, training, plan, software)
-        cost = cost_model(cluster, self.training, plan, software, None)  # of all microbatches
-        assignment, table = stages_and_table(model, training, plan, software, cost)
-        how = Lowering(2, folding_of(model, plan, cluster, software, dealt_alike=True), expand_all=False)
-        return lower(model, training, plan, software, assignment, table, how), cost
+        batch = microbatches * self.job.plan.dp * self.job.plan.microbatch_size
+        training = self.job.training.model_copy(update={"global_batch_size": batch})
+        part = replace(self.job, training=training)
+        check_plan(part)
+        cost = cost_model(self.job, None)  # of all microbatches
+        assignment, table = stages_and_table(part, cost)
+        how = Lowering(2, folding_of(part, dealt_alike=True), expand_all=False)
+        return lower(part, assignment, table, how), cost
 
     def rest_of_pipeline(self, step: _Step, many: int, waits: Waits) -> _Floats:
         """Seconds which further microbatches add to a pipeline.
@@ -176,7 +169,7 @@ class AbridgedStep:
         """
         from simplan.predict.pipeline_rest import added_s, round_s  # brings numba
 
-        plan, program, few = self.plan, step.program, step.microbatches
+        plan, program, few = self.job.plan, step.program, step.microbatches
         if waits == "batch":
             return (many - few) // plan.pp * round_s(program, step.spans_s[0], plan)
         return added_s(
@@ -187,7 +180,7 @@ class AbridgedStep:
             few,
             many,
             blocking_sends=waits == "each",
-            received_ahead=plan.schedule in self.software.receives_ahead,
+            received_ahead=plan.schedule in self.job.software.receives_ahead,
         )
 
     def added_bytes(self, written: _Written) -> list[int]:
@@ -197,14 +190,15 @@ class AbridgedStep:
         """
         from simplan.predict.pipeline_rest import added_bytes  # brings numba
 
-        plan, program, few, many = self.plan, written.program, written.few, written.many
+        plan, software, program = self.job.plan, self.job.software, written.program
+        few, many = written.few, written.many
         if few == many:
             return []
         if written.less is not None:
             return [(many - few) * grown for grown in _resting_more(program, written.less)]
-        grows = self.software.holds_sends or plan.schedule in _KEEPS_ALL
+        grows = software.holds_sends or plan.schedule in _KEEPS_ALL
         added = added_bytes(program, plan_table(plan, many if grows else min(many, _FILLS * plan.pp)))
-        if self.software.preallocated_receives:
+        if software.preallocated_receives:
             more, _ = self.program(few + 1)
             grown = _resting_more(more, program)
             added = [own + (many - few) * each for own, each in zip(added, grown, strict=True)]
@@ -212,13 +206,13 @@ class AbridgedStep:
 
     def memory(self, program: Program, added: list[int]) -> tuple[RankMemory, ...]:
         """Peaks of all ranks, with what some need more."""
-        memory = rank_memory(program, self.cluster, self.software, None)
+        memory = rank_memory(program, self.job, None)
         if not added:
             return memory
         by_rank = dict(zip(program.ranks, added, strict=True))
-        share = 1 + self.software.reserve_fraction
+        share = 1 + self.job.software.reserve_fraction
         return tuple(
-            within_device(_with(rank, by_rank[other], share), self.cluster.device.memory_bytes)
+            within_device(_with(rank, by_rank[other], share), self.job.cluster.device.memory_bytes)
             for rank, other in zip(memory, program.stands_for, strict=True)
         )
 

@@ -15,15 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.pricing import Pricing
+from simplan.job import Job
 from simplan.predict.abridged import AbridgedStep
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.program.program import Program, Work
 from simplan.program.uncollected import uncollected
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["Brief", "Taken", "Term", "beside_messages_s", "brief_numbers", "brief_terms", "predict_brief"]
 
@@ -73,32 +69,24 @@ class Term(NamedTuple):
 
 
 @uncollected()
-def predict_brief(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    *,
-    steps_overlap: bool = False,
-) -> Brief:
+def predict_brief(job: Job, *, steps_overlap: bool = False) -> Brief:
     """Predicts time and memory of one optimizer step on devices of their own.
 
     Args:
-        model, cluster, training, plan, software: What is asked.
+        job: What is asked.
         steps_overlap: No rank waits for others at the end of a step, so that a step takes as long as the busiest rank
             is at it; else from the first start to the last end.
 
     Raises:
         SpecError: As ``predict``.
     """
-    job = AbridgedStep(model, cluster, training, plan, software, moved_durations_s)
-    written = job.written(*job.extent(steps_overlap=steps_overlap))
-    _, seconds = job.whole(written, steps_overlap=steps_overlap)
-    memory = job.memory(written.program, job.added_bytes(written))
+    step = AbridgedStep(job, moved_durations_s)
+    written = step.written(*step.extent(steps_overlap=steps_overlap))
+    _, seconds = step.whole(written, steps_overlap=steps_overlap)
+    memory = step.memory(written.program, step.added_bytes(written))
     step_time_s, *moved_s = (float(value) for value in seconds)
     device_bytes = max(rank.device_bytes for rank in memory)
-    capacity = cluster.device.memory_bytes
+    capacity = job.cluster.device.memory_bytes
     return Brief(
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
@@ -110,63 +98,46 @@ def predict_brief(
 
 
 @uncollected()
-def brief_numbers(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    most_bytes: int | None = None,
-) -> tuple[int, float | None]:
+def brief_numbers(job: Job, most_bytes: int | None = None) -> tuple[int, float | None]:
     """Device memory of the worst rank, with all that the caching allocator would like, and the step time.
 
     Args:
-        model, cluster, training, plan, software: As of ``predict_brief``.
+        job: As of ``predict_brief``.
         most_bytes: The time of a plan that needs more is None, and costs nothing; None for no limit.
     """
-    job = AbridgedStep(model, cluster, training, plan, software, lambda *_: [])
-    written = job.written(*job.extent(steps_overlap=False))
-    num_bytes = max(rank.wanted_bytes for rank in job.memory(written.program, job.added_bytes(written)))
+    step = AbridgedStep(job, lambda *_: [])
+    written = step.written(*step.extent(steps_overlap=False))
+    num_bytes = max(rank.wanted_bytes for rank in step.memory(written.program, step.added_bytes(written)))
     if most_bytes is not None and num_bytes > most_bytes:
         return num_bytes, None
-    return num_bytes, float(job.whole(written, steps_overlap=False)[1][0])
+    return num_bytes, float(step.whole(written, steps_overlap=False)[1][0])
 
 
 @uncollected()
-def beside_messages_s(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
-) -> float:
+def beside_messages_s(job: Job) -> float:
     """By how much a step is longer since messages take part of devices from what is computed beside them, seconds.
 
     Args:
-        model, cluster, training, plan, software: As of ``predict_brief``.
+        job: As of ``predict_brief``.
     """
 
     def alone(program: Program, pricing: Pricing) -> list[_Floats]:
         return [np.array([sum(pricing.by_work[work].price.seconds for work in op.work) for op in program.ops])]
 
-    job = AbridgedStep(model, cluster, training, plan, software, alone)
-    slowed_s, alone_s = job.whole(job.written(*job.extent(steps_overlap=False)), steps_overlap=False)[1]
+    step = AbridgedStep(job, alone)
+    slowed_s, alone_s = step.whole(step.written(*step.extent(steps_overlap=False)), steps_overlap=False)[1]
     return float(slowed_s - alone_s)
 
 
 @uncollected()
-def brief_terms(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    *,
-    steps_overlap: bool = False,
-) -> tuple[Term, ...]:
+def brief_terms(job: Job, *, steps_overlap: bool = False) -> tuple[Term, ...]:
     """The step time as a sum: that of its longest path, which is linear in prices as long as it stays the longest.
 
     Where stages are alike several paths are as long, and a price may lengthen one of them and not shorten the others.
     So every price is first moved by less than one part in ten thousand, each by another, and one path is the longest.
 
     Args:
-        model, cluster, training, plan, software, steps_overlap: As of ``predict_brief``.
+        job, steps_overlap: As of ``predict_brief``.
 
     Returns:
         What the step waits for; prices, each so many times, add up to the step time, to one part in ten thousand.
@@ -185,8 +156,8 @@ def brief_terms(
         apart_s = (1 + _APART * (np.arange(len(seconds)) * _GOLDEN % 1)) @ seconds
         return [apart_s, *(apart_s + _MOVED * seconds)]
 
-    job = AbridgedStep(model, cluster, training, plan, software, moved)
-    _, seconds = job.whole(job.written(*job.extent(steps_overlap=steps_overlap)), steps_overlap=steps_overlap)
+    step = AbridgedStep(job, moved)
+    _, seconds = step.whole(step.written(*step.extent(steps_overlap=steps_overlap)), steps_overlap=steps_overlap)
     prices: dict[Work | Taken, float] = {work: term.price.seconds for work, term in pricings[0].by_work.items()}
     prices[Taken()] = max(pricing.taken_share for pricing in pricings)
     terms = (

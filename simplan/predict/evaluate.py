@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
+from simplan.job import Job
 from simplan.predict.assumptions import assumptions
 from simplan.predict.build import cost_model, expands_all, folding_of, stages_and_table
 from simplan.predict.packing import attention_s, packing_assumptions
@@ -23,61 +23,41 @@ from simplan.program.timeline import COMPUTING, Timeline, split_of_rank
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
 from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes, whole_blocks
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import Attention, Gemm, LayerSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.layer import Attention, Gemm
+from simplan.spec.plan import StageAssignment
 from simplan.spec.recompute import recomputation, recompute_of
-from simplan.spec.rules import check_plan, num_microbatches
+from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_own_schedule
 from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["predict", "rank_memory", "recomputed_share", "within_device"]
 
 
 @uncollected()
-def predict(
-    name: str,
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    calibration: Calibration | None = None,
-) -> Prediction:
+def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
     """Predicts time and memory of one optimizer step.
 
     Args:
+        job: What is asked.
         name: For people.
-        model, cluster, training, plan, software: What is asked.
         calibration: Timings of the cluster's device; needed when the cluster is this machine.
 
     Raises:
         SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
         NotModelledError: The plan asks for what simplan does not model.
     """
-    check_plan(model, cluster, training, plan, software)
-    cost = cost_model(cluster, training, plan, software, calibration)
-    microbatches = num_microbatches(training, plan)
-    assignment, table = stages_and_table(model, training, plan, software, cost)
-    check_table(table, plan.num_stages, microbatches)
-    if is_own_schedule(plan.schedule):
-        check_executable(table, plan, software)
+    check_plan(job)
+    model, cluster, training = job.model, job.cluster, job.training
+    cost = cost_model(job, calibration)
+    assignment, table = stages_and_table(job, cost)
+    check_table(table, job.plan.num_stages, job.num_microbatches)
+    if is_own_schedule(job.plan.schedule):
+        check_executable(table, job.plan, job.software)
 
-    folding = folding_of(model, plan, cluster, software)
-    expand_all = expands_all(model, plan, microbatches, folding)
+    folding = folding_of(job)
+    expand_all, host_waits = expands_all(job, folding), cluster.device.kind == "cpu"
     coarse, fine = (
-        lower(
-            model,
-            training,
-            plan,
-            software,
-            assignment,
-            table,
-            Lowering(level, folding, expand_all, host_waits=cluster.device.kind == "cpu"),
-        )
-        for level in (1, 2)
+        lower(job, assignment, table, Lowering(level, folding, expand_all, host_waits=host_waits)) for level in (1, 2)
     )
     level1_step_time_s = simulate_program(coarse, cost, cluster).times.step_time_s
     simulated = simulate_program(fine, cost, cluster)
@@ -85,7 +65,7 @@ def predict(
     step_time_s = simulated.times.step_time_s
     moved_s = simulated.engine.step_times_s([moved.tolist() for moved in moved_durations_s(fine, simulated.pricing)])
 
-    memory = rank_memory(fine, cluster, software, calibration)
+    memory = rank_memory(fine, job, calibration)
     of_rank = spans.by_rank()
     splits = {rank: split_of_rank(of_rank[rank], step_time_s) for rank in fine.ranks}
     capacity = cluster.device.memory_bytes
@@ -99,14 +79,9 @@ def predict(
     )
     return Prediction(
         name=name,
-        model=model,
-        cluster=cluster,
-        training=training,
-        plan=plan,
-        software=software,
+        job=job,
         assignment=assignment,
         table=table,
-        num_microbatches=microbatches,
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
         level1_step_time_s=level1_step_time_s,
@@ -118,42 +93,29 @@ def predict(
         tokens_per_s_per_device=sequences_per_s * model.seq_len / cluster.num_devices,
         mfu=mfu,
         mfu_full_attention=mfu_full,
-        hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan, software, assignment)),
+        hfu=None if mfu is None else mfu * (1 + recomputed_share(job, assignment)),
         terms=_terms(simulated.pricing, len(fine.ranks)),
         timeline=spans,
-        reference_s=_reference_s(cost, software.layers_of(model, plan), plan),
+        reference_s=_reference_s(cost, job),
         assumptions=(
-            *assumptions(
-                model,
-                cluster,
-                training,
-                plan,
-                software,
-                simulated.pricing,
-                max(m.short_bytes for m in memory) if fits else 0,
-            ),
-            *packing_assumptions(
-                model,
-                plan,
-                microbatches,
-                attention_s(software.layers_of(model, plan), plan, assignment, table, microbatches, cost) / step_time_s,
-            ),
+            *assumptions(job, simulated.pricing, max(m.short_bytes for m in memory) if fits else 0),
+            *packing_assumptions(job, attention_s(job, assignment, table, cost) / step_time_s),
         ),
     )
 
 
-def _reference_s(cost: CostModel, layers: Sequence[LayerSpec], plan: ParallelPlan) -> float | None:
+def _reference_s(cost: CostModel, job: Job) -> float | None:
     if not isinstance(cost, CalibratedCost):
         return None
-    return cost.reference_s({layer.key for layer in layers}, plan.microbatch_size)
+    keys = {layer.key for layer in job.software.layers_of(job.model, job.plan)}
+    return cost.reference_s(keys, job.plan.microbatch_size)
 
 
-def recomputed_share(
-    model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, assignment: StageAssignment
-) -> float:
+def recomputed_share(job: Job, assignment: StageAssignment) -> float:
     """FLOPs that are computed again over those of forward and backward."""
+    plan = job.plan
     again = total = 0
-    for number, layer in enumerate(software.layers_of(model, plan)):
+    for number, layer in enumerate(job.software.layers_of(job.model, plan)):
         mode = recompute_of(layer, plan, assignment.place(number))
         kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
@@ -161,9 +123,7 @@ def recomputed_share(
     return again / total
 
 
-def rank_memory(
-    program: Program, cluster: ClusterSpec, software: SoftwareSpec, calibration: Calibration | None
-) -> tuple[RankMemory, ...]:
+def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:
     """Memory of every rank at its worst instant.
 
     A caching allocator that the driver has nothing left for gives its free blocks back and asks again, and fails only
@@ -173,8 +133,9 @@ def rank_memory(
 
     Args:
         program: Of Level 2.
-        cluster, software, calibration: As in ``predict``.
+        job, calibration: As in ``predict``.
     """
+    cluster, software = job.cluster, job.software
     context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
     if calibration is not None:
         context_bytes = calibration.context_bytes or context_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.batches import in_batches, waits_for
 from simplan.program.folding import Folding, unfolded
@@ -35,10 +36,7 @@ from simplan.program.uncollected import uncollected
 from simplan.program.writer import RankWriter
 from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.spec.plan import StageAssignment
 
 __all__ = ["Lowering", "lower"]
 
@@ -78,10 +76,7 @@ class Lowering:
 
 @uncollected()
 def lower(
-    model: ModelSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
+    job: Job,
     assignment: StageAssignment,
     table: Table,
     how: Lowering,
@@ -98,12 +93,13 @@ def lower(
     (ZeRO-1).
 
     Args:
-        model, training, plan, software, assignment: What is run.
+        job: What is run; its cluster is not looked at.
+        assignment: Which layers each stage holds.
         table: A complete table that ``check_table`` accepts.
         how: What to write out.
     """
     assert how.level in (1, 2)
-    stages = Stages(model, training, plan, software, assignment, table)
+    stages = Stages(job, assignment, table)
     scripts = Scripts(stages)
     folding = how.folding or unfolded(stages.mapping)
     ops: list[Op] = []
@@ -114,7 +110,7 @@ def lower(
         lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
         ops.extend(lowering.run(row))
         resting[rank] = lowering.resting_bytes()
-        rebuild[rank] = lowering.bucket_bytes() if software.rebuilds_buckets else 0
+        rebuild[rank] = lowering.bucket_bytes() if job.software.rebuilds_buckets else 0
     one_memory = how.host_waits
     return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
 

@@ -53,5 +53,4 @@ class AbridgedEvaluator:
     def numbers(self, candidates: Sequence[Candidate], capacity: int | None) -> list[tuple[int, float | None]]:
         """See ``LateEvaluator``."""
         asked = self._question
-        model, cluster, training, software = asked.model, asked.cluster, asked.training, asked.software
-        return [brief_numbers(model, cluster, training, c.plan(), software, capacity) for c in candidates]
+        return [brief_numbers(asked.job(c.plan()), capacity) for c in candidates]

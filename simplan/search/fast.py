@@ -135,7 +135,7 @@ class FastEvaluator:
         if c.dp * c.cp == 1 or not numbers.taken_share:
             return single.step_time_s(numbers, c)
         asked = self._question
-        more_s = beside_messages_s(asked.model, asked.cluster, asked.training, c.plan(), asked.software)
+        more_s = beside_messages_s(asked.job(c.plan()))
         return single.step_time_s(numbers, c) + more_s
 
     @uncollected()

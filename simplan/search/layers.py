@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.job import Job
 from simplan.program.action import Action, ActionKind
 from simplan.program.footprint import LayerFootprint, layer_footprint
 from simplan.program.program import LayerWork, Phase
@@ -22,11 +23,8 @@ from simplan.search.layer_changes import Change, layer_change
 from simplan.search.part import Part
 from simplan.search.prices import Prices
 from simplan.spec.layer import LayerKind, LayerSpec
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["WHOLE_MODEL", "Layers", "Pass", "Way"]
 
@@ -100,13 +98,10 @@ class Layers:
         stage_changes: For whoever works out what stages of these layers do to memory, to keep it.
     """
 
-    def __init__(
-        self, model: ModelSpec, training: TrainingSpec, software: SoftwareSpec, way: Way, prices: Prices
-    ) -> None:
+    def __init__(self, job: Job, way: Way, prices: Prices) -> None:
         self.way, self._prices = way, prices
-        plan = way.plan()
-        whole = StageAssignment((0, len(model.layers)))
-        self._stages = Stages(model, training, plan, software, whole, WHOLE_MODEL)
+        whole = StageAssignment((0, len(job.model.layers)))
+        self._stages = Stages(job, whole, WHOLE_MODEL)
         self._scripts = Scripts(self._stages)
         self.specs: Sequence[LayerSpec] = self._stages.layers[0]
         self.state = self._stages.state

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.kernel_cost import kernel_cost
+from simplan.job import Job
 from simplan.program.units import Unit
 from simplan.search.candidate import Candidate
 from simplan.search.layers import Layers, Way
@@ -123,7 +124,8 @@ class Numbers:
 
         def make() -> Layers:
             prices = self.prices(shards_parameters=c.shards_parameters)
-            return Layers(self.model, self.training, self.software, Way.of(c), prices)
+            way = Way.of(c)
+            return Layers(Job(self.model, self.cluster, self.training, way.plan(), self.software), way, prices)
 
         again = c.recompute, c.recompute_modules
         return self._few.get((*split_key(c), c.microbatch_size, *again, c.shards_parameters), make)

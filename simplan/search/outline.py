@@ -108,7 +108,7 @@ class Outlines:
         plan = candidate._replace(pp=1, virtual_stages=1, schedule="none").plan()
         prices = prices_of(asked, candidate)
         whole = StageAssignment((0, len(asked.model.layers)))
-        stages = Stages(asked.model, asked.training, plan, asked.software, whole, WHOLE_MODEL)
+        stages = Stages(asked.job(plan), whole, WHOLE_MODEL)
         passes = _Passes(candidate, asked, stages, prices)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []
@@ -130,7 +130,7 @@ class Outlines:
 
 def prices_of(question: Question, candidate: Candidate) -> Prices:
     """Prices of what a candidate does."""
-    cost = cost_model(question.cluster, question.training, candidate.plan(), question.software, None)
+    cost = cost_model(question.job(candidate.plan()), None)
     assert isinstance(cost, AnalyticCost), "there is no calibration"
     return Prices(cost)
 

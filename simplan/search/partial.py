@@ -147,8 +147,7 @@ class _Search:
     def _fitting(self, candidate: Candidate) -> tuple[int, float] | None:
         """Its bytes and its time, if it fits."""
         asked = self._question
-        model, cluster, training, software = asked.model, asked.cluster, asked.training, asked.software
-        size, step_time_s = brief_numbers(model, cluster, training, candidate.plan(), software, self._capacity)
+        size, step_time_s = brief_numbers(asked.job(candidate.plan()), self._capacity)
         return None if step_time_s is None else (size, rounded(step_time_s))
 
     def _exact(self, candidate: Candidate, most: int) -> tuple[Candidate, int, float] | None:
@@ -169,8 +168,8 @@ class _Search:
     def _most_blocks(self, plan: ParallelPlan) -> int:
         """Blocks of the stage that has most."""
         asked = self._question
-        cost = cost_model(asked.cluster, asked.training, plan, asked.software, None)
-        assignment = assign_layers(asked.model, plan, asked.software, cost)
+        job = asked.job(plan)
+        assignment = assign_layers(job, cost_model(job, None))
         last = asked.model.num_blocks
         stages = map(assignment.layer_range, range(assignment.num_stages))
         return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from simplan.cost.calibration import Calibration
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -27,6 +28,10 @@ class Question:
     software: SoftwareSpec
     calibration: Calibration | None = None
 
+    def job(self, plan: ParallelPlan) -> Job:
+        """The job that a plan makes of it."""
+        return Job(self.model, self.cluster, self.training, plan, self.software)
+
     def check(self) -> None:
         """Refuses what no plan could mend.
 
@@ -35,7 +40,7 @@ class Question:
         """
         plan = ParallelPlan(dp_replicate=self.cluster.num_devices)
         try:
-            check_plan(self.model, self.cluster, self.training, plan, self.software)
+            check_plan(self.job(plan))
         except SpecError as error:
             lasting = [p for p in error.problems if p.field.split(".")[0] != "plan" and "batch" not in p.field]
             if lasting:

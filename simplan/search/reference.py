@@ -14,7 +14,6 @@ from simplan.search.question import Question
 from simplan.spec.layer import LayerSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation, recompute_of
-from simplan.spec.rules import num_microbatches
 from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["ReferenceEvaluator"]
@@ -59,8 +58,9 @@ class ReferenceEvaluator:
     def _device_bytes(self, candidate: Candidate) -> int:
         if candidate not in self._bytes:
             question = self._question
-            program = self._program(candidate.plan())
-            memory = rank_memory(program, question.cluster, question.software, question.calibration)
+            plan = candidate.plan()
+            program = self._program(plan)
+            memory = rank_memory(program, question.job(plan), question.calibration)
             self._bytes[candidate] = max(rank.wanted_bytes for rank in memory)
         return self._bytes[candidate]
 
@@ -75,25 +75,20 @@ class ReferenceEvaluator:
         same = candidate._replace(reshard_after_forward=True)  # computes the same
         if same not in self._least_s:
             plan = same.plan()
-            num = num_microbatches(self._question.training, plan)
+            num = self._question.job(plan).num_microbatches
             self._least_s[same] = _least_time_s(self._question, plan, self._cost(plan), num)
         return self._least_s[same]
 
     def _cost(self, plan: ParallelPlan) -> CostModel:
-        asked = self._question
-        return cost_model(asked.cluster, asked.training, plan, asked.software, asked.calibration)
+        return cost_model(self._question.job(plan), self._question.calibration)
 
     def _program(self, plan: ParallelPlan) -> Program:
         """At Level 2, as ``predict`` makes it."""
-        asked = self._question
-        model, training, software, cluster = asked.model, asked.training, asked.software, asked.cluster
-        cost = self._cost(plan)
-        microbatches = num_microbatches(training, plan)
-        assignment, table = stages_and_table(model, training, plan, software, cost)
-        folding = folding_of(model, plan, cluster, software)
-        expand_all = expands_all(model, plan, microbatches, folding)
-        how = Lowering(2, folding, expand_all, host_waits=cluster.device.kind == "cpu")
-        return lower(model, training, plan, software, assignment, table, how)
+        job = self._question.job(plan)
+        assignment, table = stages_and_table(job, self._cost(plan))
+        folding = folding_of(job)
+        how = Lowering(2, folding, expands_all(job, folding), host_waits=job.cluster.device.kind == "cpu")
+        return lower(job, assignment, table, how)
 
 
 def _least_time_s(question: Question, plan: ParallelPlan, cost: CostModel, num_microbatches: int) -> float:
@@ -104,7 +99,7 @@ def _least_time_s(question: Question, plan: ParallelPlan, cost: CostModel, num_m
     """
     model, software = question.model, question.software
     layers = software.layers_of(model, plan)
-    assignment = assign_layers(model, plan, software, cost)
+    assignment = assign_layers(question.job(plan), cost)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     splits = facts is not None and facts.splits_backward
     seconds: dict[tuple[LayerSpec, tuple[int, ...]], tuple[float, float]] = {}

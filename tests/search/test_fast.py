@@ -100,7 +100,7 @@ def test_numbers_are_those_of_predict(name: str, precision: Precision, number: i
     )
     assert len(candidates) == number
     for candidate, seconds, size, bound_s in zip(candidates, times_s, sizes, bounds_s, strict=True):
-        found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        found = predict(asked.job(candidate.plan()), name="")
         assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
         assert size == max(memory.device_bytes for memory in found.memory), candidate
         assert bound_s <= seconds * (1 + 1e-12), candidate
@@ -121,7 +121,7 @@ def test_gradients_reduced_after_every_microbatch_need_no_room_and_more_time() -
     for (candidate, seconds, size), least_s, whole in zip(
         found, fast.step_times_s(once), fast.allocated_bytes(once), strict=True
     ):
-        predicted = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        predicted = predict(asked.job(candidate.plan()), name="")
         assert seconds == pytest.approx(predicted.step_time_s, rel=1e-9), candidate
         assert size == max(memory.allocated_bytes for memory in predicted.memory), candidate
         assert seconds > least_s, candidate
@@ -136,7 +136,7 @@ def test_a_way_that_tells_blocks_apart_has_stages_of_its_own() -> None:
     candidates = [Candidate(recompute=recompute, **others) for recompute in ("none", "selective_layer")]
     times_s, sizes = fast.step_times_s(candidates), fast.device_bytes(candidates)
     for candidate, seconds, size in zip(candidates, times_s, sizes, strict=True):
-        found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        found = predict(asked.job(candidate.plan()), name="")
         assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
         assert size == max(memory.device_bytes for memory in found.memory), candidate
 
@@ -154,7 +154,7 @@ def test_a_trainers_host_is_waited_for_once() -> None:
     candidates = [Candidate(**way) for way in ways]
     times_s, bare_s = (FastEvaluator(each).step_times_s(candidates) for each in (trainer, asked))
     for candidate, seconds, without_s in zip(candidates, times_s, bare_s, strict=True):
-        found = predict("", asked.model, asked.cluster, asked.training, candidate.plan(), trainer.software)
+        found = predict(trainer.job(candidate.plan()), name="")
         assert seconds == pytest.approx(found.step_time_s, rel=1e-9), candidate
         assert seconds - without_s == pytest.approx(asked.cluster.device.kernels.step_s), candidate
         assert [split.host_s for split in found.splits] == pytest.approx([seconds - without_s] * 16), candidate

@@ -64,7 +64,7 @@ def every(software: str) -> tuple[tuple[Candidate, int, float], ...]:
     rows = []
     for candidate in enumeration.candidates(enumeration.meshes, Counter()):
         for one in variants(candidate):
-            found = predict("x", asked.model, asked.cluster, asked.training, one.plan(), asked.software)
+            found = predict(asked.job(one.plan()), name="x")
             if found.worst_memory.wanted_bytes <= CAPACITIES[software]:
                 rows.append((one, found.worst_memory.wanted_bytes, rounded(found.step_time_s)))
     return tuple(rows)

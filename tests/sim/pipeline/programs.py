@@ -17,6 +17,7 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 SHARDING: dict[str, dict[str, Any]] = {
     "none": {},
@@ -77,5 +78,5 @@ def case(
     table = plan_table(plan, m)
     training = TrainingSpec(global_batch_size=m * plan.dp, precision=precision)
     how = Lowering(level=2, expand_all=False)
-    program = lower(model, training, plan, software, assign_stage_layers(layers), table, how)
+    program = lower(job_to_lower(model, training, plan, software), assign_stage_layers(layers), table, how)
     return Case(plan, program, compiled_table(schedule, p, m, v, unshard_of(plan)))
