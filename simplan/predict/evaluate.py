@@ -13,7 +13,7 @@ from simplan.job import Job
 from simplan.predict.assumptions import assumptions
 from simplan.predict.build import cost_model, expands_all, folding_of, stages_and_table
 from simplan.predict.packing import attention_s, packing_assumptions
-from simplan.predict.simulated import interval_s, moved_durations_s, simulate_program
+from simplan.predict.simulated import Simulated, interval_s, moved_durations_s, simulate_program
 from simplan.prediction import Prediction, RankMemory, Term
 from simplan.program.check import check_table
 from simplan.program.executable import check_executable
@@ -30,10 +30,9 @@ from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_own_schedule
 from simplan.spec.software import SoftwareSpec
 
-__all__ = ["predict", "rank_memory", "recomputed_share", "within_device"]
+__all__ = ["predict", "predict_step", "rank_memory", "recomputed_share", "within_device"]
 
 
-@uncollected()
 def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
     """Predicts time and memory of one optimizer step.
 
@@ -45,6 +44,21 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
     Raises:
         SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
         NotModelledError: The plan asks for what simplan does not model.
+    """
+    return predict_step(job, name=name, calibration=calibration)[0]
+
+
+@uncollected()
+def predict_step(
+    job: Job, *, name: str = "scenario", calibration: Calibration | None = None
+) -> tuple[Prediction, Simulated]:
+    """A prediction, and the simulated step it was read off, which is large: as ``simulate_again`` makes it.
+
+    Args:
+        job, name, calibration: As of ``predict``.
+
+    Raises:
+        SpecError, NotModelledError: As of ``predict``.
     """
     check_plan(job)
     model, cluster, training = job.model, job.cluster, job.training
@@ -77,7 +91,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
         None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
         for full in (False, True)
     )
-    return Prediction(
+    prediction = Prediction(
         name=name,
         job=job,
         assignment=assignment,
@@ -102,6 +116,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
             *packing_assumptions(job, attention_s(job, assignment, table, cost) / step_time_s),
         ),
     )
+    return prediction, simulated
 
 
 def _reference_s(cost: CostModel, job: Job) -> float | None:
