@@ -13,8 +13,8 @@ from fit.rows import Prices, Row, Values, between_nodes, job_at
 from simplan.accuracy.job import RunJob
 from simplan.cost.pricing import Pricing
 from simplan.predict.abridged import AbridgedStep
-from simplan.predict.simulated import source_of
-from simplan.program.program import Excess, LayerWork, Message, Op, Program, Work
+from simplan.predict.simulated import sources_of_error
+from simplan.program.program import Excess, LayerWork, Message, Program, Work
 
 __all__ = ["BETWEEN", "Parts", "parts_of"]
 
@@ -69,17 +69,17 @@ def _messages_of(work: Work) -> tuple[Message, ...]:
 def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
     cluster = job.cluster
 
-    def crosses(op: Op) -> bool:
-        return any(between_nodes(cluster, message) for work in op.work for message in _messages_of(work))
+    def crosses(works: tuple[Work, ...]) -> bool:
+        return any(between_nodes(cluster, message) for work in works for message in _messages_of(work))
 
     def moved(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
-        durations_s = np.array(pricing.durations_s)
+        durations_s = pricing.durations_s
         own = np.divide(pricing.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
-        sources = np.array([source_of(op) for op in program.ops])
-        are_between = np.array([crosses(op) for op in program.ops])
-        messages = np.where(sources == "messages", own, 0.0)
+        sources = sources_of_error(program)
+        are_between = np.array([crosses(works) for works in program.works])[program.columns.work]
+        messages = np.where(sources["messages"], own, 0.0)
         factors = [1 + np.where(are_between, std, messages) for std in BETWEEN]
-        factors.append(1 + np.where(sources == "host", own, 0.0))
+        factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
     step = AbridgedStep(job.model, cluster, job.training, job.plan, job.software, moved)

@@ -70,7 +70,7 @@ def moving(seconds: int, *waits: int) -> Op:
 
 def step(*ops: Op) -> tuple[Times, Times]:
     """With nothing taken, and with half of the device."""
-    program = Program(2, (), ops, (0,), (0,), {}, {})
+    program = Program.from_ops(2, (), ops, (0,), (0,), {}, {})
     alone = price_program(program, Tariff())
     pricing = slowed(program, alone, partial(simulate, program))
     assert pricing.deviations_s == pytest.approx([0.1 * seconds for seconds in pricing.durations_s])
@@ -79,7 +79,7 @@ def step(*ops: Op) -> tuple[Times, Times]:
 
 def test_what_is_computed_beside_a_message_takes_longer_by_half_of_its_time() -> None:
     alone, later = step(computing(1), moving(1, 0), computing(3))
-    assert alone.end_s == [1.0, 2.0, 4.0]
+    assert alone.end_s.tolist() == [1.0, 2.0, 4.0]
     assert later.end_s == pytest.approx([1.0, 2.0, 4.5])
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count, product
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict import Simulated, cost_model, folding_of, predict, simulate_again, simulate_program
-from simplan.program.lower import Lowering, lower
+from simplan.program.lower import Lowering, _RankLowering, lower
+from simplan.program.program import Program
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -93,6 +97,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
+    """Actions that are lowered once and stamped are the actions lowered one by one."""
+    number = count()
+    with mock.patch.object(_RankLowering, "_variant", lambda *_: (next(number),)):
+        one_by_one = lowered()
+    assert len(one_by_one) == len(stamped)
+    for ours, theirs in zip(stamped.ops, one_by_one.ops, strict=True):
+        assert replace(ours, meeting=None) == replace(theirs, meeting=None)
+    assert list(stamped.meetings.values()) == list(one_by_one.meetings.values())
+
+
 SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
 
 
@@ -114,6 +129,9 @@ def keeps_the_laws(
         made = lower(model, training, plan, software, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, found)
         check_memory(made)
+        _check_stamped(
+            made, lambda: lower(model, training, plan, software, prediction.assignment, prediction.table, how)
+        )
         check_times(simulated)
         check_engines(made, simulated.pricing.durations_s)
         return simulated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,10 +18,10 @@ from simplan.program.check import check_table
 from simplan.program.executable import check_executable
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import MemoryCategory, Program, Stream
-from simplan.program.timeline import COMPUTING, Timeline, split_of_rank
+from simplan.program.timeline import COMPUTING, Split, split_of_times
 from simplan.program.uncollected import uncollected
-from simplan.sim.engine import timeline
-from simplan.sim.memory import coming_and_going_bytes, host_peak_bytes, memory_peak, resting_bytes, whole_blocks
+from simplan.sim.engine import Times, timeline
+from simplan.sim.memory import host_peak_bytes, memory_peak, resting_bytes, step_peaks, whole_blocks
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import Attention, Gemm, LayerSpec
 from simplan.spec.model import ModelSpec
@@ -83,11 +82,10 @@ def predict(
     simulated = simulate_program(fine, cost, cluster)
     spans = timeline(fine, simulated.times)
     step_time_s = simulated.times.step_time_s
-    moved_s = simulated.engine.step_times_s([moved.tolist() for moved in moved_durations_s(fine, simulated.pricing)])
+    moved_s = simulated.engine.step_times_s(moved_durations_s(fine, simulated.pricing))
 
     memory = rank_memory(fine, cluster, software, calibration)
-    of_rank = spans.by_rank()
-    splits = {rank: split_of_rank(of_rank[rank], step_time_s) for rank in fine.ranks}
+    splits = splits_of_ranks(fine, simulated.times)
     capacity = cluster.device.memory_bytes
     fits = None if capacity is None else max(m.device_bytes for m in memory) <= capacity
     sequences_per_s = training.global_batch_size / step_time_s
@@ -110,7 +108,7 @@ def predict(
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
         level1_step_time_s=level1_step_time_s,
-        bubble_fraction=_idle_fraction(spans, fine.ranks),
+        bubble_fraction=_idle_fraction(fine, simulated.times),
         capacity_bytes=capacity,
         fits=fits,
         memory=memory,
@@ -219,7 +217,7 @@ def within_device(memory: RankMemory, capacity_bytes: int | None) -> RankMemory:
 
 def _reserved_bytes(program: Program, rank: int, allocated_bytes: int, software: SoftwareSpec) -> int:
     """What the caching allocator has of the device: whole blocks, and more than is in use, as it cannot move them."""
-    passing, updating = coming_and_going_bytes(program, rank)
+    passing, updating = step_peaks(program, rank)
     resting = resting_bytes(program, rank)
     reserved = allocated_bytes + software.reserve_fraction * max(0, allocated_bytes - resting)
     if software.flat_updates:
@@ -227,17 +225,26 @@ def _reserved_bytes(program: Program, rank: int, allocated_bytes: int, software:
     return whole_blocks(int(reserved))
 
 
-def _idle_fraction(spans: Timeline, ranks: tuple[int, ...]) -> float:
+def splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:
+    """Where the step of every rank that is written out went."""
+    on_compute, ran = program.on_stream(Stream.COMPUTE), times.end_s > times.start_s
+    found = {}
+    for rank, indices in program.rank_indices.items():
+        own = indices[ran[indices]]
+        found[rank] = split_of_times(
+            program.columns.kind[own], on_compute[own], times.start_s[own], times.end_s[own], times.step_time_s
+        )
+    return found
+
+
+def _idle_fraction(program: Program, times: Times) -> float:
     """Mean over ranks of the share of time, from the first to the last computation of any rank, without computation.
 
     The optimizer step is left out, as in the closed forms.
     """
-    busy_s: dict[int, float] = defaultdict(float)
-    computing = [s for s in spans.spans if s.stream == Stream.COMPUTE and s.kind in COMPUTING]
-    for span in computing:
-        busy_s[span.rank] += span.end_s - span.start_s
-    total_s = max(s.end_s for s in computing) - min(s.start_s for s in computing)
-    return 1.0 - sum(busy_s[rank] for rank in ranks) / len(ranks) / total_s
+    computes = program.on_stream(Stream.COMPUTE) & program.of_kind(*COMPUTING) & (times.end_s > times.start_s)
+    start_s, end_s = times.start_s[computes], times.end_s[computes]
+    return 1.0 - float((end_s - start_s).sum()) / len(program.ranks) / float(end_s.max() - start_s.min())
 
 
 def _terms(pricing: Pricing, num_ranks: int) -> tuple[Term, ...]:

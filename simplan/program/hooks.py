@@ -6,6 +6,7 @@ FSDP's hooks are in ``simplan.program.fsdp``; which of them a plan has is decide
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.buckets import ddp_buckets
@@ -27,6 +28,8 @@ class Hooks:
         writer: Takes the operations.
         level: Of the Program.
     """
+
+    STATE: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
@@ -78,6 +81,8 @@ class DdpHooks(Hooks):
     Where optimizer states are shared evenly each rank of the shard group gets the part of every bucket that it updates,
     and replicas of this group then reduce this part.
     """
+
+    STATE: ClassVar = ("_reducing", "_gathering", "_ended")
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         super().__init__(stages, writer, level)

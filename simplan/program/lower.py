@@ -20,7 +20,6 @@ from simplan.program.program import (
     MemoryCategory,
     MemoryEffect,
     Message,
-    Op,
     Phase,
     Program,
     Stream,
@@ -29,6 +28,7 @@ from simplan.program.program import (
 from simplan.program.reduction import complete_gradients
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
+from simplan.program.stamping import ActionTemplate, OpIndex, ProgramBuilder, restore_state, take_state
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
@@ -49,6 +49,8 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
+_RECEIVES = (_K.RECV_F, _K.RECV_B)
+_RECV_OF = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K.RECV_B}
 _MESSAGE_STREAM = {
     _K.SEND_F: Stream.SEND_F,
     _K.RECV_F: Stream.RECV_F,
@@ -106,28 +108,39 @@ def lower(
     stages = Stages(model, training, plan, software, assignment, table)
     scripts = Scripts(stages)
     folding = how.folding or unfolded(stages.mapping)
-    ops: list[Op] = []
+    builder = ProgramBuilder()
     resting: dict[int, dict[MemoryCategory, int]] = {}
     rebuild: dict[int, int] = {}
     for rank in folding.ranks:
         row = table[stages.mapping.place(rank).pp]
-        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
-        ops.extend(lowering.run(row))
+        lowering = _RankLowering(stages, scripts, rank, builder, how, folding, row)
+        lowering.run(row)
         resting[rank] = lowering.resting_bytes()
         rebuild[rank] = lowering.bucket_bytes() if software.rebuilds_buckets else 0
-    one_memory = how.host_waits
-    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
+    return Program(
+        how.level,
+        table,
+        builder.columns(),
+        builder.names,
+        builder.works,
+        builder.effects,
+        folding.ranks,
+        folding.stands_for,
+        resting,
+        rebuild,
+        one_memory=how.host_waits,
+    )
 
 
 class _RankLowering:
-    """Writes the operations of one rank."""
+    """Lowers the actions of one rank to templates, and stamps them."""
 
     def __init__(
         self,
         stages: Stages,
         scripts: Scripts,
         rank: int,
-        first: int,
+        builder: ProgramBuilder,
         how: Lowering,
         folding: Folding,
         row: Sequence[Action],
@@ -139,7 +152,9 @@ class _RankLowering:
         self.waits = waits_for(stages.plan, stages.software, stages.num_microbatches)
         ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
-        self.writer = RankWriter(rank, first, folding, ordered_messages=ordered, receives_ahead=ahead)
+        self.builder = builder
+        builder.rank = rank
+        self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
@@ -148,34 +163,99 @@ class _RankLowering:
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
         self.pairs = pairs(row) if stages.software.expert_overlap and not how.host_waits else frozenset()
-        self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
-        self.received: dict[Action, list[int]] = {}
-        self.sends: list[int] = []
+        self.expected = frozenset(action for action in row if action.kind in _RECEIVES)
+        self.received: list[int] = []  # what the pass that is lowered needs of another stage
+        self.new_received: list[int] = []
+        self.sent: list[int] = []
         self.sent_bytes = 0
+        self.stateful = (self.writer, self.hooks, self.offload)
 
-    def run(self, row: Sequence[Action]) -> list[Op]:
-        """The operations of a row of the table."""
+    def run(self, row: Sequence[Action]) -> None:
+        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it."""
+        builder = self.builder
+        templates: dict[tuple[object, ...], ActionTemplate] = {}
+        structure, _ = take_state(self.stateful)
+        shape, indices = builder.shape(structure), []
+        received: dict[Action, list[int]] = {}
+        sent: list[int] = []
+        sent_bytes = 0
         for action in in_batches(row) if self.waits == "batch" else row:
-            match action.kind:
-                case _K.FORWARD:
-                    self._forward(action)
-                case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
-                    self._backward(action)
-                case _K.SEND_F | _K.SEND_B:
+            kind, microbatch = action.kind, action.microbatch
+            inputs, held = indices, 0
+            if kind in _RECV_OF:
+                arrived = received.pop(Action(action.stage, _RECV_OF[kind], microbatch), None)
+                inputs = [*indices, *arrived] if arrived else indices
+            elif kind is _K.OPTIM:
+                inputs, held = [*indices, *sent], sent_bytes
+            key = (shape, kind, action.stage, len(inputs), held, *self._variant(action))
+            template = templates.get(key)
+            if template is None:
+                template = templates[key] = self._lowered(action, shape, len(inputs) - len(indices), held)
+            start = builder.num_ops
+            builder.stamp(template, -1 if microbatch is None else microbatch, inputs)
+            if template.received:
+                received[action] = [start + index for index in template.received]
+            if template.sent:
+                sent += [start + index for index in template.sent]
+                sent_bytes += template.sent_bytes
+            shape = template.next_shape
+            indices = [start + index if index >= 0 else inputs[-1 - index] for index in template.next_indices]
+
+    def _variant(self, action: Action) -> tuple[int | bool | None, ...]:
+        """What else tells actions of a kind and stage apart; what is offloaded is known by its microbatch."""
+        last = self.stages.last_backward.get(action.stage) == action
+        receives = self.waits == "each" and any(
+            Action(action.stage, kind, action.microbatch) in self.expected for kind in _RECEIVES
+        )
+        return last, action in self.pairs, receives, action.microbatch if self.offload.expands else None
+
+    def _lowered(self, action: Action, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+        """Lowers an action in the state of a shape.
+
+        Args:
+            action: The action.
+            shape: Of the state of its rank.
+            num_inputs: Operations of which it needs something, besides those of the state.
+            sent_bytes: What sending holds by now.
+        """
+        builder = self.builder
+        structure = builder.structure(shape)
+        num_indices = restore_state(self.stateful, structure)
+        symbols = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
+        self.received, self.new_received, self.sent, self.sent_bytes = symbols, [], [], sent_bytes
+        self._write(action)
+        rows = self.writer.take_rows()
+        structure, indices = take_state(self.stateful)
+        return ActionTemplate(
+            builder.template_rows(rows),
+            len(rows),
+            builder.shape(structure),
+            tuple(indices),
+            tuple(self.new_received),
+            tuple(self.sent),
+            self.sent_bytes - sent_bytes,
+        )
+
+    def _write(self, action: Action) -> None:
+        match action.kind:
+            case _K.FORWARD:
+                self._forward(action)
+            case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
+                self._backward(action)
+            case _K.SEND_F | _K.SEND_B:
+                self._message(action)
+            case _K.RECV_F | _K.RECV_B:
+                if self.waits != "each":
                     self._message(action)
-                case _K.RECV_F | _K.RECV_B:
-                    if self.waits != "each":
-                        self._message(action)
-                case _K.UNSHARD:
-                    self.hooks.unshard(action)
-                case _K.RESHARD:
-                    self.hooks.reshard(action)
-                case _K.REDUCE_GRAD:
-                    self.hooks.reduce(action)
-                    complete_gradients(action, self.stages, self.states, self.writer)
-                case _K.OPTIM:
-                    self._optimizer(action)
-        return self.writer.ops
+            case _K.UNSHARD:
+                self.hooks.unshard(action)
+            case _K.RESHARD:
+                self.hooks.reshard(action)
+            case _K.REDUCE_GRAD:
+                self.hooks.reduce(action)
+                complete_gradients(action, self.stages, self.states, self.writer)
+            case _K.OPTIM:
+                self._optimizer(action)
 
     def resting_bytes(self) -> dict[MemoryCategory, int]:
         """What the rank holds between steps."""
@@ -212,7 +292,7 @@ class _RankLowering:
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         if self.stages.waits_for_batch(action.stage):
-            self.writer.compute(action, f"{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
+            self.writer.compute(action, "{} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
             self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
@@ -226,7 +306,7 @@ class _RankLowering:
         phase = _BACKWARD_PHASE[action.kind]
         if action.stage == 0 and not self.stages.software.first_stage_splits:
             if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
-                self.writer.compute(action, str(action))
+                self.writer.compute(action, "{}")
                 return
             phase = Phase.BACKWARD
         for part in in_order(self._parts(action), phase):
@@ -251,9 +331,7 @@ class _RankLowering:
             script = self.scripts.merged(action.stage, part, phase)
         else:
             script = self.scripts.layer(action.stage, part[0], phase)
-        name = (
-            str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
-        )
+        name = "{}" if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last, paired = (
             next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
@@ -325,7 +403,8 @@ class _RankLowering:
         """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
         if self.waits == "each" and action in self.expected:
             self._message(action)
-        self.writer.block_on(*self.received.get(action, ()))
+            self.received, self.new_received = self.new_received, []
+        self.writer.block_on(*self.received)
 
     def _message(self, action: Action) -> None:
         stages, kind = self.stages, action.kind
@@ -346,16 +425,16 @@ class _RankLowering:
             stream = _MESSAGE_STREAM[kind]
             index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
             if sends:
-                self.sends.append(index)
+                self.sent.append(index)
                 self.sent_bytes += held
             else:
-                self.received.setdefault(action, []).append(index)
+                self.new_received.append(index)
             if self.waits == "batch" or (sends and self.waits == "each"):
                 self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
         """Once all that was sent is there, whose memory it lets go of."""
-        self.writer.block_on(*self.sends)
+        self.writer.block_on(*self.received)  # here all that was sent
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         if self.stages.software.trainer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect
@@ -78,6 +78,8 @@ class ActivationOffload:
         row: The rank's actions.
         host_waits: The host waits for every copy: on a CPU a copy is computation.
     """
+
+    STATE: ClassVar = ("_leaving", "_on_host", "_coming")
 
     def __init__(self, stages: Stages, writer: RankWriter, row: Sequence[Action], *, host_waits: bool) -> None:
         self._stages, self._writer, self._host_waits = stages, writer, host_waits

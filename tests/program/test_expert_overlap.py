@@ -76,7 +76,7 @@ def test_messages_take_multiprocessors_from_what_is_computed_meanwhile(way: str,
     for num_messages in (1, math.ceil(compute_s / send_s) + 1):
         moving_s = num_messages * send_s
         op = replace(found.ops[0], work=(Excess((message,) * num_messages, beside, 0.25),))
-        priced = price_program(replace(found, ops=(op,)), COST)
+        priced = price_program(Program.from_ops(2, (), [op], (0,), (0,), {}, {}), COST)
         done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the messages are through
         ends_s = moving_s + (1 - done) * compute_s
         expected_s = ends_s - compute_s
