@@ -22,7 +22,8 @@ from fit.rows import Row, Values, fold_of, job_at
 from simplan.accuracy.job import job_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
-from simplan.predict.brief import predict_brief
+from simplan.job import Job
+from simplan.predict.step_summary import summarize_step
 
 __all__ = ["FOLDS", "LEFT_OUT_FILE", "left_out_text", "sample_errors", "sampled_runs"]
 
@@ -89,7 +90,7 @@ def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
     values = folds[fold_of(job, len(folds))]
     job = job_at(job, values)
     asked = (job.model, job.cluster, job.training, job.plan, job.software)
-    predicted_s = predict_brief(*asked, steps_overlap=job.steps_overlap).step_time_s
+    predicted_s = summarize_step(Job(*asked), steps_overlap=job.steps_overlap).step_time_s
     measured_s = run.measured.step_time_s
     assert measured_s is not None
     return abs(predicted_s / measured_s - 1)

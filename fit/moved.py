@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from fit.rows import Prices, Row, Values, between_nodes, job_at
 from simplan.accuracy.job import RunJob
 from simplan.cost.pricing import Pricing
-from simplan.predict.abridged import AbridgedStep
+from simplan.job import Job
+from simplan.predict.step_summary import summarized_step
 from simplan.predict.simulated import sources_of_error
 from simplan.program.program import Excess, LayerWork, Message, Program, Work
 
@@ -82,9 +83,9 @@ def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
         factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
-    step = AbridgedStep(job.model, cluster, job.training, job.plan, job.software, moved)
-    written = step.written(*step.extent(steps_overlap=job.steps_overlap))
-    _, (plain_s, *moved_s) = step.whole(written, steps_overlap=job.steps_overlap)
+    plain_s, *moved_s = summarized_step(
+        Job(job.model, cluster, job.training, job.plan, job.software), steps_overlap=job.steps_overlap
+    ).seconds(moved, steps_overlap=job.steps_overlap)
     logs = np.log(np.array(moved_s) / plain_s).reshape(2, -1)
     longer, shorter = (tuple(map(float, np.hypot(side[:-1], side[-1]))) for side in logs)
     return longer, shorter

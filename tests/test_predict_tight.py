@@ -8,7 +8,8 @@ import pytest
 
 from simplan.explain.explanation import explain
 from simplan.predict import predict
-from simplan.predict.brief import Brief, predict_brief
+from simplan.job import Job
+from simplan.predict.step_summary import StepSummary, summarize_step
 from simplan.predict.evaluate import within_device
 from simplan.prediction import Prediction, RankMemory
 from simplan.report.text import verdict
@@ -37,8 +38,8 @@ def on_device(memory_bytes: int | None) -> Prediction:
     return predict("small", MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
 
 
-def brief(memory_bytes: int | None) -> Brief:
-    return predict_brief(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
+def brief(memory_bytes: int | None) -> StepSummary:
+    return summarize_step(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SimplanError, SpecError
-from simplan.predict.brief import predict_brief
+from simplan.job import Job
+from simplan.predict.step_summary import summarize_step
 from simplan.spec.rules import num_microbatches
 from simplan.units import GIB
 
@@ -129,8 +130,8 @@ def _predict_some(part: Sequence[tuple[str, RunJob]]) -> list[tuple[str, Predict
 
 def _predict(job: RunJob) -> Predicted | str:
     try:
-        brief = predict_brief(
-            job.model, job.cluster, job.training, job.plan, job.software, steps_overlap=job.steps_overlap
+        brief = summarize_step(
+            Job(job.model, job.cluster, job.training, job.plan, job.software), steps_overlap=job.steps_overlap
         )
     except Exception as error:
         return sentences(error)

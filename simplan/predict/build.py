@@ -35,6 +35,7 @@ __all__ = [
     "folding_of",
     "sharing_of",
     "stages_and_table",
+    "table_of",
 ]
 
 _MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only what communicates; its time is the same
@@ -227,10 +228,30 @@ def stages_and_table(
         cost: Prices, for the balanced split and for schedules that are found from the times of stages.
     """
     assignment = assign_layers(model, plan, software, cost)
+    return assignment, table_of(model, training, plan, software, assignment, cost, num_microbatches(training, plan))
+
+
+def table_of(
+    model: ModelSpec,
+    training: TrainingSpec,
+    plan: ParallelPlan,
+    software: SoftwareSpec,
+    assignment: StageAssignment,
+    cost: CostModel,
+    num_microbatches: int,
+) -> Table:
+    """What every pipeline rank does in a step.
+
+    Args:
+        model, training, plan, software: What is asked.
+        assignment: Which layers each stage holds.
+        cost: Prices, for schedules that are found from the times of stages.
+        num_microbatches: Of the step.
+    """
     facts = SCHEDULE_FACTS.get(plan.schedule)
     timed = facts is not None and facts.needs_times
     found = stage_times(model, training, plan, software, assignment, cost) if timed else ()
-    return assignment, plan_table(plan, num_microbatches(training, plan), *found)
+    return plan_table(plan, num_microbatches, *found)
 
 
 def expands_all(model: ModelSpec, plan: ParallelPlan, microbatches: int, folding: Folding) -> bool:

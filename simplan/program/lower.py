@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.batches import in_batches, waits_for
+from simplan.program.complete import last_backwards
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
@@ -40,7 +41,7 @@ from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["Lowering", "lower"]
+__all__ = ["Lowerer", "Lowering", "lower"]
 
 _K = ActionKind
 _BACKWARD_PHASE = {
@@ -104,32 +105,59 @@ def lower(
         table: A complete table that ``check_table`` accepts.
         how: What to write out.
     """
-    assert how.level in (1, 2)
-    stages = Stages(model, training, plan, software, assignment, table)
-    scripts = Scripts(stages)
-    folding = how.folding or unfolded(stages.mapping)
-    builder = ProgramBuilder()
-    resting: dict[int, dict[MemoryCategory, int]] = {}
-    rebuild: dict[int, int] = {}
-    for rank in folding.ranks:
-        row = table[stages.mapping.place(rank).pp]
-        lowering = _RankLowering(stages, scripts, rank, builder, how, folding, row)
-        lowering.run(row)
-        resting[rank] = lowering.resting_bytes()
-        rebuild[rank] = lowering.bucket_bytes() if software.rebuilds_buckets else 0
-    return Program(
-        how.level,
-        table,
-        builder.columns(),
-        builder.names,
-        builder.works,
-        builder.effects,
-        folding.ranks,
-        folding.stands_for,
-        resting,
-        rebuild,
-        one_memory=how.host_waits,
-    )
+    return Lowerer(model, training, plan, software, assignment, table, how).program(table)
+
+
+class Lowerer:
+    """Lowers tables of one plan that differ in the number of microbatches; what they share is made once.
+
+    Args:
+        model, training, plan, software, assignment, how: As of ``lower``.
+        table: Any of the tables: says on which rank each stage is.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        training: TrainingSpec,
+        plan: ParallelPlan,
+        software: SoftwareSpec,
+        assignment: StageAssignment,
+        table: Table,
+        how: Lowering,
+    ) -> None:
+        assert how.level in (1, 2)
+        self._how = how
+        self._stages = Stages(model, training, plan, software, assignment, table)
+        self._folding = how.folding or unfolded(self._stages.mapping)
+        self._builder = ProgramBuilder()
+        scripts = Scripts(self._stages)
+        self._ranks = {
+            rank: _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding)
+            for rank in self._folding.ranks
+        }
+
+    def program(self, table: Table) -> Program:
+        """The Program of a table."""
+        stages, builder = self._stages, self._builder
+        stages.last_backward = last_backwards(table)
+        builder.restart()
+        for rank, lowering in self._ranks.items():
+            lowering.run(table[stages.mapping.place(rank).pp])
+        rebuilds = stages.software.rebuilds_buckets
+        return Program(
+            self._how.level,
+            table,
+            builder.columns(),
+            builder.names,
+            builder.works,
+            builder.effects,
+            self._folding.ranks,
+            self._folding.stands_for,
+            {rank: lowering.resting_bytes() for rank, lowering in self._ranks.items()},
+            {rank: lowering.bucket_bytes() if rebuilds else 0 for rank, lowering in self._ranks.items()},
+            one_memory=self._how.host_waits,
+        )
 
 
 class _RankLowering:
@@ -143,7 +171,6 @@ class _RankLowering:
         builder: ProgramBuilder,
         how: Lowering,
         folding: Folding,
-        row: Sequence[Action],
     ) -> None:
         self.stages, self.rank, self.how = stages, rank, how
         self.scripts = scripts
@@ -153,29 +180,32 @@ class _RankLowering:
         ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.builder = builder
-        builder.rank = rank
+        self.templates: dict[tuple[object, ...], ActionTemplate] = {}
         self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
-        self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
+        self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
-        self.pairs = pairs(row) if stages.software.expert_overlap and not how.host_waits else frozenset()
-        self.expected = frozenset(action for action in row if action.kind in _RECEIVES)
+        self.overlaps_experts = stages.software.expert_overlap and not how.host_waits
+        self.pairs = self.expected = frozenset[Action]()
         self.received: list[int] = []  # what the pass that is lowered needs of another stage
         self.new_received: list[int] = []
         self.sent: list[int] = []
         self.sent_bytes = 0
         self.stateful = (self.writer, self.hooks, self.offload)
+        self.first_shape = builder.shape(take_state(self.stateful)[0])
 
     def run(self, row: Sequence[Action]) -> None:
         """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it."""
-        builder = self.builder
-        templates: dict[tuple[object, ...], ActionTemplate] = {}
-        structure, _ = take_state(self.stateful)
-        shape, indices = builder.shape(structure), []
+        builder, templates = self.builder, self.templates
+        builder.rank = self.rank
+        self.pairs = pairs(row) if self.overlaps_experts else frozenset()
+        self.expected = frozenset(action for action in row if action.kind in _RECEIVES)
+        self.offload.start(row)
+        shape, indices = self.first_shape, list[int]()
         received: dict[Action, list[int]] = {}
         sent: list[int] = []
         sent_bytes = 0

@@ -96,7 +96,7 @@ class Stages:
         self.placement = stage_to_rank(table)
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
-        self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
+        self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
         joined = software.layers.joined_products
         model_layers = [
             keeping_quantized(layer, self.state.linear, joined=joined) for layer in software.layers_of(model, plan)

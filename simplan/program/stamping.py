@@ -86,7 +86,7 @@ class ProgramBuilder:
     """
 
     def __init__(self) -> None:
-        self.num_ops, self.rank = 0, 0
+        self.rank = 0
         self._names: dict[str, int] = {}
         self._works: list[tuple[Work, ...]] = []
         self._work_of: dict[int, int] = {}
@@ -95,6 +95,11 @@ class ProgramBuilder:
         self._shapes: dict[Hashable, int] = {}
         self._structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was stamped, and keeps templates and names."""
+        self.num_ops = 0
         # by stamped template: its first row, its operations, the microbatch, the rank, and the indices it may wait for
         self._stamped: list[tuple[int, int, int, int]] = []
         self._inputs: list[int] = []

@@ -11,19 +11,17 @@ from simplan.errors import Problem, SpecError
 from simplan.search.best_first import explore_best_first
 from simplan.search.changes import changes
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluators import make_evaluator, make_late_evaluator
+from simplan.search.evaluator import Evaluator
 from simplan.search.explain import explain_candidate, more_memory
 from simplan.search.feasible import capacity_bytes
 from simplan.search.keep import Group, Keep, Timed
 from simplan.search.modules import check_modules
 from simplan.search.nothing import nothing_to_compare
 from simplan.search.objective import Goal
-from simplan.search.parallel import explore_in_parallel
 from simplan.search.partial import explore_partial, has_partial
 from simplan.search.question import Question
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.rules import in_words
-from simplan.search.run import explore
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.tally import Limits, Miss, Tally
 from simplan.spec.hardware import ClusterSpec
@@ -111,6 +109,7 @@ class _Search:
     ) -> None:
         self._name, self._space, self._jobs, self._soon = name, space, jobs, soon
         self._explained: dict[Timed, Explanation] = {}
+        self._evaluators: dict[int, Evaluator] = {}
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, question)))
         self._questions = {size: question.with_devices(size) for size in sizes}
@@ -178,14 +177,14 @@ class _Search:
         def told(tally: Tally, keep: Keep) -> None:
             self._tell(tally, keep)
 
-        late = make_late_evaluator(question, self._jobs)
+        evaluator = self._evaluator(size)
         where = enumeration, enumeration.meshes
-        if late is not None:
-            explore_best_first(*where, late, limits, self._keep, self._tally, told, soon=self._soon)
-        elif self._jobs == 1:
-            explore(*where, make_evaluator(question), limits, self._keep, self._tally, told, soon=self._soon)
-        else:
-            explore_in_parallel(enumeration, question, self._space, limits, self._keep, self._tally, self._jobs, told)
+        explore_best_first(*where, evaluator, limits, self._keep, self._tally, told, soon=self._soon)
+
+    def _evaluator(self, size: int) -> Evaluator:
+        if size not in self._evaluators:
+            self._evaluators[size] = Evaluator(self._questions[size], self._jobs)
+        return self._evaluators[size]
 
     def _explore_partial(self, size: int) -> None:
         question = self._questions[size]
@@ -195,7 +194,10 @@ class _Search:
             def told(tally: Tally, keep: Keep) -> None:
                 self._tell(tally, keep, "looking for how few blocks may run again")
 
-            self._some_blocks += explore_partial(question, self._space, limits, self._keep, self._tally, told)
+            evaluator = self._evaluator(size)
+            self._some_blocks += explore_partial(
+                question, self._space, evaluator, limits, self._keep, self._tally, told
+            )
 
     def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
         best = keep.ranked[0].step_time_s if keep.ranked else None

@@ -1,7 +1,10 @@
-"""The loop of a search whose evaluator writes out a Program for each plan: bounds of all, then the most promising.
+"""The loop of a search: rules, bounds of all, then truncated steps of the most promising, then whole ones of the best.
 
-As exact as ``simplan.search.run``. But where a plan's memory takes as long to find as its time, only plans whose bounds
-leave them a place are looked at: of the others nobody knows whether they fit.
+Exact: a candidate is left out only when it breaks a rule, does not fit, or could not be kept whatever its time. Only
+plans whose bounds leave them a place are simulated: of the others nobody knows whether they fit. What would be kept by
+its truncated step is kept with the numbers of ``predict``. What is remembered does not grow with the space: the best,
+the front, the nearest misses, and a window of candidates that wait. How many candidates are bounded depends on neither
+the number of processes nor their speed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluator import LateEvaluator
+from simplan.search.evaluator import AT_ONCE, Evaluator, Numbers
 from simplan.search.keep import Keep
 from simplan.search.tally import MORE_MEMORY, ROUNDING, Limits, Miss, OnProgress, Tally, Waiting, rounded
 
@@ -25,8 +28,9 @@ _WINDOW = 200_000
 _BATCH = 1024
 _FIRST_LOOK_S = 0.4
 """Who watches sees plans after so long; the next looks come after twice as long each."""
-_LOOK_S = 10.0
-"""After so long everybody does: whoever stops a slow search wants to have a plan."""
+_FIRST_LOOK = 16_384
+"""Candidates after which everybody does, and again after as many as there were: whoever stops a slow search wants to
+have a plan."""
 _MOST_BEYOND = 256
 """Candidates that do not fit by a bound, of which the nearest misses are found."""
 _FEW_MISSES = 16
@@ -35,7 +39,7 @@ _FEW_MISSES = 16
 def explore_best_first(
     enumeration: Enumeration,
     meshes: Sequence[Mesh],
-    evaluator: LateEvaluator,
+    evaluator: Evaluator,
     limits: Limits,
     keep: Keep,
     tally: Tally,
@@ -43,31 +47,34 @@ def explore_best_first(
     *,
     soon: bool = False,
 ) -> None:
-    """As ``simplan.search.run.explore``. Nearest misses are those of the plans that would have been among the best.
+    """Goes through all candidates of some meshes. Nearest misses are those that would have been among the best.
 
     Args:
         enumeration: The space.
         meshes: Which part of it.
         evaluator: Of the same question.
         limits: What a plan must keep within.
-        keep: Takes the best.
-        tally: Takes the counts.
+        keep: Takes the best; what it holds already bounds the others.
+        tally: Takes the counts. Both are right up to the last batch when this is interrupted.
         on_progress: Called after every batch.
         soon: Look at the most promising so far early, before all bounds are known.
     """
-    search = _Search(enumeration, evaluator, limits, keep, tally, on_progress)
-    pause_s = _FIRST_LOOK_S if soon else _LOOK_S
+    search = _Search(evaluator, limits, keep, tally, on_progress)
+    pause_s, look = _FIRST_LOOK_S, _FIRST_LOOK
     look_s = time.monotonic() + pause_s
+    bounded = 0
     candidates = enumeration.candidates(meshes, tally.rejected)
     while batch := list(islice(candidates, _BATCH)):
         search.bound(batch)
+        bounded += len(batch)
         on_progress(tally, keep)
         if len(search.waiting) >= _WINDOW:
             search.look()
-        elif search.waiting and time.monotonic() > look_s:
-            search.look(evaluator.at_once)
+        elif search.waiting and (bounded >= look or (soon and time.monotonic() > look_s)):
+            search.look(AT_ONCE)
             pause_s *= 2
             look_s = time.monotonic() + pause_s
+            look = max(look, 2 * bounded) if bounded >= look else look
     search.look()
     search.find_misses()
     on_progress(tally, keep)
@@ -96,14 +103,13 @@ class _Search:
 
     def __init__(
         self,
-        enumeration: Enumeration,
-        evaluator: LateEvaluator,
+        evaluator: Evaluator,
         limits: Limits,
         keep: Keep,
         tally: Tally,
         on_progress: OnProgress,
     ) -> None:
-        self._floor, self._evaluator, self._limits = enumeration.floor, evaluator, limits
+        self._evaluator, self._limits = evaluator, limits
         self._keep, self._tally, self._told = keep, tally, on_progress
         self.waiting: list[Waiting] = []
         self._beyond: list[_Beyond] = []
@@ -127,7 +133,7 @@ class _Search:
         self.waiting.sort()
         part, self.waiting = self.waiting[:number], [] if number is None else self.waiting[number:]
         left = self._left(part)
-        while batch := list(islice(left, self._evaluator.at_once)):
+        while batch := list(islice(left, AT_ONCE)):
             self._take(batch)
             self._told(self._tally, self._keep)
 
@@ -149,7 +155,7 @@ class _Search:
                 if not left:
                     continue
                 left -= 1
-                [size] = self._evaluator.device_bytes([one.candidate])
+                [(size, _)] = self._evaluator.numbers([one.candidate], 0)
             tally.missed([Miss(size - capacity, one.candidate, size)])
 
     def _miss(self, beyond: Iterable[_Beyond]) -> None:
@@ -157,15 +163,18 @@ class _Search:
 
     def _least_bytes(self, batch: Sequence[Candidate], capacity: int | None) -> list[int]:
         """Bounds: the costlier ones only where the cheap ones do not tell."""
-        least = [self._floor.bytes(candidate) for candidate in batch]
-        near = [capacity is None or size <= MORE_MEMORY * capacity for size in least]
-        more = iter(self._evaluator.least_bytes([c for c, is_near in zip(batch, near, strict=True) if is_near]))
-        return [max(size, next(more)) if is_near else size for size, is_near in zip(least, near, strict=True)]
+        evaluator, found = self._evaluator, []
+        for candidate in batch:
+            size = evaluator.average_bytes(candidate)
+            if capacity is None or size <= MORE_MEMORY * capacity:
+                size = max(size, evaluator.least_bytes(candidate))
+            found.append(size)
+        return found
 
     def _bounded(self, sized: Sequence[tuple[Candidate, int]]) -> list[Waiting]:
-        least_s = self._evaluator.least_time_s([candidate for candidate, _ in sized])
         found = []
-        for (candidate, size), bound_s in zip(sized, least_s, strict=True):
+        for candidate, size in sized:
+            bound_s = self._evaluator.least_time_s(candidate)
             value = self._keep.goal.values(candidate.num_devices, size, bound_s * ROUNDING)[0]
             found.append(Waiting(value, bound_s * ROUNDING, size, candidate))
         return found
@@ -186,7 +195,7 @@ class _Search:
         """Memory, and times of those that fit."""
         capacity, deadline_s, tally = self._limits.device_bytes, self._limits.step_time_s, self._tally
         numbers = self._evaluator.numbers([one.candidate for one in batch], capacity)
-        for one, (size, exact_s) in zip(batch, numbers, strict=True):
+        for one, (size, exact_s) in zip(batch, self._made_whole(batch, numbers), strict=True):
             if exact_s is None:
                 assert capacity is not None
                 tally.too_large([], far=1)
@@ -200,3 +209,19 @@ class _Search:
             else:
                 tally.timed += 1
                 self._keep.add(one.candidate, size, step_time_s)
+
+    def _made_whole(self, batch: Sequence[Waiting], numbers: Sequence[Numbers]) -> list[Numbers]:
+        """The numbers of ``predict`` of those that may be kept; a truncated step is no longer than the whole one."""
+        keep, found = self._keep, list(numbers)
+        capacity = self._limits.device_bytes
+        hopeful = [
+            place
+            for place, (one, (size, step_s)) in enumerate(zip(batch, numbers, strict=True))
+            if step_s is not None
+            and not keep.is_hopeless(one.candidate.num_devices, size, step_s * ROUNDING)
+            and self._evaluator.is_truncated(one.candidate)
+        ]
+        whole = self._evaluator.numbers([batch[place].candidate for place in hopeful], capacity, whole=True)
+        for place, exact in zip(hopeful, whole, strict=True):
+            found[place] = exact
+        return found

@@ -8,7 +8,6 @@ from itertools import groupby, product
 from typing import NamedTuple, TypeVar
 
 from simplan.search.candidate import Candidate
-from simplan.search.floor import MemoryFloor
 from simplan.search.question import Question
 from simplan.search.rules import Rules
 from simplan.search.space import SearchSpace
@@ -54,7 +53,6 @@ class Enumeration:
         self._space, self._question = space, question
         self._reduces_each = question.software.reduces_each_microbatch  # whatever a plan says
         self.rules = Rules(question, tp_across_nodes=space.tp_across_nodes)
-        self.floor = MemoryFloor(question)
         self.meshes = list(self._meshes())
 
     @property
@@ -123,7 +121,6 @@ class Enumeration:
     ) -> Iterator[Candidate]:
         tp, cp, pp, dp_replicate, dp_shard, ep = mesh
         rules, dp = self.rules, dp_replicate * dp_shard
-        sharded = zero_stage >= 2 and dp_shard * cp > 1
         microbatches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
@@ -141,10 +138,9 @@ class Enumeration:
         for sequence_parallel, cp_comm in allowed(
             exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), len(microbatches) * len(recomputes)
         ):
-            layer_by_layer = (pp == 1 and sharded) or (cp > 1 and cp_comm == "ring")
             cut = allowed(
                 microbatches,
-                lambda each: rules.microbatches(dp, each[0], pp, layer_by_layer=layer_by_layer),  # noqa: B023 - at once
+                lambda each: rules.microbatches(dp, each[0], pp, schedule),
                 len(recomputes),
             )
             kept = allowed(recomputes, lambda r: rules.recompute(schedule, *r), len(cut))

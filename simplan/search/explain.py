@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from simplan.predict import predict
+from simplan.predict.step_summary import evaluate_step
 from simplan.search.candidate import Candidate
-from simplan.search.evaluators import make_evaluator, make_late_evaluator
+from simplan.search.evaluator import Evaluator
 from simplan.search.keep import Timed
 from simplan.search.question import Question
 from simplan.search.result import Explanation
@@ -19,7 +20,7 @@ __all__ = ["MORE", "explain_candidate", "more_memory"]
 MORE = 1.1
 """How much of a resource there would be, over what there is."""
 
-_MOST_TRIED = 32  # of plans that are written out one by one
+_MOST_TRIED = 32  # plans
 _NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
 
 
@@ -68,17 +69,11 @@ def more_memory(question: Question, best: Timed, nearly: list[Waiting], capacity
         nearly: Plans that would fit then, as far as bounds tell; a few are tried where each is written out alone.
         capacity: Memory of a device that plans may use, bytes.
     """
-    late, evaluator = make_late_evaluator(question, jobs=1), make_evaluator(question)
-    least_s = best.step_time_s
-    promising = sorted(nearly, key=lambda one: one.least_time_s)
-    for waiting in promising if late is None else promising[:_MOST_TRIED]:
+    evaluator, least_s = Evaluator(question), best.step_time_s
+    for waiting in sorted(nearly, key=lambda one: one.least_time_s)[:_MOST_TRIED]:
         if waiting.least_time_s >= least_s:
             break
-        step_time_s: float | None
-        if late is None:  # what waits is known to fit
-            [step_time_s] = evaluator.step_times_s([waiting.candidate])
-        else:
-            [(_, step_time_s)] = late.numbers([waiting.candidate], int(MORE * capacity))
+        [(_, step_time_s)] = evaluator.numbers([waiting.candidate], int(MORE * capacity))
         least_s = min(least_s, step_time_s or least_s)
     return 1 - least_s / best.step_time_s
 
@@ -89,7 +84,8 @@ def _saved(question: Question, candidate: Candidate, step_time_s: float) -> dict
         return {}
     saved = {}
     for resource, richer in _richer(question):
-        [less_s] = make_evaluator(richer).step_times_s([candidate])
+        _, less_s = evaluate_step(richer.job(candidate.plan()), richer.calibration)
+        assert less_s is not None
         share = 1 - less_s / step_time_s
         if share > _NOTICED:
             saved[resource] = share

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluators import make_evaluator
-from simplan.search.floor import MemoryFloor
+from simplan.search.evaluator import Evaluator
 from simplan.search.question import Question
 from simplan.search.space import SearchSpace
 
 __all__ = ["capacity_bytes", "first_fit"]
-
-_MOST_AT_ONCE = 1024
 
 
 def capacity_bytes(question: Question, space: SearchSpace) -> int | None:
@@ -38,27 +35,24 @@ def first_fit(
     failed = set() if failed is None else failed
     enumeration = Enumeration(space, question)
     capacity = capacity_bytes(question, space)
-    evaluator = make_evaluator(question)
+    evaluator = Evaluator(question)
     known = [] if witness is None or enumeration.rules.first(witness) is not None else [witness]
     candidates = (candidate for candidate in chain(known, _frugal_first(enumeration)) if candidate not in failed)
     if capacity is None:
         return next(candidates, None)
-    floor = MemoryFloor(question)
 
     def may_fit(candidate: Candidate) -> bool:
-        may = floor.bytes(candidate) <= capacity and evaluator.least_bytes([candidate])[0] <= capacity
+        may = evaluator.average_bytes(candidate) <= capacity and evaluator.least_bytes(candidate) <= capacity
         if not may:
             failed.add(candidate)
         return may
 
     possible = filter(may_fit, candidates)
-    batch_size = 1  # the first candidates are the likeliest
-    while batch := list(islice(possible, batch_size)):
-        for candidate, size in zip(batch, evaluator.device_bytes(batch), strict=True):
-            if size <= capacity:
-                return candidate
-            failed.add(candidate)
-        batch_size = min(2 * batch_size, _MOST_AT_ONCE)
+    for candidate in possible:
+        [(size, _)] = evaluator.numbers([candidate], 0)
+        if size <= capacity:
+            return candidate
+        failed.add(candidate)
     return None
 
 

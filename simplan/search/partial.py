@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from simplan.predict import cost_model
-from simplan.predict.brief import brief_numbers
 from simplan.predict.build import assign_layers
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluators import abridges, make_evaluator, make_late_evaluator
+from simplan.search.evaluator import Evaluator
 from simplan.search.keep import Keep
 from simplan.search.question import Question
 from simplan.search.space import SearchSpace
@@ -28,7 +26,6 @@ from simplan.spec.recompute_rules import unmodelled_recompute
 
 __all__ = ["explore_partial", "has_partial"]
 
-_BATCH = 1024
 _MOST = 32
 """Plans that are tried, the most promising first."""
 _LEAST_SHARE = 2 / 3
@@ -63,19 +60,27 @@ def has_partial(question: Question, space: SearchSpace) -> bool:
         and (space.recompute is None or {"none", "full"} <= {*space.recompute})
         and question.cluster.device.memory_bytes is not None
         and not question.software.expert_overlap
-        and abridges(question)
+        and question.calibration is None
+        and question.cluster.cores_per_node is None
         and next(unmodelled_recompute(question.model, one, question.software), None) is None
     )
 
 
 def explore_partial(
-    question: Question, space: SearchSpace, limits: Limits, keep: Keep, tally: Tally, on_progress: OnProgress
+    question: Question,
+    space: SearchSpace,
+    evaluator: Evaluator,
+    limits: Limits,
+    keep: Keep,
+    tally: Tally,
+    on_progress: OnProgress,
 ) -> int:
     """Tries fewer blocks where all of them are too many and none is too few.
 
     Args:
         question: What is asked; ``has_partial``.
         space: Its plans.
+        evaluator: Of the same question.
         limits: What a plan must keep within; memory is known.
         keep: Takes the best; what it holds already bounds the others.
         tally: What was counted so far.
@@ -84,7 +89,7 @@ def explore_partial(
     Returns:
         How many plans were timed besides those of the space.
     """
-    search = _Search(question, limits, keep)
+    search = _Search(question, evaluator, limits, keep)
     whole = Enumeration(space.model_copy(update={"recompute": ("full",)}), question)
     found = 0
     for one in sorted(search.waiting(whole))[:_MOST]:
@@ -99,31 +104,30 @@ def explore_partial(
 
 
 class _Search:
-    def __init__(self, question: Question, limits: Limits, keep: Keep) -> None:
+    def __init__(self, question: Question, evaluator: Evaluator, limits: Limits, keep: Keep) -> None:
         assert limits.device_bytes is not None
         self._question, self._keep, self._capacity = question, keep, limits.device_bytes
-        late = make_late_evaluator(question, jobs=1)
-        self._is_late, self._evaluator = late is not None, late or make_evaluator(question)
+        self._evaluator = evaluator
 
     def waiting(self, whole: Enumeration) -> Iterator[_Waiting]:
         """Plans whose blocks all run again that may do with fewer, and may then be among the best."""
         keep, evaluator = self._keep, self._evaluator
-        candidates = whole.candidates(whole.meshes, Counter())
-        while batch := list(islice(candidates, _BATCH)):
-            batch = [one for one in batch if whole.floor.bytes(one) <= self._capacity]
-            timed = zip(batch, evaluator.least_time_s(batch), strict=True)
-            near = [(one, s) for one, s in timed if not keep.is_hopeless(one.num_devices, 0, _LEAST_SHARE * s)]
-            sizes = self._least_bytes([one for one, _ in near])
-            fits = [(*pair, size) for pair, size in zip(near, sizes, strict=True) if size <= self._capacity]
-            plain = [one._replace(recompute="none") for one, _, _ in fits]
-            more = zip(fits, self._least_bytes(plain), evaluator.least_time_s(plain), strict=True)
-            for (one, all_s, least), most, none_s in more:
-                if most > self._capacity or self._is_late:
-                    share = max(0.0, (most - self._capacity) / max(1, most - least))
-                    about_s = none_s + share * max(0.0, all_s - none_s)
-                    if not keep.is_hopeless(one.num_devices, least, _SURE * about_s):
-                        value = keep.goal.values(one.num_devices, least, about_s)[0]
-                        yield _Waiting(value, about_s, least, share, one)
+        for one in whole.candidates(whole.meshes, Counter()):
+            if evaluator.average_bytes(one) > self._capacity:
+                continue
+            all_s = evaluator.least_time_s(one)
+            if keep.is_hopeless(one.num_devices, 0, _LEAST_SHARE * all_s):
+                continue
+            least = evaluator.least_bytes(one)
+            if least > self._capacity:
+                continue
+            plain = one._replace(recompute="none")
+            most, none_s = evaluator.least_bytes(plain), evaluator.least_time_s(plain)
+            share = max(0.0, (most - self._capacity) / max(1, most - least))
+            about_s = none_s + share * max(0.0, all_s - none_s)
+            if not keep.is_hopeless(one.num_devices, least, _SURE * about_s):
+                value = keep.goal.values(one.num_devices, least, about_s)[0]
+                yield _Waiting(value, about_s, least, share, one)
 
     def least(self, one: _Waiting) -> tuple[Candidate, int, float] | None:
         """With as few blocks as fit, its bytes and its time; None where none need to run again, or all."""
@@ -142,29 +146,14 @@ class _Search:
                 low, guess = middle, middle + 1
             else:
                 high, guess, found = middle, middle - 1, (tried, *numbers)
-        return found if found is None or self._is_late else self._exact(found[0], most)
+        return found
 
     def _fitting(self, candidate: Candidate) -> tuple[int, float] | None:
         """Its bytes and its time, if it fits."""
-        asked = self._question
-        model, cluster, training, software = asked.model, asked.cluster, asked.training, asked.software
-        size, step_time_s = brief_numbers(model, cluster, training, candidate.plan(), software, self._capacity)
+        [(size, step_time_s)] = self._evaluator.numbers([candidate], self._capacity)
+        if step_time_s is not None and self._evaluator.is_truncated(candidate):
+            [(size, step_time_s)] = self._evaluator.numbers([candidate], self._capacity, whole=True)
         return None if step_time_s is None else (size, rounded(step_time_s))
-
-    def _exact(self, candidate: Candidate, most: int) -> tuple[Candidate, int, float] | None:
-        """Numbers to the byte, where other plans have them; a block more if it fits but for a few bytes."""
-        for number in range(candidate.recompute_layers, most):
-            tried = candidate._replace(recompute_layers=number)
-            [size] = self._evaluator.device_bytes([tried])
-            if size <= self._capacity:
-                [step_time_s] = self._evaluator.step_times_s([tried])
-                return tried, size, rounded(step_time_s)
-        return None
-
-    def _least_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
-        """What is cheap to know: exact where the evaluator has many plans at once, else bounds."""
-        evaluator = self._evaluator
-        return evaluator.least_bytes(candidates) if self._is_late else evaluator.device_bytes(candidates)
 
     def _most_blocks(self, plan: ParallelPlan) -> int:
         """Blocks of the stage that has most."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from simplan.cost.calibration import Calibration
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -26,6 +27,10 @@ class Question:
     training: TrainingSpec
     software: SoftwareSpec
     calibration: Calibration | None = None
+
+    def job(self, plan: ParallelPlan) -> Job:
+        """The job of a plan."""
+        return Job(self.model, self.cluster, self.training, plan, self.software)
 
     def check(self) -> None:
         """Refuses what no plan could mend.

@@ -15,7 +15,7 @@ from simplan.spec.cuda_graph_rules import cuda_graph_rules, unmodelled_cuda_grap
 from simplan.spec.low_precision_rules import low_precision_sizes
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import MAX_LAYER_PASSES, MAX_PIPELINE_CELLS
+from simplan.spec.rules import MAX_PIPELINE_CELLS
 from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 
@@ -68,7 +68,6 @@ RULES: Mapping[str, str] = MappingProxyType(
         "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
         "grad_sync_of_replicas": "grad_sync = microbatch is about data-parallel ranks, and there is one",
         "grad_sync_modelled": "gradient reduction after every microbatch of a pipeline or of experts is not modelled",
-        "layer_passes": f"microbatches x layers with collectives of their own must be at most {MAX_LAYER_PASSES:,}",
         "pipeline_cells": f"microbatches x pipeline ranks must be at most {MAX_PIPELINE_CELLS:,}",
         "low_precision_sizes": "matrix products in 8 or 4 bits need sizes that are whole blocks",
         "memory": "the worst device must hold it",
@@ -154,7 +153,7 @@ class Rules:
                 c.schedule, c.virtual_stages, c.dp * c.cp, c.shards_parameters, c.zero_stage, c.reshard_after_forward
             ),
             self.tokens(c.tp, c.sequence_parallel, c.cp, c.cp_comm),
-            self.microbatches(c.dp, c.microbatch_size, c.pp, layer_by_layer=_layer_by_layer(c)),
+            self.microbatches(c.dp, c.microbatch_size, c.pp, c.schedule),
             self.recompute(c.schedule, c.recompute, c.recompute_modules),
             self.grad_sync(c.pp, c.dp * c.cp, c.ep, c.tp) if c.grad_sync == "microbatch" else None,
         )
@@ -263,14 +262,13 @@ class Rules:
             return "a2a_divides_heads"
         return None
 
-    def microbatches(self, dp: int, microbatch_size: int, pp: int, *, layer_by_layer: bool) -> str | None:
-        """How the batch is cut."""
+    def microbatches(self, dp: int, microbatch_size: int, pp: int, schedule: str) -> str | None:
+        """How the batch is cut; a step that cannot be truncated is not too long."""
         if self._batch % (dp * microbatch_size):
             return "batch_divides"
         number = self._batch // (dp * microbatch_size)
-        if layer_by_layer and number * (self._blocks + 2) > MAX_LAYER_PASSES:
-            return "layer_passes"
-        return "pipeline_cells" if number * pp > MAX_PIPELINE_CELLS else None
+        found = pp > 1 and SCHEDULE_FACTS[schedule].needs_times
+        return "pipeline_cells" if found and number * pp > MAX_PIPELINE_CELLS else None
 
     def recompute(self, schedule: str, recompute: str, modules: tuple[str, ...]) -> str | None:
         """What is computed again."""
@@ -323,7 +321,3 @@ class Rules:
             odd = low_precision_sizes(self._question.model, plan, form)
             self._low_sizes[same] = next(odd, None) is not None
         return "low_precision_sizes" if self._low_sizes[same] else None
-
-
-def _layer_by_layer(c: Candidate) -> bool:
-    return (c.pp == 1 and c.shards_parameters) or (c.cp > 1 and c.cp_comm == "ring")

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.program.program import Program
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import CoreUse, Times, simulate
@@ -25,7 +28,7 @@ class Engine(Protocol):
         """Start and end of every operation."""
         ...
 
-    def step_times_s(self, durations_s: Sequence[Durations]) -> Sequence[float]:
+    def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
         """The end of the last operation under each vector of durations."""
         ...
 
@@ -40,7 +43,7 @@ class _SimPy:
     def times(self, durations_s: Durations) -> Times:
         return simulate(self.program, durations_s, self.sharing)
 
-    def step_times_s(self, durations_s: Sequence[Durations]) -> Sequence[float]:
+    def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
         return [self.times(vector_s).step_time_s for vector_s in durations_s]
 
 

@@ -67,6 +67,18 @@ class CompiledProgram:
             starts_s[k], ends_s[k] = start_s[self.node], end_s[self.node]
         return starts_s.reshape(given_s.shape), ends_s.reshape(given_s.shape)
 
+    def tails_s(self, durations_s: Durations) -> npt.NDArray[np.float64]:
+        """(num_ops,) Seconds from the start of every operation to the end of the step, on the longest path.
+
+        Args:
+            durations_s: (num_ops,), seconds.
+        """
+        from simplan.sim.longest_path import node_tails
+
+        tail_s = np.empty(len(self.leader))
+        node_tails(self.first, self.before, self.leader, np.ascontiguousarray(durations_s, np.float64), tail_s)
+        return np.asarray(tail_s[self.node])
+
     def step_times_s(self, durations_s: Sequence[Durations] | npt.NDArray[np.float64]) -> list[float]:
         """The end of the last operation under each vector of durations, seconds.
 

@@ -13,7 +13,8 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
-from simplan.predict.brief import predict_brief
+from simplan.job import Job
+from simplan.predict.step_summary import summarize_step
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
@@ -98,7 +99,7 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
     )
     job = job_of_run(asked)
     assert any(said.startswith(note) for said in job.notes), job.notes
-    brief = predict_brief(job.model, job.cluster, job.training, job.plan, job.software)
+    brief = summarize_step(Job(job.model, job.cluster, job.training, job.plan, job.software))
     assert brief.step_time_s > 0
     whole = catalogue.software(profile_name(asked.software, asked.plan))
     with pytest.raises(ValueError, match="is not modelled"):

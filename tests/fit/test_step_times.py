@@ -18,7 +18,8 @@ from fit.rows import Prices, Row, _row, load_rows
 from fit.spread import Spread
 from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
 from simplan.accuracy.job import job_of_run
-from simplan.predict.brief import brief_terms, predict_brief
+from simplan.job import Job
+from simplan.predict.step_summary import step_terms, summarize_step
 from simplan.spec import catalogue
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
@@ -41,8 +42,8 @@ def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
     [(_, run)] = sampled_runs(FOLDER, {files[name.partition("-")[0]]: [name]})
     job = job_of_run(run)
     asked = (job.model, job.cluster, job.training, job.plan, job.software)
-    terms = brief_terms(*asked, steps_overlap=job.steps_overlap)
-    whole_s = predict_brief(*asked, steps_overlap=job.steps_overlap).step_time_s
+    terms = step_terms(Job(*asked), steps_overlap=job.steps_overlap)
+    whole_s = summarize_step(Job(*asked), steps_overlap=job.steps_overlap).step_time_s
     assert sum(term.seconds * term.times for term in terms) == pytest.approx(whole_s, rel=2e-4)
     backwards_s = -sum(term.seconds * term.times for term in terms if term.times < 0)  # by what replaces a wait
     assert backwards_s < 0.01 * whole_s
@@ -133,7 +134,7 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     assert row is not None
     job = row.job
     asked = (job.model, job.cluster, job.training, job.plan, job.software)
-    brief = predict_brief(*asked, steps_overlap=job.steps_overlap)
+    brief = summarize_step(Job(*asked), steps_overlap=job.steps_overlap)
     rates, own = job.cluster.device.kernels, job.software.rates.relative_std
     assert own is not None
     assert rates.between_nodes_std is not None

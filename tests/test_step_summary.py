@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from simplan.predict import predict
-from simplan.predict.brief import Taken, brief_terms, predict_brief
+from simplan.job import Job
+from simplan.predict.step_summary import OverlapSlowdown, step_terms, summarize_step
 from simplan.program.program import Message
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
@@ -55,7 +56,7 @@ def test_it_is_the_prediction(plan: dict[str, Any], software: Any) -> None:
     untied = MODEL.model_copy(update={"tied_embeddings": not asked.shards_parameters or asked.pp == 1})
     cluster = catalogue.cluster("dgx-a100-80gb", asked.num_devices)
     training = TrainingSpec(global_batch_size=14 * asked.dp, precision="bf16")
-    brief = predict_brief(untied, cluster, training, asked, software)
+    brief = summarize_step(Job(untied, cluster, training, asked, software))
     full = predict("all", untied, cluster, training, asked, software)
     assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
     assert brief.step_time_interval_s == pytest.approx(full.step_time_interval_s, rel=1e-9)
@@ -77,7 +78,7 @@ def test_exchanges_for_experts_beside_another_microbatch_are_there_from_the_seco
     plan = ParallelPlan(dp_replicate=8, ep=8, pp=pp, virtual_stages=virtual_stages)
     cluster = catalogue.cluster("dgx-h100", plan.num_devices)
     training = TrainingSpec(global_batch_size=24 * plan.dp, precision="bf16", clip_grad_norm=None)
-    brief = predict_brief(model, cluster, training, plan, software)
+    brief = summarize_step(Job(model, cluster, training, plan, software))
     assert brief.step_time_s == pytest.approx(
         predict("all", model, cluster, training, plan, software).step_time_s, rel=1e-3
     )
@@ -93,7 +94,7 @@ def test_rounds_in_batches_take_as_long_as_one_another(layers: tuple[int, ...], 
     plan = ParallelPlan(pp=2, virtual_stages=len(layers) // 2, tp=2, stage_layers=layers)
     untied = MODEL.model_copy(update={"tied_embeddings": False})
     cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=microbatches)
-    brief = predict_brief(untied, cluster, training, plan, batched)
+    brief = summarize_step(Job(untied, cluster, training, plan, batched))
     full = predict("all", untied, cluster, training, plan, batched)
     assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
     assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
@@ -105,7 +106,7 @@ def test_what_is_done_in_one_microbatch_is_spread_over_all_of_them(pp: int) -> N
     plan, software = ParallelPlan(pp=pp, tp=2), catalogue.software("megatron-core")
     training = TrainingSpec(global_batch_size=24, precision="fp8", fp8_recipe="delayed")
     cluster = catalogue.cluster("dgx-h100", 2 * pp)
-    brief = predict_brief(MODEL, cluster, training, plan, software)
+    brief = summarize_step(Job(MODEL, cluster, training, plan, software))
     assert brief.step_time_s == pytest.approx(predict("all", MODEL, cluster, training, plan, software).step_time_s)
 
 
@@ -114,7 +115,8 @@ def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> Non
     cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=12)
     untied = MODEL.model_copy(update={"tied_embeddings": False})  # nothing waits for both ends of the pipeline
     whole, overlapping = (
-        predict_brief(untied, cluster, training, plan, BLOCKING, steps_overlap=overlap) for overlap in (False, True)
+        summarize_step(Job(untied, cluster, training, plan, BLOCKING), steps_overlap=overlap)
+        for overlap in (False, True)
     )
     full = predict("all", untied, cluster, training, plan, BLOCKING)
     assert whole.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
@@ -138,7 +140,7 @@ def test_stages_reduce_their_gradients_beside_each_other_where_nobody_waits_in_b
     untied = MODEL.model_copy(update={"tied_embeddings": False})
     software = catalogue.software("megatron-lm-2022").model_copy(update={"waits_for_gradients": waits})
     training = TrainingSpec(global_batch_size=16, precision="fp16")
-    terms = brief_terms(untied, catalogue.cluster("dgx-a100-80gb", 8), training, plan, software)
+    terms = step_terms(Job(untied, catalogue.cluster("dgx-a100-80gb", 8), training, plan, software))
     found = [t.times for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.ALL_REDUCE]
     assert sum(found) == pytest.approx(reductions, abs=1e-3)
 
@@ -147,11 +149,11 @@ def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_besi
     plan, training, software = ParallelPlan(dp_shard=2), TrainingSpec(global_batch_size=4), catalogue.software("torch")
     small = MODEL.model_copy(update={"num_hidden_layers": 2})
     asked = small, catalogue.cluster("dgx-a100-80gb", 2), training, plan, software
-    terms = brief_terms(*asked)
-    [beside] = [term for term in terms if isinstance(term.work, Taken)]
+    terms = step_terms(Job(*asked))
+    [beside] = [term for term in terms if isinstance(term.work, OverlapSlowdown)]
     assert 0 < beside.times < 1e-3
     found_s = sum(term.seconds * term.times for term in terms)
-    assert found_s == pytest.approx(predict_brief(*asked).step_time_s, rel=1e-4)
+    assert found_s == pytest.approx(summarize_step(Job(*asked)).step_time_s, rel=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -159,7 +161,7 @@ def test_equal_tensors_are_sent_in_parts_and_gathered(sequence_parallel: bool) -
     """Narayanan et al. 2021 (arXiv:2104.04473), section 4.1; with sequence parallelism they are halves."""
     plan = ParallelPlan(pp=2, tp=2, sequence_parallel=sequence_parallel)
     software, training = catalogue.software("megatron-lm-2022"), TrainingSpec(global_batch_size=8, precision="fp16")
-    terms = brief_terms(MODEL, catalogue.cluster("dgx-a100-80gb", 4), training, plan, software)
+    terms = step_terms(Job(MODEL, catalogue.cluster("dgx-a100-80gb", 4), training, plan, software))
     sent = {t.work.num_bytes for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.SEND}
     whole = 2 * MODEL.seq_len * MODEL.hidden_size
     assert sent == {whole // 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,28 +10,56 @@ from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.predict.build import cost_model
+from simplan.program.action import Action, ActionKind
 from simplan.program.footprint import layers_effects
 from simplan.program.partition import assign_stage_layers
-from simplan.program.program import LayerWork, Phase
+from simplan.program.program import LayerWork, Message, Phase
 from simplan.program.script import Scripts
 from simplan.program.stage import Stages
 from simplan.search.candidate import Candidate
-from simplan.search.layers import WHOLE_MODEL, Way
-from simplan.search.prices import Prices
 from simplan.search.question import Question
-from simplan.search.split import balanced_boundaries
+from simplan.sim.jit import jit
 from simplan.spec.optimizer import LAYERWISE
 from simplan.spec.plan import RankMapping, StageAssignment
 from simplan.spec.schedules import SCHEDULE_FACTS
 
-__all__ = ["Floats", "Outline", "Outlines", "prices_of"]
+__all__ = ["CostCache", "Floats", "LayerSplit", "LayerSums", "LayerSumsCache", "costs_of"]
 
+_WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
+"""A table of one microbatch through all layers."""
 _MANY = 10**9  # parameters, whose update takes as many times as long as that of one
 
 Floats = NDArray[np.float64]
 
 
-class Outline(NamedTuple):
+class LayerSplit(NamedTuple):
+    """All of a plan that the numbers of a layer depend on."""
+
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_comm: str
+    microbatch_size: int
+    recompute: str
+    recompute_modules: tuple[str, ...]
+    shards_parameters: bool
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> LayerSplit:
+        """The split of a candidate."""
+        return cls(
+            candidate.tp,
+            candidate.sequence_parallel,
+            candidate.cp,
+            candidate.cp_comm,
+            candidate.microbatch_size,
+            candidate.recompute,
+            candidate.recompute_modules,
+            candidate.shards_parameters,
+        )
+
+
+class LayerSums(NamedTuple):
     """Of a microbatch on the first rank of a stage. Sums run over the layers before one, ``(layers + 1,)``.
 
     Attributes:
@@ -59,8 +87,8 @@ class Outline(NamedTuple):
     block_s: list[float]
 
 
-class Outlines:
-    """Outlines of the ways in which candidates split layers, each made once.
+class LayerSumsCache:
+    """Sums of the ways in which candidates split layers, each made once.
 
     Args:
         question: What every candidate shares; devices are their own and there is no calibration.
@@ -69,14 +97,14 @@ class Outlines:
     def __init__(self, question: Question) -> None:
         self._question = question
         self._in_low_precision = question.training.precision in question.software.low_precision
-        self._known: dict[Hashable, Outline] = {}
+        self._known: dict[Hashable, LayerSums] = {}
         self._splits: dict[Hashable, NDArray[np.int64]] = {}
 
-    def of(self, candidate: Candidate) -> Outline:
-        """The outline of a candidate's way."""
+    def of(self, candidate: Candidate) -> LayerSums:
+        """The sums of a candidate."""
         facts = SCHEDULE_FACTS.get(candidate.schedule)
         splits = facts is not None and facts.splits_backward
-        key = self.way(candidate), splits
+        key = self.split_of(candidate), splits
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._made(candidate, splits=splits)
@@ -84,31 +112,31 @@ class Outlines:
 
     def boundaries(self, candidate: Candidate) -> NDArray[np.int64]:
         """``(stages + 1,)``: the first layer of each stage, and how many there are; as ``predict`` splits them."""
-        way, *more = self.way(candidate)
-        key = way._replace(recompute="none", recompute_modules=()), *more, candidate.num_stages
+        split, *more = self.split_of(candidate)
+        key = split._replace(recompute="none", recompute_modules=()), *more, candidate.num_stages
         found = self._splits.get(key)
         if found is None:
             model, stages = self._question.model, candidate.num_stages
             equal = self._question.software.equal_stage_layers(model.num_blocks, stages)
             found = self._splits[key] = np.array(
-                balanced_boundaries(self.of(candidate).block_s, stages, model.num_last_layers)
+                _balanced_boundaries(self.of(candidate).block_s, stages, model.num_last_layers)
                 if equal is None
                 else assign_stage_layers(equal, model.num_last_layers).boundaries
             )
         return found
 
-    def way(self, candidate: Candidate) -> tuple[Way, int, int]:
-        """All that an outline depends on; of microbatches the number, too, where weights are quantized once for all."""
+    def split_of(self, candidate: Candidate) -> tuple[LayerSplit, int, int]:
+        """All that the sums depend on; also the number of microbatches, where weights are quantized once for all."""
         dp, size = candidate.dp, candidate.microbatch_size
         many = self._question.training.global_batch_size // (dp * size) if self._in_low_precision else 0
-        return Way.of(candidate), candidate.ep, many
+        return LayerSplit.of(candidate), candidate.ep, many
 
-    def _made(self, candidate: Candidate, *, splits: bool) -> Outline:
+    def _made(self, candidate: Candidate, *, splits: bool) -> LayerSums:
         asked = self._question
         plan = candidate._replace(pp=1, virtual_stages=1, schedule="none").plan()
-        prices = prices_of(asked, candidate)
+        prices = costs_of(asked, candidate)
         whole = StageAssignment((0, len(asked.model.layers)))
-        stages = Stages(asked.model, asked.training, plan, asked.software, whole, WHOLE_MODEL)
+        stages = Stages(asked.model, asked.training, plan, asked.software, whole, _WHOLE_MODEL)
         passes = _Passes(candidate, asked, stages, prices)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []
@@ -122,17 +150,17 @@ class Outlines:
         update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, candidate.microbatch_size, _MANY)
         update_s = 0.0 if asked.training.optimizer in LAYERWISE else prices.work_s(update) / _MANY
         forward_s, backward_s, trained, experts, frozen, kept_bytes, between_bytes = map(_sums, sums)
-        return Outline(
+        return LayerSums(
             forward_s, backward_s, trained, experts, frozen, kept_bytes, between_bytes, input_bytes, backward_bytes,
             update_s, block_s.tolist(),
         )  # fmt: skip
 
 
-def prices_of(question: Question, candidate: Candidate) -> Prices:
-    """Prices of what a candidate does."""
+def costs_of(question: Question, candidate: Candidate) -> CostCache:
+    """CostCache of what a candidate does."""
     cost = cost_model(question.cluster, question.training, candidate.plan(), question.software, None)
     assert isinstance(cost, AnalyticCost), "there is no calibration"
-    return Prices(cost)
+    return CostCache(cost)
 
 
 def _sums(of_layers: Floats) -> Floats:
@@ -140,7 +168,7 @@ def _sums(of_layers: Floats) -> Floats:
 
 
 def _held(stages: Stages, position: int, *, splits: bool) -> tuple[float, ...]:
-    """Of a layer: trained weights but for experts, experts, frozen ones, and the bytes of an ``Outline``."""
+    """Of a layer: trained weights but for experts, experts, frozen ones, and the bytes of an ``LayerSums``."""
     layer, facts = stages.layers[0][position], stages.facts(0, position)
     footprint, between = facts.footprint, 0
     if splits:
@@ -170,7 +198,7 @@ class _Passes:
         prices: Of work and messages.
     """
 
-    def __init__(self, candidate: Candidate, question: Question, stages: Stages, prices: Prices) -> None:
+    def __init__(self, candidate: Candidate, question: Question, stages: Stages, prices: CostCache) -> None:
         self._groups = RankMapping.of(candidate.plan()).exchanging_groups(0)
         self._hidden = {"cp"} if candidate.cp > 1 and candidate.cp_comm == "ring" else set()
         if question.software.expert_overlap:
@@ -202,3 +230,86 @@ class _Passes:
             total_s += max(0.0, message_s - hidden_s)
             hidden_s = max(0.0, hidden_s - message_s)
         return total_s
+
+
+class CostCache:
+    """What a cost model says, without its words; ways of splitting and recomputing layers have most work in common.
+
+    Args:
+        cost: The model.
+    """
+
+    def __init__(self, cost: AnalyticCost) -> None:
+        self._cost = cost
+        self._of_work: dict[LayerWork, float] = {}
+        self._of_message: dict[Message, float] = {}
+
+    def work_s(self, work: LayerWork) -> float:
+        """One phase of one layer."""
+        found = self._of_work.get(work)
+        if found is None:
+            found = self._of_work[work] = self._cost.compute_s(work)
+        return found
+
+    def message_s(self, message: Message) -> float:
+        """A collective or a send of few ranks."""
+        found = self._of_message.get(message)
+        if found is None:
+            found = self._of_message[message] = self._cost.message_s(message)
+        return found
+
+
+_ROUNDING = 1 + 1e-9
+
+
+def _balanced_boundaries(layer_times_s: Sequence[float], num_stages: int, num_last: int = 1) -> tuple[int, ...]:
+    """The boundaries of ``balanced_assignment`` with the same arguments."""
+    total = np.cumsum(layer_times_s)
+    before = np.concatenate(([0.0], total[1 : -1 - num_last], total[-1:]))
+    inner = _split(before, num_stages)
+    return (0, *(inner + 1).tolist(), len(layer_times_s))
+
+
+@jit
+def _split(before: NDArray[np.float64], num_stages: int) -> NDArray[np.int64]:
+    """Inner boundaries in blocks; ``before`` has the time before each block, and of all.
+
+    First the smallest slowest stage by bisection, down to neighbouring floats, then the least sum of squares by
+    dynamic programming over the places that a stage can begin at.
+    """
+    num_blocks = len(before) - 1
+    low_s, high_s = 0.0, before[num_blocks]  # too little, and enough
+    while True:
+        middle_s = (low_s + high_s) / 2
+        if middle_s <= low_s or middle_s >= high_s:
+            break
+        end = 0
+        for _ in range(num_stages):
+            start = end
+            while end < num_blocks and before[end + 1] - before[start] <= middle_s:
+                end += 1
+        if end == num_blocks:
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    slowest_s = high_s * _ROUNDING
+
+    places = num_blocks + 1 - num_stages
+    least = np.full(places, np.inf)
+    least[0] = 0.0
+    choices = np.zeros((num_stages, places), np.int64)
+    for stage in range(num_stages):
+        sums = np.full(places, np.inf)
+        for end in range(places):
+            for start in range(end + 1):
+                stage_s = before[stage + 1 + end] - before[stage + start]
+                if stage_s <= slowest_s and least[start] + stage_s**2 < sums[end]:
+                    sums[end] = least[start] + stage_s**2
+                    choices[stage, end] = start
+        least = sums
+    inner = np.empty(num_stages - 1, np.int64)
+    place = places - 1
+    for stage in range(num_stages - 1, 0, -1):
+        place = choices[stage, place]
+        inner[stage - 1] = place + stage
+    return inner

@@ -1,4 +1,4 @@
-"""A bound on step times that costs little: what the busiest pipeline rank computes, waits for and updates."""
+"""Lower bound on the step time: what the busiest pipeline rank computes, waits for and updates."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.program.program import Message
+from simplan.cost.base import CostModel
+from simplan.job import Job
+from simplan.predict.build import assign_layers
+from simplan.program.program import LayerWork, Message, Phase
 from simplan.search.candidate import Candidate
-from simplan.search.layout import placement_of
-from simplan.search.outline import Floats, Outlines, prices_of
-from simplan.search.prices import Prices
+from simplan.search.layer_sums import CostCache, Floats, LayerSumsCache, costs_of
 from simplan.search.question import Question
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.plan import RankMapping
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.layer import CollectiveKind, LayerSpec
+from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.spec.recompute import recomputation, recompute_of
+from simplan.spec.schedules import SCHEDULE_FACTS, Placement
 from simplan.spec.software import StateBytes
 
-__all__ = ["LeastTimes"]
+__all__ = ["StepTimeBound", "compute_bound_s"]
+
+
+def _placement_of(kind: Placement, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """By stage, its rank."""
+    num_stages = pp * virtual_stages
+    if kind == "v":
+        return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
+    return tuple(stage % pp for stage in range(num_stages))
 
 
 class _Ranks(NamedTuple):
@@ -38,7 +48,7 @@ class _Ranks(NamedTuple):
     experts: Floats
 
 
-class LeastTimes:
+class StepTimeBound:
     """Seconds that a step takes at least.
 
     A pipeline rank begins when the first microbatch has come through the first stages of the ranks before; computes all
@@ -49,17 +59,17 @@ class LeastTimes:
 
     Args:
         question: What every candidate shares; devices are their own and there is no calibration.
-        outlines: Of the same question.
+        layer_sums: Of the same question.
     """
 
-    def __init__(self, question: Question, outlines: Outlines) -> None:
-        self._question, self._outlines = question, outlines
+    def __init__(self, question: Question, layer_sums: LayerSumsCache) -> None:
+        self._question, self._layer_sums = question, layer_sums
         kernels, software = question.cluster.device.kernels, question.software
         self._reduces_late = not software.grad_overlap and software.waits_for_gradients == "step"
         self._shares_evenly = software.optimizer_shards == "elements"
         self._host_s = kernels.step_s if software.trainer else 0.0
         self._batch_s = kernels.batch_s if software.waits_for_batch != "none" else 0.0
-        self._prices: Prices | None = None
+        self._prices: CostCache | None = None
         self._states: dict[bool, StateBytes] = {}
         self._ranks: dict[Hashable, _Ranks] = {}
         self._after_s: dict[Hashable, tuple[Floats, float]] = {}
@@ -80,15 +90,15 @@ class LeastTimes:
         facts = SCHEDULE_FACTS.get(c.schedule)
         splits = facts is not None and facts.splits_backward
         in_v = facts is not None and facts.placement == "v"
-        same = self._outlines.way(c), c.pp, c.virtual_stages, splits, in_v
+        same = self._layer_sums.split_of(c), c.pp, c.virtual_stages, splits, in_v
         found = self._ranks.get(same)
         if found is None:
             found = self._ranks[same] = self._made(c, splits=splits, in_v=in_v)
         return found, same
 
     def _made(self, c: Candidate, *, splits: bool, in_v: bool) -> _Ranks:
-        outline, bounds = self._outlines.of(c), self._outlines.boundaries(c)
-        rank_of = np.array(placement_of("v" if in_v else "loop", c.pp, c.virtual_stages))
+        sums, bounds = self._layer_sums.of(c), self._layer_sums.boundaries(c)
+        rank_of = np.array(_placement_of("v" if in_v else "loop", c.pp, c.virtual_stages))
 
         def of_stages(sums: Floats) -> Floats:
             return np.diff(sums[bounds])
@@ -96,7 +106,7 @@ class LeastTimes:
         def of_ranks(stages: Floats) -> Floats:
             return np.bincount(rank_of, stages, c.pp).astype(np.float64)
 
-        forward_s, backward_s = of_stages(outline.forward_s), of_stages(outline.backward_s)
+        forward_s, backward_s = of_stages(sums.forward_s), of_stages(sums.backward_s)
         if self._batch_s:
             waits = np.ones(c.num_stages, np.bool_)
             waits[1:-1] = self._question.software.waits_for_batch == "stages"
@@ -106,8 +116,8 @@ class LeastTimes:
             before_s,
             np.zeros(c.pp) if splits else back_s,
             of_ranks(forward_s + backward_s),
-            of_ranks(of_stages(outline.trained)),
-            of_ranks(of_stages(outline.experts)),
+            of_ranks(of_stages(sums.trained)),
+            of_ranks(of_stages(sums.experts)),
         )
 
     def _after(self, c: Candidate, ranks: _Ranks) -> tuple[Floats, float]:
@@ -116,7 +126,7 @@ class LeastTimes:
         shares = c.shards_optimizer_only
         dense = ranks.trained / (shards if c.zero_stage else 1)
         experts = ranks.experts / (all_ranks if c.zero_stage else 1)
-        after_s = self._outlines.of(c).update_s * (dense + experts)
+        after_s = self._layer_sums.of(c).update_s * (dense + experts)
         if c.shards_parameters:
             return after_s, float(after_s[0])
         state, mapping = self._state(c), RankMapping.of(c.plan())
@@ -139,13 +149,66 @@ class LeastTimes:
         if len(group) == 1:
             return 0.0
         if self._prices is None:  # of messages, which cost the same under all plans
-            self._prices = prices_of(self._question, Candidate())
+            self._prices = costs_of(self._question, Candidate())
         prices = self._prices
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
-        return np.array([prices.mesh_message_s(Message(kind, int(size), group)) for size in sizes])[place]
+        return np.array([prices.message_s(Message(kind, int(size), group)) for size in sizes])[place]
 
     def _state(self, c: Candidate) -> StateBytes:
         found = self._states.get(c.shards_parameters)
         if found is None:
             found = self._states[c.shards_parameters] = self._question.software.state(self._question.training, c.plan())
         return found
+
+
+def compute_bound_s(job: Job, cost: CostModel) -> float:
+    """Seconds that a step takes at least, where prices come from a calibration.
+
+    Over pipeline ranks, the most of: forward of one microbatch before it, all its work, backward after it.
+
+    A rank begins with a forward of a microbatch that came through all stages before its first; and it ends, unless
+    backwards are split, with a backward that still has to go back through them.
+    """
+    model, plan, software = job.model, job.plan, job.software
+    layers = software.layers_of(model, plan)
+    assignment = assign_layers(model, plan, software, cost)
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    splits = facts is not None and facts.splits_backward
+    seconds: dict[tuple[LayerSpec, tuple[int, ...]], tuple[float, float]] = {}
+    stages = []
+    for stage in range(plan.num_stages):
+        forward_s = backward_s = 0.0
+        for index in assignment.layer_range(stage):
+            mode = recompute_of(layers[index], plan, assignment.place(index))
+            key = layers[index], tuple(recomputation(layers[index], mode, index - 1, plan.recompute_modules).kernels)
+            if key not in seconds:
+                seconds[key] = _layer_s(cost, *key, plan, splits=splits)
+            forward_s += seconds[key][0]
+            backward_s += seconds[key][1]
+        stages.append((forward_s, backward_s))
+    work_s = [0.0] * plan.pp
+    for stage, parts_s in enumerate(stages):
+        turn, place = divmod(stage, plan.pp)
+        back = facts is not None and facts.placement == "v" and turn % 2
+        work_s[plan.pp - 1 - place if back else place] += job.num_microbatches * sum(parts_s)
+    most_s = before_s = 0.0
+    for rank, of_rank_s in enumerate(work_s):
+        most_s = max(most_s, before_s + of_rank_s)
+        before_s += stages[rank][0] + (0.0 if splits else stages[rank][1])
+    return most_s
+
+
+def _layer_s(
+    cost: CostModel, layer: LayerSpec, again: tuple[int, ...], plan: ParallelPlan, *, splits: bool
+) -> tuple[float, float]:
+    """Forward of a layer, and its backward with what is computed again; in two parts if that is shorter."""
+
+    def seconds(phase: Phase, kernels: tuple[int, ...] | None = None) -> float:
+        return cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters, kernels)).seconds
+
+    backward_s = seconds(Phase.BACKWARD)
+    if splits:
+        backward_s = min(backward_s, seconds(Phase.BACKWARD_INPUT) + seconds(Phase.BACKWARD_WEIGHT))
+    if again:
+        backward_s += seconds(Phase.RECOMPUTE, again)
+    return seconds(Phase.FORWARD), backward_s
