@@ -34,6 +34,11 @@ class Hooks:
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
 
+    @property
+    def knows_stages(self) -> bool:
+        """Whether what is done around a stage's layers depends on what was done around them before."""
+        return False
+
     def expands(self, action: Action) -> bool:
         """Whether the action must be written layer by layer, because something happens between layers."""
         del action
@@ -106,6 +111,11 @@ class DdpHooks(Hooks):
         self._gathers = shares and software.gathers_ahead
         self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
         self._ended: dict[int, int] = {}
+
+    @property
+    def knows_stages(self) -> bool:
+        """Where parameters are gathered before the first forward of a stage."""
+        return self._gathers
 
     def expands(self, action: Action) -> bool:
         """Only where buckets are reduced in between, or gathered."""

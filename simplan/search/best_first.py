@@ -1,9 +1,8 @@
 """The loop of a search: rules, bounds of all, then truncated steps of the most promising, then whole ones of the best.
 
 Exact: a candidate is left out only when it breaks a rule, does not fit, or could not be kept whatever its time. Only
-plans whose bounds leave them a place are simulated: of the others nobody knows whether they fit. What would be kept by
-its truncated step is kept with the numbers of ``predict``. What is remembered does not grow with the space: the best,
-the front, the nearest misses, and a window of candidates that wait. How many candidates are bounded depends on neither
+plans whose bounds leave them a place are simulated: of the others nobody knows whether they fit. What is ranked has the
+numbers of ``predict``. How many candidates are bounded depends on neither
 the number of processes nor their speed.
 """
 
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluator import AT_ONCE, Evaluator, Numbers
+from simplan.search.evaluator import AT_ONCE, Evaluator
 from simplan.search.keep import Keep
 from simplan.search.tally import MORE_MEMORY, ROUNDING, Limits, Miss, OnProgress, Tally, Waiting, rounded
 
@@ -63,6 +62,7 @@ def explore_best_first(
     pause_s, look = _FIRST_LOOK_S, _FIRST_LOOK
     look_s = time.monotonic() + pause_s
     bounded = 0
+    keep.begin()
     candidates = enumeration.candidates(meshes, tally.rejected)
     while batch := list(islice(candidates, _BATCH)):
         search.bound(batch)
@@ -76,6 +76,7 @@ def explore_best_first(
             look_s = time.monotonic() + pause_s
             look = max(look, 2 * bounded) if bounded >= look else look
     search.look()
+    search.verify()
     search.find_misses()
     on_progress(tally, keep)
 
@@ -113,6 +114,9 @@ class _Search:
         self._keep, self._tally, self._told = keep, tally, on_progress
         self.waiting: list[Waiting] = []
         self._beyond: list[_Beyond] = []
+        self._cut: list[Waiting] = []  # left out by bounds
+        self._timed: dict[Candidate, tuple[int, float]] = {}
+        self._whole: set[Candidate] = set()
 
     def bound(self, batch: Sequence[Candidate]) -> None:
         """Bounds of some candidates; those of memory reject, and the others wait."""
@@ -188,6 +192,7 @@ class _Search:
                 tally.too_late(1)
             elif keep.is_hopeless(one.candidate.num_devices, one.device_bytes, one.least_time_s):
                 tally.bounded += 1
+                self._cut.append(one)
             else:
                 yield one
 
@@ -195,7 +200,7 @@ class _Search:
         """Memory, and times of those that fit."""
         capacity, deadline_s, tally = self._limits.device_bytes, self._limits.step_time_s, self._tally
         numbers = self._evaluator.numbers([one.candidate for one in batch], capacity)
-        for one, (size, exact_s) in zip(batch, self._made_whole(batch, numbers), strict=True):
+        for one, (size, exact_s) in zip(batch, numbers, strict=True):
             if exact_s is None:
                 assert capacity is not None
                 tally.too_large([], far=1)
@@ -208,20 +213,37 @@ class _Search:
                 tally.too_late(1, [Miss(step_time_s - deadline_s, one.candidate, size, step_time_s)])
             else:
                 tally.timed += 1
+                self._timed[one.candidate] = size, step_time_s
                 self._keep.add(one.candidate, size, step_time_s)
 
-    def _made_whole(self, batch: Sequence[Waiting], numbers: Sequence[Numbers]) -> list[Numbers]:
-        """The numbers of ``predict`` of those that may be kept; a truncated step is no longer than the whole one."""
-        keep, found = self._keep, list(numbers)
-        capacity = self._limits.device_bytes
-        hopeful = [
-            place
-            for place, (one, (size, step_s)) in enumerate(zip(batch, numbers, strict=True))
-            if step_s is not None
-            and not keep.is_hopeless(one.candidate.num_devices, size, step_s * ROUNDING)
-            and self._evaluator.is_truncated(one.candidate)
-        ]
-        whole = self._evaluator.numbers([batch[place].candidate for place in hopeful], capacity, whole=True)
-        for place, exact in zip(hopeful, whole, strict=True):
-            found[place] = exact
-        return found
+    def verify(self) -> None:
+        """Gives what is kept the numbers of ``predict``, and looks again where these are others.
+
+        A truncated step is no longer than the whole one. So a plan that was left out by the truncated steps of others
+        may only come back where a whole step is longer.
+        """
+        keep, capacity, deadline_s = self._keep, self._limits.device_bytes, self._limits.step_time_s
+        while unknown := [timed for timed in (*keep.ranked, *keep.front) if self._is_unknown(timed.candidate)]:
+            plans = list(dict.fromkeys(timed.candidate for timed in unknown))
+            whole = self._evaluator.numbers(plans, capacity, whole=True)
+            differs = False
+            for candidate, (size, exact_s) in zip(plans, whole, strict=True):
+                self._whole.add(candidate)
+                truncated = self._timed[candidate]
+                if exact_s is not None and (size, rounded(exact_s)) == truncated:
+                    continue
+                differs = True
+                del self._timed[candidate]
+                if exact_s is not None and (deadline_s is None or exact_s * ROUNDING <= deadline_s):
+                    self._timed[candidate] = size, rounded(exact_s)
+            if differs:
+                keep.restart()
+                for candidate, numbers in self._timed.items():
+                    keep.add(candidate, *numbers)
+                self.waiting, self._cut = self._cut, []
+                self._tally.bounded -= len(self.waiting)
+                self.look()
+
+    def _is_unknown(self, candidate: Candidate) -> bool:
+        """Whether a candidate of this search has the numbers of a truncated step."""
+        return candidate in self._timed and candidate not in self._whole and self._evaluator.is_truncated(candidate)

@@ -54,6 +54,8 @@ class Keep:
         self._near: list[Timed] = []  # all that may be in a group, ascending
         self._groups: list[Group] = []
         self._cut: tuple[float, float] | None = None  # value and time of the last that may be; None while all may
+        self._before_near: list[Timed] = []
+        self._before_front: list[tuple[float, float, Timed]] = []
         self._new = 0  # of what is near, how many came after the groups were made
         self._front: list[tuple[float, float, Timed]] = []  # the first value rises, the second falls
         self._value_noise = 1 + NOISE * goal.follows_time
@@ -92,6 +94,15 @@ class Keep:
         self._rank(timed)
         if len(values) == 2:
             self._pareto(*values, timed)
+
+    def restart(self) -> None:
+        """Forgets all that came since the search of the last number of devices began."""
+        self._near, self._front, self._groups = list(self._before_near), list(self._before_front), []
+        self._cut, self._new = None, len(self._near)
+
+    def begin(self) -> None:
+        """The search of another number of devices begins."""
+        self._before_near, self._before_front = list(self._near), list(self._front)
 
     def merge(self, kept: list[Timed]) -> None:
         """Takes note of what another search has kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +12,12 @@ from simplan.cost.analytic import AnalyticCost
 from simplan.predict.build import cost_model
 from simplan.program.action import Action, ActionKind
 from simplan.program.footprint import layers_effects
-from simplan.program.partition import assign_stage_layers
+from simplan.program.partition import assign_stage_layers, balanced_assignment
 from simplan.program.program import LayerWork, Message, Phase
 from simplan.program.script import Scripts
 from simplan.program.stage import Stages
 from simplan.search.candidate import Candidate
 from simplan.search.question import Question
-from simplan.sim.jit import jit
 from simplan.spec.optimizer import LAYERWISE
 from simplan.spec.plan import RankMapping, StageAssignment
 from simplan.spec.schedules import SCHEDULE_FACTS
@@ -119,7 +118,7 @@ class LayerSumsCache:
             model, stages = self._question.model, candidate.num_stages
             equal = self._question.software.equal_stage_layers(model.num_blocks, stages)
             found = self._splits[key] = np.array(
-                _balanced_boundaries(self.of(candidate).block_s, stages, model.num_last_layers)
+                balanced_assignment(self.of(candidate).block_s, stages, model.num_last_layers).boundaries
                 if equal is None
                 else assign_stage_layers(equal, model.num_last_layers).boundaries
             )
@@ -257,59 +256,3 @@ class CostCache:
         if found is None:
             found = self._of_message[message] = self._cost.message_s(message)
         return found
-
-
-_ROUNDING = 1 + 1e-9
-
-
-def _balanced_boundaries(layer_times_s: Sequence[float], num_stages: int, num_last: int = 1) -> tuple[int, ...]:
-    """The boundaries of ``balanced_assignment`` with the same arguments."""
-    total = np.cumsum(layer_times_s)
-    before = np.concatenate(([0.0], total[1 : -1 - num_last], total[-1:]))
-    inner = _split(before, num_stages)
-    return (0, *(inner + 1).tolist(), len(layer_times_s))
-
-
-@jit
-def _split(before: NDArray[np.float64], num_stages: int) -> NDArray[np.int64]:
-    """Inner boundaries in blocks; ``before`` has the time before each block, and of all.
-
-    First the smallest slowest stage by bisection, down to neighbouring floats, then the least sum of squares by
-    dynamic programming over the places that a stage can begin at.
-    """
-    num_blocks = len(before) - 1
-    low_s, high_s = 0.0, before[num_blocks]  # too little, and enough
-    while True:
-        middle_s = (low_s + high_s) / 2
-        if middle_s <= low_s or middle_s >= high_s:
-            break
-        end = 0
-        for _ in range(num_stages):
-            start = end
-            while end < num_blocks and before[end + 1] - before[start] <= middle_s:
-                end += 1
-        if end == num_blocks:
-            high_s = middle_s
-        else:
-            low_s = middle_s
-    slowest_s = high_s * _ROUNDING
-
-    places = num_blocks + 1 - num_stages
-    least = np.full(places, np.inf)
-    least[0] = 0.0
-    choices = np.zeros((num_stages, places), np.int64)
-    for stage in range(num_stages):
-        sums = np.full(places, np.inf)
-        for end in range(places):
-            for start in range(end + 1):
-                stage_s = before[stage + 1 + end] - before[stage + start]
-                if stage_s <= slowest_s and least[start] + stage_s**2 < sums[end]:
-                    sums[end] = least[start] + stage_s**2
-                    choices[stage, end] = start
-        least = sums
-    inner = np.empty(num_stages - 1, np.int64)
-    place = places - 1
-    for stage in range(num_stages - 1, 0, -1):
-        place = choices[stage, place]
-        inner[stage - 1] = place + stage
-    return inner

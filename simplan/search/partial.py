@@ -146,14 +146,20 @@ class _Search:
                 low, guess = middle, middle + 1
             else:
                 high, guess, found = middle, middle - 1, (tried, *numbers)
-        return found
+        return None if found is None else self._whole(*found)
 
     def _fitting(self, candidate: Candidate) -> tuple[int, float] | None:
         """Its bytes and its time, if it fits."""
         [(size, step_time_s)] = self._evaluator.numbers([candidate], self._capacity)
-        if step_time_s is not None and self._evaluator.is_truncated(candidate):
-            [(size, step_time_s)] = self._evaluator.numbers([candidate], self._capacity, whole=True)
         return None if step_time_s is None else (size, rounded(step_time_s))
+
+    def _whole(self, candidate: Candidate, size: int, step_time_s: float) -> tuple[Candidate, int, float] | None:
+        """With the numbers of ``predict``, if it may be kept; None where it does not fit by these."""
+        hopeless = self._keep.is_hopeless(candidate.num_devices, size, step_time_s)
+        if hopeless or not self._evaluator.is_truncated(candidate):
+            return candidate, size, step_time_s
+        [(size, whole_s)] = self._evaluator.numbers([candidate], self._capacity, whole=True)
+        return None if whole_s is None else (candidate, size, rounded(whole_s))
 
     def _most_blocks(self, plan: ParallelPlan) -> int:
         """Blocks of the stage that has most."""
