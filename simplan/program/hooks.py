@@ -36,7 +36,7 @@ class Hooks:
 
     @property
     def knows_stages(self) -> bool:
-        """Whether what is done around a stage's layers depends on what was done around them before."""
+        """Whether what is done around a stage's layers depends on more than whether it is done first or last."""
         return False
 
     def expands(self, action: Action) -> bool:
@@ -112,11 +112,6 @@ class DdpHooks(Hooks):
         self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
         self._ended: dict[int, int] = {}
 
-    @property
-    def knows_stages(self) -> bool:
-        """Where parameters are gathered before the first forward of a stage."""
-        return self._gathers
-
     def expands(self, action: Action) -> bool:
         """Only where buckets are reduced in between, or gathered."""
         first = action.kind is ActionKind.FORWARD and action.stage not in self._gathering
@@ -155,9 +150,9 @@ class DdpHooks(Hooks):
         return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Remembers when gradients are there."""
-        del action
-        self._ended.update(dict.fromkeys(part, ended))
+        """Remembers when gradients are there that are reduced now."""
+        if self._reduces(action):
+            self._ended.update(dict.fromkeys(part, ended))
 
     def after_weight_gradients(self, action: Action, part: range) -> None:
         """The same of a backward in two parts."""
@@ -194,6 +189,7 @@ class DdpHooks(Hooks):
                 message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
                 index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
             reduced.append(index)
+        self._ended = {}
         return reduced
 
     def _wait(self, action: Action, reduced: Sequence[int]) -> None:

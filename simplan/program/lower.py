@@ -238,13 +238,14 @@ class _RankLowering:
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """What tells templates of actions apart, besides the state in which the rank comes to them."""
         kind, stage = variant.action.kind, variant.action.stage
-        alike = self.alike[stage] if not variant.is_last and kind in _ALIKE else -1 - stage
-        return kind, alike, variant.is_last, variant.is_paired, variant.receives
+        between = kind in _ALIKE and not (variant.is_first or variant.is_last)
+        return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
 
     def _alike_stages(self) -> dict[int, int]:
-        """By stage of the rank, the first one that passes through whole become the same operations of.
+        """By stage of the rank, the first one of whose passes the same operations are made.
 
-        Stages are told apart where layers are written out one by one, by their names, and where hooks know them.
+        That is of passes between the first and the last one. Stages are told apart where layers are written out one by
+        one, by their names, and where hooks know them.
         """
         stages = self.stages
         first: dict[Hashable, int] = {}
@@ -252,7 +253,8 @@ class _RankLowering:
         for stage in stages.stages_of(self.pp_rank):
             neighbors = [stages.placement.get(stage + step) for step in (-1, 1)]
             key: Hashable = stage
-            if self.how.level == 2 and not self._expands(Action(stage, _K.FORWARD, 0)) and not self.hooks.knows_stages:
+            written_out = self.how.level == 2 and (self.how.expand_all or self.overlaps or self.offload.expands)
+            if not (written_out or self.hooks.knows_stages):
                 facts = tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage])))
                 layers = tuple(layer.key for layer in stages.layers[stage])
                 crossed = tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1]))

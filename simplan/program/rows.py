@@ -26,12 +26,14 @@ class ActionVariant(NamedTuple):
 
     Attributes:
         action: One of them.
+        is_first: It is the first forward of its stage.
         is_last: It completes the gradients of its stage.
         is_paired: It is computed together with another one (``paired_actions``).
         receives: It receives what it needs itself, since the host waits for every message.
     """
 
     action: Action
+    is_first: bool
     is_last: bool
     is_paired: bool
     receives: bool
@@ -87,7 +89,8 @@ def _entries(kept: _Row, waits: Waits, overlaps_experts: bool) -> Entries:
     paired = paired_actions(row) if overlaps_experts else frozenset()
     place = {action: number for number, action in enumerate(row)}
     entries: list[RowEntry] = []
-    variants: dict[tuple[ActionKind, int, bool, bool, bool], int] = {}
+    variants: dict[tuple[ActionKind, int, bool, bool, bool, bool], int] = {}
+    begun: set[int] = set()
     listed: list[ActionVariant] = []
     for action in row:
         kind, stage, needs = action.kind, action.stage, _NOTHING
@@ -97,7 +100,9 @@ def _entries(kept: _Row, waits: Waits, overlaps_experts: bool) -> Entries:
             receives = waits == "each" and needs >= 0
         elif kind is _K.OPTIM:
             needs = ALL_SENT
-        variant = ActionVariant(action, action in last, action in paired, receives)
+        is_first = kind is _K.FORWARD and stage not in begun
+        begun |= {stage} if is_first else set()
+        variant = ActionVariant(action, is_first, action in last, action in paired, receives)
         key = (kind, stage, *variant[1:])
         if key not in variants:
             variants[key] = len(listed)
