@@ -107,7 +107,7 @@ class DdpHooks(Hooks):
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
         self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
         self._overlaps = software.grad_overlap
-        self._reducing: dict[int, list[int]] = {}  # by stage, the reductions that nobody waited for
+        self._reducing: list[int] = []  # reductions of the last stage that nobody waited for yet
         self._gathers = shares and software.gathers_ahead
         self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
         self._ended: dict[int, int] = {}
@@ -166,14 +166,15 @@ class DdpHooks(Hooks):
             return
         reduced = self._reductions(action)
         if self._waits_late:
-            self._reducing[action.stage] = reduced
+            self._reducing = reduced
         else:
             self._wait(action, reduced)
 
     def reduce(self, action: Action) -> None:
         """The wait, where it is not in backward; reductions that do not run beside one begin only now."""
         if self._waits_late:
-            self._wait(action, self._reducing.pop(action.stage, []) or self._reductions(action))
+            self._wait(action, self._reducing or self._reductions(action))
+            self._reducing = []
 
     def _reductions(self, action: Action) -> list[int]:
         """Reduces all gradients of the stage in buckets; gives what has to be waited for."""
