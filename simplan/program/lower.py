@@ -223,8 +223,8 @@ class _RankLowering:
             key = (shape, known[entry.variant], len(inputs), held, entry.microbatch if offloads else 0)
             template = templates.get(key)
             if template is None:
-                action, receives = entry.action, variants[entry.variant].receives
-                template = self._lowered(action, shape, len(inputs) - len(indices), held, receives=receives)
+                variant = variants[entry.variant]
+                template = self._lowered(entry.action, shape, len(inputs) - len(indices), held, variant)
                 templates[key] = template
             start = builder.num_ops
             builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
@@ -263,7 +263,7 @@ class _RankLowering:
         return found
 
     def _lowered(
-        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, *, receives: bool
+        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, variant: ActionVariant
     ) -> ActionTemplate:
         """Lowers an action in the state of a shape.
 
@@ -272,9 +272,10 @@ class _RankLowering:
             shape: Of the state of its rank.
             num_inputs: Operations of which it needs something, besides those of the state.
             sent_bytes: What sending holds by now.
-            receives: It receives what it needs itself.
+            variant: What tells it apart from others of its kind.
         """
-        self.receives = receives
+        self.receives = variant.receives
+        self.hooks.is_first_forward = variant.is_first
         builder = self.builder
         structure = builder.structure(shape)
         num_indices = restore_state(self.stateful, structure)
