@@ -189,7 +189,7 @@ class _RankLowering:
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
-        self.pairs, self.receives = frozenset[Action](), False
+        self.is_paired = self.receives = False
         self.alike = self._alike_stages()
         self.received: list[int] = []  # what the pass that is lowered needs of another stage
         self.new_received: list[int] = []
@@ -204,7 +204,6 @@ class _RankLowering:
         builder.rank = self.rank
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
-        self.pairs = frozenset(variant.action for variant in variants if variant.is_paired)
         self.offload.start(row)
         offloads = self.offload.expands
         known = [self._template_key(variant) for variant in variants]
@@ -274,7 +273,7 @@ class _RankLowering:
             sent_bytes: What sending holds by now.
             variant: What tells it apart from others of its kind.
         """
-        self.receives = variant.receives
+        self.is_paired, self.receives = variant.is_paired, variant.receives
         self.hooks.is_first_forward = variant.is_first
         builder = self.builder
         structure = builder.structure(shape)
@@ -394,7 +393,7 @@ class _RankLowering:
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last, paired = (
             next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
-            action in self.pairs,
+            self.is_paired,
         )
         before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
         ended = -1
