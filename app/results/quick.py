@@ -31,9 +31,9 @@ def quick(asked: Scenario) -> Quick | None:
     """
     from simplan.search.fast import FastEvaluator, covers_job  # brings numba
 
-    plan = asked.plan
+    plan = asked.job.plan
     candidate = Candidate(**{name: getattr(plan, name) for name in Candidate._fields})
-    question = Question(asked.model, asked.cluster, asked.training, asked.software)
+    question = Question(asked.job.model, asked.job.cluster, asked.job.training, asked.job.software)
     if candidate.plan() != plan or not covers_job(question):
         return None
     evaluator = FastEvaluator(question)

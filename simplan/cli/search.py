@@ -213,18 +213,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
         ways = (c.dp_replicate > 1, c.dp_shard > 1, c.zero_stage, c.pp > 1)  # other collectives
         if (cut, ways) not in one_of:
             one_of[cut, ways] = candidate.plan()
-    return [
-        Scenario(
-            name=asked.name,
-            model=asked.model,
-            cluster=asked.cluster,
-            training=asked.training,
-            software=asked.software,
-            plan=plan,
-            file=asked.file,
-        )
-        for plan in one_of.values()
-    ]
+    return [Scenario(name=asked.name, job=question.job(plan), file=asked.file) for plan in one_of.values()]
 
 
 class _Watch:

@@ -60,7 +60,7 @@ class Evaluator:
         same = candidate._replace(reshard_after_forward=True)  # computes the same
         if same not in self._compute_s:
             job = self._question.job(same.plan())
-            cost = cost_model(job.cluster, job.training, job.plan, job.software, self._question.calibration)
+            cost = cost_model(job, self._question.calibration)
             self._compute_s[same] = compute_bound_s(job, cost)
         return self._compute_s[same]
 

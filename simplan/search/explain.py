@@ -34,9 +34,7 @@ def explain_candidate(name: str, question: Question, timed: Timed) -> Explanatio
     """
     asked = question
     plan = timed.candidate.plan()
-    prediction = predict(
-        name, asked.model, asked.cluster, asked.training, plan, asked.software, calibration=asked.calibration
-    )
+    prediction = predict(asked.job(plan), name=name, calibration=asked.calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
     split = prediction.splits[busiest]
     worst = prediction.worst_memory

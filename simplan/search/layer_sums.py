@@ -135,7 +135,7 @@ class LayerSumsCache:
         plan = candidate._replace(pp=1, virtual_stages=1, schedule="none").plan()
         prices = costs_of(asked, candidate)
         whole = StageAssignment((0, len(asked.model.layers)))
-        stages = Stages(asked.model, asked.training, plan, asked.software, whole, _WHOLE_MODEL)
+        stages = Stages(asked.job(plan), whole, _WHOLE_MODEL)
         passes = _Passes(candidate, asked, stages, prices)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []
@@ -157,7 +157,7 @@ class LayerSumsCache:
 
 def costs_of(question: Question, candidate: Candidate) -> CostCache:
     """CostCache of what a candidate does."""
-    cost = cost_model(question.cluster, question.training, candidate.plan(), question.software, None)
+    cost = cost_model(question.job(candidate.plan()), None)
     assert isinstance(cost, AnalyticCost), "there is no calibration"
     return CostCache(cost)
 

@@ -164,8 +164,8 @@ class _Search:
     def _most_blocks(self, plan: ParallelPlan) -> int:
         """Blocks of the stage that has most."""
         asked = self._question
-        cost = cost_model(asked.cluster, asked.training, plan, asked.software, None)
-        assignment = assign_layers(asked.model, plan, asked.software, cost)
+        job = asked.job(plan)
+        assignment = assign_layers(job, cost_model(job, None))
         last = asked.model.num_blocks
         stages = map(assignment.layer_range, range(assignment.num_stages))
         return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)

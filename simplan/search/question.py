@@ -29,7 +29,7 @@ class Question:
     calibration: Calibration | None = None
 
     def job(self, plan: ParallelPlan) -> Job:
-        """The job of a plan."""
+        """The job that a plan makes of it."""
         return Job(self.model, self.cluster, self.training, plan, self.software)
 
     def check(self) -> None:
@@ -40,7 +40,7 @@ class Question:
         """
         plan = ParallelPlan(dp_replicate=self.cluster.num_devices)
         try:
-            check_plan(self.model, self.cluster, self.training, plan, self.software)
+            check_plan(self.job(plan))
         except SpecError as error:
             lasting = [p for p in error.problems if p.field.split(".")[0] != "plan" and "batch" not in p.field]
             if lasting:

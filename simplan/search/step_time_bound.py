@@ -171,7 +171,7 @@ def compute_bound_s(job: Job, cost: CostModel) -> float:
     """
     model, plan, software = job.model, job.plan, job.software
     layers = software.layers_of(model, plan)
-    assignment = assign_layers(model, plan, software, cost)
+    assignment = assign_layers(job, cost)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     splits = facts is not None and facts.splits_backward
     seconds: dict[tuple[LayerSpec, tuple[int, ...]], tuple[float, float]] = {}

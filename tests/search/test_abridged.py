@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from simplan.predict.build import assign_layers, cost_model
 from simplan.search.abridged import AbridgedEvaluator
-from simplan.search.candidate import Candidate
-from simplan.search.enumeration import Enumeration
 from simplan.search.evaluators import abridges
 from simplan.search.outline import Outlines
-from simplan.search.question import Question
 from simplan.search.reference import ReferenceEvaluator
+
+from simplan.predict.build import assign_layers, cost_model
+from simplan.search.candidate import Candidate
+from simplan.search.enumeration import Enumeration
+from simplan.search.question import Question
 from simplan.search.space import SearchSpace
 from simplan.spec import catalogue
 from tests.search.questions import question
@@ -73,7 +73,7 @@ def test_what_messages_take_is_the_same_where_layers_are_written_out_together(
 ) -> None:
     asked = asked_for(family, software, hidden_size=512, seq_len=512)
     holds(asked, [candidate])
-    assert cost_model(asked.cluster, asked.training, candidate.plan(), asked.software, None).taken_share > 0
+    assert cost_model(asked.job(candidate.plan()), None).taken_share > 0
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_numbers_are_those_of_whole_steps_with_layers_for_later_tokens(family: s
     for stages in (2, 4):
         candidate = Candidate(pp=stages, dp_shard=8 // stages, zero_stage=1, schedule="1f1b")
         plan, bounds = candidate.plan(), Outlines(asked).boundaries(candidate)
-        cost = cost_model(asked.cluster, asked.training, plan, asked.software, None)
-        assert tuple(bounds) == assign_layers(asked.model, plan, asked.software, cost).boundaries
+        job = asked.job(plan)
+        assert tuple(bounds) == assign_layers(job, cost_model(job, None)).boundaries
 
 
 @pytest.mark.slow

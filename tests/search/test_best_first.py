@@ -8,11 +8,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from simplan.search.abridged import AbridgedEvaluator
+from tests.search.alike import shown
 
 from simplan.errors import NotModelledError
 from simplan.predict import predict
 from simplan.search import Progress, Question, SearchResult, SearchSpace, search
-from simplan.search.abridged import AbridgedEvaluator
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
 from simplan.search.keep import NOISE
@@ -21,7 +22,6 @@ from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 from simplan.units import MIB
-from tests.search.alike import shown
 from tests.search.questions import question
 
 SPACE: dict[str, Any] = {
@@ -157,9 +157,9 @@ def test_it_ranks_as_predict_of_every_plan_does(software: str) -> None:
     has: dict[str, Any] = {"zero_stage": profile.zero_stages, "sequence_parallel": profile.sequence_parallelism}
     fitting = []
     for candidate in candidates(asked, SearchSpace.model_validate(SPACE | has)):
-        one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        one = predict(asked.job(candidate.plan()), name="x")
         if one.fits and not one.worst_memory.short_bytes:
-            fitting.append((one.plan, one.worst_memory.device_bytes, one.step_time_s))
+            fitting.append((one.job.plan, one.worst_memory.device_bytes, one.step_time_s))
     result = found_by(asked, top=8, **has)
     wanted = shown(sorted(fitting, key=lambda numbers: numbers[2]))[:8]
     assert [plan.step_time_s for plan in result.ranked] == pytest.approx([seconds for *_, seconds, _ in wanted])

@@ -22,7 +22,7 @@ def changes_of(asked: Question, space: SearchSpace) -> dict[str, Change]:
 
 
 def needs(asked: Question, plan: ParallelPlan) -> int:
-    one = predict("x", asked.model, asked.cluster, asked.training, plan, asked.software)
+    one = predict(asked.job(plan), name="x")
     return one.worst_memory.device_bytes
 
 

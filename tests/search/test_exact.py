@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simplan.search.floor import MemoryFloor
+from simplan.search.reference import ReferenceEvaluator
+from tests.search.alike import Numbers, shown
 
 from simplan.predict import predict
 from simplan.program.program import MemoryCategory
 from simplan.search import Question, SearchResult, SearchSpace, search
 from simplan.search.candidate import Candidate
 from simplan.search.enumeration import Enumeration
-from simplan.search.floor import MemoryFloor
-from simplan.search.reference import ReferenceEvaluator
 from simplan.search.tally import rounded
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
-from tests.search.alike import Numbers, shown
 from tests.search.questions import FAMILIES, question
 
 SPACE: dict[str, Any] = {
@@ -41,8 +41,8 @@ def brute_force(num_devices: int = 4) -> tuple[Numbers, ...]:
     enumeration = Enumeration(SearchSpace(**SPACE), asked)
     found = []
     for candidate in enumeration.candidates(enumeration.meshes, Counter()):
-        one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
-        found.append((one.plan, one.worst_memory.device_bytes, rounded(one.step_time_s)))
+        one = predict(asked.job(candidate.plan()), name="x")
+        found.append((one.job.plan, one.worst_memory.device_bytes, rounded(one.step_time_s)))
     return tuple(found)
 
 
@@ -173,7 +173,7 @@ def any_candidate(draw: st.DrawFn) -> tuple[Question, Candidate]:
 @settings(max_examples=60, deadline=None)
 def test_the_reference_is_what_predict_says_and_its_bound_is_below(drawn: tuple[Question, Candidate]) -> None:
     asked, candidate = drawn
-    one = predict("x", asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+    one = predict(asked.job(candidate.plan()), name="x")
     evaluator = ReferenceEvaluator(asked)
     assert evaluator.device_bytes([candidate]) == [one.worst_memory.device_bytes]
     assert 0 < MemoryFloor(asked).bytes(candidate) <= one.worst_memory.device_bytes
@@ -198,17 +198,15 @@ def test_the_memory_floor_is_the_mean_of_weights_optimizer_states_and_inputs_of_
     if plan.pop("lora", False):
         model = asked.model.model_copy(update={"lora_rank": 8})
         asked = replace(asked, model=model, training=asked.training.model_copy(update={"task": "lora"}))
-    one = predict("x", *asked_parts(asked, ParallelPlan.model_validate(plan)))
+    one = predict(asked.job(ParallelPlan.model_validate(plan)), name="x")
     kept = (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER)
     mean_bytes = sum(memory.by_category.get(kind, 0) for memory in one.memory for kind in kept) / len(one.memory)
     blocks = asked.model.num_hidden_layers - (asked.model.lora_rank > 0)
-    mean_bytes += 2 * asked.model.seq_len * asked.model.hidden_size * blocks / (one.plan.tp * one.plan.pp)  # bf16
+    mean_bytes += (
+        2 * asked.model.seq_len * asked.model.hidden_size * blocks / (one.job.plan.tp * one.job.plan.pp)
+    )  # bf16
     floor = MemoryFloor(asked)
-    candidate = Candidate(**{key: getattr(one.plan, key) for key in Candidate._fields})
+    candidate = Candidate(**{key: getattr(one.job.plan, key) for key in Candidate._fields})
     least_bytes = floor.bytes(candidate) - floor.bytes(Candidate(pp=10**12))
     assert least_bytes == pytest.approx(mean_bytes, rel=0.02)  # norms are whole on every tensor-parallel rank
     assert least_bytes <= mean_bytes
-
-
-def asked_parts(asked: Question, plan: ParallelPlan) -> tuple[Any, ...]:
-    return asked.model, asked.cluster, asked.training, plan, asked.software

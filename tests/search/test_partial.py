@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tests.search.alike import Numbers, shown
 
 from simplan.predict import predict
 from simplan.search import Question, SearchResult, SearchSpace, search
@@ -17,7 +18,6 @@ from simplan.search.enumeration import Enumeration
 from simplan.search.tally import rounded
 from simplan.spec import catalogue
 from simplan.units import MIB
-from tests.search.alike import Numbers, shown
 from tests.search.questions import question
 
 SPACE: dict[str, Any] = {
@@ -64,7 +64,7 @@ def every(software: str) -> tuple[tuple[Candidate, int, float], ...]:
     rows = []
     for candidate in enumeration.candidates(enumeration.meshes, Counter()):
         for one in variants(candidate):
-            found = predict("x", asked.model, asked.cluster, asked.training, one.plan(), asked.software)
+            found = predict(asked.job(one.plan()), name="x")
             if found.worst_memory.wanted_bytes <= CAPACITIES[software]:
                 rows.append((one, found.worst_memory.wanted_bytes, rounded(found.step_time_s)))
     return tuple(rows)

@@ -25,7 +25,7 @@ from tests.search.questions import FAMILIES, question
 
 def is_plan(asked: Question, candidate: Candidate) -> bool:
     try:
-        check_plan(asked.model, asked.cluster, asked.training, candidate.plan(), asked.software)
+        check_plan(asked.job(candidate.plan()))
     except SpecError:
         return False
     return True
