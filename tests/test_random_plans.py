@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict import Simulated, cost_model, folding_of, predict, simulate_again, simulate_program
+from simplan.program import lower as lower_module
 from simplan.program.lower import Lowering, _RankLowering, lower
 from simplan.program.program import Program
+from simplan.program.rows import ActionVariant, RowEntry, row_entries
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -100,7 +102,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
     """Actions that are lowered once and stamped are the actions lowered one by one."""
     number = count()
-    with mock.patch.object(_RankLowering, "_variant", lambda *_: (next(number),)):
+
+    def every_one_alone(*args: Any, **options: Any) -> tuple[list[RowEntry], list[ActionVariant]]:
+        entries, variants = row_entries(*args, **options)
+        alone = [entry._replace(variant=place) for place, entry in enumerate(entries)]
+        return alone, [variants[entry.variant]._replace(action=entry.action) for entry in entries]
+
+    with (
+        mock.patch.object(lower_module, "row_entries", every_one_alone),
+        mock.patch.object(_RankLowering, "_template_key", lambda *_: next(number)),
+    ):
         one_by_one = lowered()
     assert len(one_by_one) == len(stamped)
     for ours, theirs in zip(stamped.ops, one_by_one.ops, strict=True):

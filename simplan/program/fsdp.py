@@ -77,6 +77,11 @@ class FsdpHooks(Hooks):
         self._last_scatter: int | None = None
         self.last_reduction: int | None = None
 
+    @property
+    def knows_stages(self) -> bool:
+        """Of each stage, what is gathered and what adds up."""
+        return True
+
     def expands(self, action: Action) -> bool:
         """Without a pipeline, units are gathered and reduced between layers.
 

@@ -34,6 +34,11 @@ class Hooks:
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
 
+    @property
+    def knows_stages(self) -> bool:
+        """Whether what is done around a stage's layers depends on more than whether it is done first or last."""
+        return False
+
     def expands(self, action: Action) -> bool:
         """Whether the action must be written layer by layer, because something happens between layers."""
         del action
@@ -145,9 +150,9 @@ class DdpHooks(Hooks):
         return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Remembers when gradients are there."""
-        del action
-        self._ended.update(dict.fromkeys(part, ended))
+        """Remembers when gradients are there that are reduced now."""
+        if self._reduces(action):
+            self._ended.update(dict.fromkeys(part, ended))
 
     def after_weight_gradients(self, action: Action, part: range) -> None:
         """The same of a backward in two parts."""
@@ -184,6 +189,7 @@ class DdpHooks(Hooks):
                 message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
                 index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
             reduced.append(index)
+        self._ended = {}
         return reduced
 
     def _wait(self, action: Action, reduced: Sequence[int]) -> None:

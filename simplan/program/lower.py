@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.batches import in_batches, waits_for
+from simplan.program.batches import waits_for
 from simplan.program.complete import last_backwards
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
@@ -14,7 +14,6 @@ from simplan.program.fsdp_lists import FsdpListHooks
 from simplan.program.hooks import DdpHooks, Hooks
 from simplan.program.offload import ActivationOffload
 from simplan.program.optimizer_step import step_optimizer
-from simplan.program.pairs import pairs
 from simplan.program.program import (
     Excess,
     HostWait,
@@ -27,6 +26,7 @@ from simplan.program.program import (
     Work,
 )
 from simplan.program.reduction import complete_gradients
+from simplan.program.rows import ALL_SENT, ActionVariant, row_entries
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
 from simplan.program.stamping import ActionTemplate, OpIndex, ProgramBuilder, restore_state, take_state
@@ -50,8 +50,7 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
-_RECEIVES = (_K.RECV_F, _K.RECV_B)
-_RECV_OF = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K.RECV_B}
+_ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, _K.SEND_F, _K.SEND_B, _K.RECV_F, _K.RECV_B))
 _MESSAGE_STREAM = {
     _K.SEND_F: Stream.SEND_F,
     _K.RECV_F: Stream.RECV_F,
@@ -189,8 +188,8 @@ class _RankLowering:
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
-        self.overlaps_experts = stages.software.expert_overlap and not how.host_waits
-        self.pairs = self.expected = frozenset[Action]()
+        self.pairs, self.receives = frozenset[Action](), False
+        self.alike = self._alike_stages()
         self.received: list[int] = []  # what the pass that is lowered needs of another stage
         self.new_received: list[int] = []
         self.sent: list[int] = []
@@ -202,44 +201,70 @@ class _RankLowering:
         """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it."""
         builder, templates = self.builder, self.templates
         builder.rank = self.rank
-        self.pairs = pairs(row) if self.overlaps_experts else frozenset()
-        self.expected = frozenset(action for action in row if action.kind in _RECEIVES)
+        overlaps = self.stages.software.expert_overlap and not self.how.host_waits
+        entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
+        self.pairs = frozenset(variant.action for variant in variants if variant.is_paired)
         self.offload.start(row)
+        offloads = self.offload.expands
+        known = [self._template_key(variant) for variant in variants]
+        received: dict[int, list[int]] = {}
         shape, indices = self.first_shape, list[int]()
-        received: dict[Action, list[int]] = {}
         sent: list[int] = []
         sent_bytes = 0
-        for action in in_batches(row) if self.waits == "batch" else row:
-            kind, microbatch = action.kind, action.microbatch
+        for number, entry in enumerate(entries):
             inputs, held = indices, 0
-            if kind in _RECV_OF:
-                arrived = received.pop(Action(action.stage, _RECV_OF[kind], microbatch), None)
+            if entry.needs >= 0:
+                arrived = received.pop(entry.needs, None)
                 inputs = [*indices, *arrived] if arrived else indices
-            elif kind is _K.OPTIM:
+            elif entry.needs == ALL_SENT:
                 inputs, held = [*indices, *sent], sent_bytes
-            key = (shape, kind, action.stage, len(inputs), held, *self._variant(action))
+            # what is offloaded is known by its microbatch
+            key = (shape, known[entry.variant], len(inputs), held, entry.microbatch if offloads else 0)
             template = templates.get(key)
             if template is None:
-                template = templates[key] = self._lowered(action, shape, len(inputs) - len(indices), held)
+                action, receives = entry.action, variants[entry.variant].receives
+                template = self._lowered(action, shape, len(inputs) - len(indices), held, receives=receives)
+                templates[key] = template
             start = builder.num_ops
-            builder.stamp(template, -1 if microbatch is None else microbatch, inputs)
+            builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
             if template.received:
-                received[action] = [start + index for index in template.received]
+                received[number] = [start + index for index in template.received]
             if template.sent:
                 sent += [start + index for index in template.sent]
                 sent_bytes += template.sent_bytes
             shape = template.next_shape
             indices = [start + index if index >= 0 else inputs[-1 - index] for index in template.next_indices]
 
-    def _variant(self, action: Action) -> tuple[int | bool | None, ...]:
-        """What else tells actions of a kind and stage apart; what is offloaded is known by its microbatch."""
-        last = self.stages.last_backward.get(action.stage) == action
-        receives = self.waits == "each" and any(
-            Action(action.stage, kind, action.microbatch) in self.expected for kind in _RECEIVES
-        )
-        return last, action in self.pairs, receives, action.microbatch if self.offload.expands else None
+    def _template_key(self, variant: ActionVariant) -> Hashable:
+        """What tells templates of actions apart, besides the state in which the rank comes to them."""
+        kind, stage = variant.action.kind, variant.action.stage
+        between = kind in _ALIKE and not (variant.is_first or variant.is_last)
+        return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
 
-    def _lowered(self, action: Action, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+    def _alike_stages(self) -> dict[int, int]:
+        """By stage of the rank, the first one of whose passes the same operations are made.
+
+        That is of passes between the first and the last one. Stages are told apart where layers are written out one by
+        one, by their names, and where hooks know them.
+        """
+        stages = self.stages
+        first: dict[Hashable, int] = {}
+        found = {}
+        for stage in stages.stages_of(self.pp_rank):
+            neighbors = [stages.placement.get(stage + step) for step in (-1, 1)]
+            key: Hashable = stage
+            written_out = self.how.level == 2 and (self.how.expand_all or self.overlaps or self.offload.expands)
+            if not (written_out or self.hooks.knows_stages):
+                facts = tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage])))
+                layers = tuple(layer.key for layer in stages.layers[stage])
+                crossed = tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1]))
+                key = facts, layers, *neighbors, crossed, stages.waits_for_batch(stage), stage == 0
+            found[stage] = first.setdefault(key, stage)
+        return found
+
+    def _lowered(
+        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, *, receives: bool
+    ) -> ActionTemplate:
         """Lowers an action in the state of a shape.
 
         Args:
@@ -247,11 +272,14 @@ class _RankLowering:
             shape: Of the state of its rank.
             num_inputs: Operations of which it needs something, besides those of the state.
             sent_bytes: What sending holds by now.
+            receives: It receives what it needs itself.
         """
+        self.receives = receives
         builder = self.builder
         structure = builder.structure(shape)
         num_indices = restore_state(self.stateful, structure)
-        symbols = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
+        self.writer.stage = action.stage
+        symbols: list[int] = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
         self.received, self.new_received, self.sent, self.sent_bytes = symbols, [], [], sent_bytes
         self._write(action)
         rows = self.writer.take_rows()
@@ -431,7 +459,7 @@ class _RankLowering:
 
     def _receive(self, action: Action) -> None:
         """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
-        if self.waits == "each" and action in self.expected:
+        if self.receives:
             self._message(action)
             self.received, self.new_received = self.new_received, []
         self.writer.block_on(*self.received)

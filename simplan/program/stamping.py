@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.program.program import MemoryEffect, OpColumns, Work
+from simplan.program.action import ActionKind
+from simplan.program.program import ACTION_KINDS, MemoryEffect, OpColumns, Work
 
 __all__ = ["ActionTemplate", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
 
@@ -38,6 +39,7 @@ class TemplateRow(NamedTuple):
 
     Attributes:
         has_microbatch: Whether its action names the microbatch.
+        stage: Its stage, less that of the action that is lowered.
         meeting: Index of the group that meets, -1 for none.
         waits: Relative indices, or symbols.
     """
@@ -100,8 +102,8 @@ class ProgramBuilder:
     def restart(self) -> None:
         """Forgets what was stamped, and keeps templates and names."""
         self.num_ops = 0
-        # by stamped template: its first row, its operations, the microbatch, the rank, and the indices it may wait for
-        self._stamped: list[tuple[int, int, int, int]] = []
+        # by stamped template: first row, operations, stage, microbatch and rank; then the indices that it may wait for
+        self._stamped: list[tuple[int, int, int, int, int]] = []
         self._inputs: list[int] = []
         self._num_inputs: list[int] = []
 
@@ -160,23 +162,23 @@ class ProgramBuilder:
         self._rows.extend(rows)
         return len(self._rows) - len(rows)
 
-    def stamp(self, template: ActionTemplate, microbatch: int, inputs: Sequence[int]) -> None:
+    def stamp(self, template: ActionTemplate, stage: int, microbatch: int, inputs: Sequence[int]) -> None:
         """Adds a template to the rank.
 
         Args:
             template: What to add.
-            microbatch: Of the action; -1 for none.
+            stage, microbatch: Of the action; -1 for no microbatch.
             inputs: The operations that its symbols stand for.
         """
-        self._stamped.append((template.first, template.num_ops, microbatch, self.rank))
+        self._stamped.append((template.first, template.num_ops, stage, microbatch, self.rank))
         self._inputs.extend(inputs)
         self._num_inputs.append(len(inputs))
         self.num_ops += template.num_ops
 
     def columns(self) -> OpColumns:
         """All that was stamped, written out."""
-        stamped = np.array(self._stamped, np.int64).reshape(-1, 4)
-        first_row, num_ops, microbatch, rank = stamped.T
+        stamped = np.array(self._stamped, np.int64).reshape(-1, 5)
+        first_row, num_ops, of_stage, microbatch, rank = stamped.T
         start = np.cumsum(num_ops) - num_ops
         # by operation: which stamped template it is of, and its row
         of = np.repeat(np.arange(len(stamped)), num_ops)
@@ -184,6 +186,7 @@ class ProgramBuilder:
         stream, kind, name, stage, action, has_microbatch, work, memory, group = (
             np.array([each[column] for each in self._rows], np.int32)[row] for column in range(9)
         )
+        stage = stage + of_stage[of].astype(np.int32)
         number = np.where(has_microbatch, microbatch[of], -1)
         counts = np.array([len(each.waits) for each in self._rows], np.int64)
         waits = np.array([wait for each in self._rows for wait in each.waits], np.int64)
@@ -207,14 +210,24 @@ class ProgramBuilder:
             number.astype(np.int32),
             work,
             memory,
-            _meetings(group, number, ranks),
+            _meetings(group, number, stage + _SOURCE[action], ranks),
             wait_first,
             wait.astype(np.int32),
         )
 
 
-def _meetings(group: NDArray[np.int32], microbatch: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Numbers of meetings: a message by its microbatch, a collective by how many its rank had in the group before."""
+_SOURCE = np.array(
+    [{ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}.get(kind, 0) for kind in ACTION_KINDS], np.int32
+)  # stage that a message comes from, less that of the action
+
+
+def _meetings(
+    group: NDArray[np.int32], microbatch: NDArray[np.int64], source: NDArray[np.int32], rank: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Numbers of meetings.
+
+    A message is known by its microbatch and the stage it comes from, a collective by how many its rank had before.
+    """
     found = np.full(len(group), -1, np.int64)
     meets = np.flatnonzero(group >= 0)
     if not len(meets):
@@ -225,7 +238,8 @@ def _meetings(group: NDArray[np.int32], microbatch: NDArray[np.int64], rank: NDA
     sizes = np.diff(begins, append=len(order))
     before = np.empty(len(meets), np.int64)
     before[order] = np.arange(len(order)) - np.repeat(begins, sizes)
-    which = np.where(group[meets] % 2 == 1, microbatch[meets], before)
+    sent = microbatch[meets] * (2 + source.max()) + source[meets]
+    which = np.where(group[meets] % 2 == 1, sent, before)
     found[meets] = group[meets].astype(np.int64) * (1 + which.max()) + which
     return found
 

@@ -41,6 +41,7 @@ class RankWriter:
             no computation of the rank.
 
     Attributes:
+        stage: Of the action that is lowered.
         last_compute: The last computation, if there was any.
         blocking: What the next computation waits for, and messages before it.
     """
@@ -56,7 +57,7 @@ class RankWriter:
         ordered_messages: bool = True,
         receives_ahead: bool = False,
     ) -> None:
-        self.rank = rank
+        self.rank, self.stage = rank, 0
         self._builder = builder
         self._ordered = ordered_messages
         self._ahead = receives_ahead
@@ -144,10 +145,7 @@ class RankWriter:
             gathered: What follows it at once, where the message is a part of a tensor.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
-        source_stage = (
-            action.stage if stream in (Stream.SEND_F, Stream.SEND_B) else action.stage + (-1 if forward else 1)
-        )
-        meeting = ("send", forward, source_stage, ends, number)  # and the microbatch
+        meeting = ("send", forward, ends, number)  # and the microbatch, and the stage it comes from
         message = Message(CollectiveKind.SEND, num_bytes, ends)
         peer = ends[1] if ends[0] == self.rank else ends[0]
         received = self._ahead and ends[1] == self.rank
@@ -198,7 +196,7 @@ class RankWriter:
                 _STREAM[stream],
                 _KIND[kind],
                 builder.name(name),
-                action.stage,
+                action.stage - self.stage,
                 _ACTION[action.kind],
                 action.microbatch is not None,
                 builder.work(work),

@@ -10,8 +10,8 @@ import pytest
 from simplan.cost.pricing import price_program
 from simplan.predict import cost_model
 from simplan.program.lower import Lowering, lower
-from simplan.program.pairs import pairs
 from simplan.program.program import Excess, Message, Op, Program, Stream
+from simplan.program.rows import paired_actions
 from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.spec import catalogue
@@ -42,7 +42,7 @@ def exchanges(found: Program, rank: int) -> list[Op]:
 def test_backwards_pair_with_the_forwards_after_them(stage: int, expected: str) -> None:
     """1F1B of two stages: the first has one forward ahead, so begins with two of them and ends with two backwards."""
     row = plan_table(PLAN, M)[stage]
-    assert pairs(row) == {action for action in row if str(action) in expected.split()}
+    assert paired_actions(row) == {action for action in row if str(action) in expected.split()}
 
 
 @pytest.mark.parametrize("expand_all", [False, True])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from simplan.predict import predict
 from simplan.job import Job
+from simplan.predict import predict
 from simplan.predict.step_summary import summarize_step
 from simplan.program.action import ActionKind
 from simplan.program.complete import complete_table
