@@ -1,12 +1,11 @@
-"""Step time and memory alone, in milliseconds, by what a search uses; equal to ``predict`` up to rounding."""
+"""Step time and memory alone, by what a search uses: sooner than a whole prediction, and equal to it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from simplan.job import Job
 from simplan.scenario import Scenario
-from simplan.search.candidate import Candidate
-from simplan.search.question import Question
 
 __all__ = ["Quick", "quick"]
 
@@ -24,20 +23,16 @@ class Quick(NamedTuple):
 
 
 def quick(asked: Scenario) -> Quick | None:
-    """The numbers of a plan that a search knows; None for others, which have to be simulated.
+    """The numbers of a plan; None where they need a calibration.
 
     Raises:
         SpecError: A price cannot be had.
     """
-    from simplan.search.fast import FastEvaluator, covers_job  # brings numba
+    from simplan.search.evaluate import evaluate  # brings numba
 
-    plan = asked.plan
-    candidate = Candidate(**{name: getattr(plan, name) for name in Candidate._fields})
-    question = Question(asked.model, asked.cluster, asked.training, asked.software)
-    if candidate.plan() != plan or not covers_job(question):
+    if asked.cluster.cores_per_node is not None:
         return None
-    evaluator = FastEvaluator(question)
-    if not evaluator.covers(candidate):
-        return None
-    [step_time_s], [device_bytes] = evaluator.step_times_s([candidate]), evaluator.device_bytes([candidate])
+    job = Job(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    device_bytes, step_time_s = evaluate(job)
+    assert step_time_s is not None, "there is no limit"
     return Quick(step_time_s, device_bytes)

@@ -11,10 +11,10 @@ from typing import Any
 from app.state import document_text
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.predict import Resource, marginal_values, predict, simulate_again
 from simplan.job import Job
-from simplan.predict.step_summary import summarize_step
+from simplan.predict import Resource, marginal_values, predict, simulate_again
 from simplan.predict.sensitivity import MarginalValue, improved
+from simplan.predict.step_summary import summarize_step
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from hashlib import sha256
 from pickle import dumps
@@ -15,7 +16,7 @@ from simplan.spec.plan import ParallelPlan
 
 __all__ = ["Evaluator", "Numbers", "evaluate"]
 
-_ALONE = 16  # so many are evaluated before there are other processes in less time than these take to start
+_ALONE_S = 4.0  # for so long it works alone: other processes take about as long to start
 
 Numbers = tuple[int, float | None]
 """Device memory of the worst rank with all that the allocator would like, and the step time, seconds."""
@@ -47,15 +48,17 @@ class Evaluator:
     def __init__(self, job: Job, calibration: Calibration | None = None, jobs: int = 1) -> None:
         self._job, self._calibration, self._jobs = job, calibration, jobs
         self._pool: Any = None
-        self._num_done = 0
+        self._spent_s = 0.0
         self._token = ""
 
     def numbers(self, plans: Sequence[ParallelPlan], max_bytes: int | None, *, whole: bool = False) -> list[Numbers]:
         """See ``evaluate``; plans keep the rules."""
-        self._num_done += len(plans)
         job, calibration = self._job, self._calibration
-        if self._jobs == 1 or self._num_done <= _ALONE:
-            return [evaluate(job.with_plan(plan), calibration, max_bytes, whole=whole) for plan in plans]
+        if self._jobs == 1 or self._spent_s <= _ALONE_S:
+            start_s = time.monotonic()
+            found = [evaluate(job.with_plan(plan), calibration, max_bytes, whole=whole) for plan in plans]
+            self._spent_s += time.monotonic() - start_s
+            return found
         from joblib import Parallel, delayed
 
         if self._pool is None:

@@ -126,8 +126,8 @@ class StepTimeBound:
             if rows.shards_parameters[0] and self._prices.sends
             else []
         )
-        if units:  # the first stage of the first rank is gathered before anything else
-            done_s = done_s + np.array([[of.gather_s[0]] for of in units])
+        if units:  # the first stage of the first rank is gathered before anything is computed
+            done_s = done_s + np.array([[max(0.0, of.gather_s[0] - self._batch_s)] for of in units])
         tail = self._tail(rows, pipeline, ways, units)
         ends_s = done_s + tail.reduce_s + tail.first_reduce_s + tail.update_s
         if pipeline.splits:
