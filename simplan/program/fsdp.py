@@ -206,7 +206,7 @@ class FsdpHooks(Hooks):
 
     def reshard(self, action: Action) -> None:
         """Frees what is still gathered of the stage."""
-        self._reshard(action, range(len(self.units[action.stage])), "{}")
+        self._reshard(action, range(len(self.units[action.stage])), "{action}")
 
     def reduce(self, action: Action) -> None:
         """In a pipeline: all units of the stage."""
@@ -391,7 +391,7 @@ class FsdpHooks(Hooks):
         if self.level == 1:
             return what
         of = " experts" if self.units[action.stage][index].experts else ""
-        return f"{what} {self.stages.layer_name(action.stage, layers[0])}{of}"
+        return f"{what} {{{layers[0]}}}{of}"
 
 
 def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:

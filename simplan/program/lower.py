@@ -50,13 +50,13 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
-_ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, _K.SEND_F, _K.SEND_B, _K.RECV_F, _K.RECV_B))
 _MESSAGE_STREAM = {
     _K.SEND_F: Stream.SEND_F,
     _K.RECV_F: Stream.RECV_F,
     _K.SEND_B: Stream.SEND_B,
     _K.RECV_B: Stream.RECV_B,
 }
+_ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, *_MESSAGE_STREAM, _K.REDUCE_GRAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,7 @@ class Lowerer:
             {rank: lowering.resting_bytes() for rank, lowering in self._ranks.items()},
             {rank: lowering.bucket_bytes() if rebuilds else 0 for rank, lowering in self._ranks.items()},
             one_memory=self._how.host_waits,
+            layer_names=stages.layer_names,
         )
 
 
@@ -188,7 +189,7 @@ class _RankLowering:
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
-        self.pairs, self.receives = frozenset[Action](), False
+        self.is_paired = self.receives = False
         self.alike = self._alike_stages()
         self.received: list[int] = []  # what the pass that is lowered needs of another stage
         self.new_received: list[int] = []
@@ -203,7 +204,6 @@ class _RankLowering:
         builder.rank = self.rank
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
-        self.pairs = frozenset(variant.action for variant in variants if variant.is_paired)
         self.offload.start(row)
         offloads = self.offload.expands
         known = [self._template_key(variant) for variant in variants]
@@ -222,8 +222,8 @@ class _RankLowering:
             key = (shape, known[entry.variant], len(inputs), held, entry.microbatch if offloads else 0)
             template = templates.get(key)
             if template is None:
-                action, receives = entry.action, variants[entry.variant].receives
-                template = self._lowered(action, shape, len(inputs) - len(indices), held, receives=receives)
+                variant = variants[entry.variant]
+                template = self._lowered(entry.action, shape, len(inputs) - len(indices), held, variant)
                 templates[key] = template
             start = builder.num_ops
             builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
@@ -238,14 +238,13 @@ class _RankLowering:
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """What tells templates of actions apart, besides the state in which the rank comes to them."""
         kind, stage = variant.action.kind, variant.action.stage
-        between = kind in _ALIKE and not (variant.is_first or variant.is_last)
+        between = kind in _ALIKE and not variant.is_first
         return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
 
     def _alike_stages(self) -> dict[int, int]:
         """By stage of the rank, the first one of whose passes the same operations are made.
 
-        That is of passes between the first and the last one. Stages are told apart where layers are written out one by
-        one, by their names, and where hooks know them.
+        Stages are told apart where hooks know them.
         """
         stages = self.stages
         first: dict[Hashable, int] = {}
@@ -253,17 +252,17 @@ class _RankLowering:
         for stage in stages.stages_of(self.pp_rank):
             neighbors = [stages.placement.get(stage + step) for step in (-1, 1)]
             key: Hashable = stage
-            written_out = self.how.level == 2 and (self.how.expand_all or self.overlaps or self.offload.expands)
-            if not (written_out or self.hooks.knows_stages):
+            if not (self.hooks.knows_stages or self.offload.expands):
+                owned = tuple(stages.trained[stage]), tuple(stages.experts[stage])
                 facts = tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage])))
                 layers = tuple(layer.key for layer in stages.layers[stage])
                 crossed = tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1]))
-                key = facts, layers, *neighbors, crossed, stages.waits_for_batch(stage), stage == 0
+                key = facts, layers, owned, *neighbors, crossed, stages.waits_for_batch(stage), stage == 0
             found[stage] = first.setdefault(key, stage)
         return found
 
     def _lowered(
-        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, *, receives: bool
+        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, variant: ActionVariant
     ) -> ActionTemplate:
         """Lowers an action in the state of a shape.
 
@@ -272,9 +271,10 @@ class _RankLowering:
             shape: Of the state of its rank.
             num_inputs: Operations of which it needs something, besides those of the state.
             sent_bytes: What sending holds by now.
-            receives: It receives what it needs itself.
+            variant: What tells it apart from others of its kind.
         """
-        self.receives = receives
+        self.is_paired, self.receives = variant.is_paired, variant.receives
+        self.hooks.is_first_forward = variant.is_first
         builder = self.builder
         structure = builder.structure(shape)
         num_indices = restore_state(self.stateful, structure)
@@ -350,7 +350,7 @@ class _RankLowering:
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         if self.stages.waits_for_batch(action.stage):
-            self.writer.compute(action, "{} batch", (HostWait("batch"),), kind=SpanKind.HOST)
+            self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
             self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
@@ -364,7 +364,7 @@ class _RankLowering:
         phase = _BACKWARD_PHASE[action.kind]
         if action.stage == 0 and not self.stages.software.first_stage_splits:
             if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
-                self.writer.compute(action, "{}")
+                self.writer.compute(action, "{action}")
                 return
             phase = Phase.BACKWARD
         for part in in_order(self._parts(action), phase):
@@ -389,11 +389,11 @@ class _RankLowering:
             script = self.scripts.merged(action.stage, part, phase)
         else:
             script = self.scripts.layer(action.stage, part[0], phase)
-        name = "{}" if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
+        name = "{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}"
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last, paired = (
             next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
-            action in self.pairs,
+            self.is_paired,
         )
         before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
         ended = -1

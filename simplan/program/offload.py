@@ -154,7 +154,7 @@ class ActivationOffload:
 
     def _copy(self, action: Action, part: range, num_bytes: int, memory: list[MemoryEffect], *, to_host: bool) -> int:
         what = "offload" if to_host else "fetch"
-        name = f"{what} {self._stages.layer_name(action.stage, part.start) if len(part) == 1 else action}"
+        name = f"{what} {{{part.start if len(part) == 1 else 'action'}}}"
         waits = [self._writer.last_compute, *self._writer.blocking]
         index = self._writer.host_copy(action, name, num_bytes, waits, memory, to_host=to_host)
         if self._host_waits:

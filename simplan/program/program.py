@@ -11,8 +11,8 @@ one row, for people and tests; engines, prices and memory read the columns.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple, overload
@@ -292,7 +292,7 @@ class Program:
         level: 1 or 2.
         table: The Level 1 table, one row per pipeline rank.
         columns: All operations; those of one rank stand in host issue order.
-        names: Names of operations; ``{}`` stands for the action.
+        names: Names of operations, as formats: ``{action}`` is the action, ``{3}`` layer 3 of its stage.
         works: Work of operations. Equal work of one rank is one entry.
         effects: What operations do to memory; the first entry is nothing.
         ranks: The ranks that are written out, ascending.
@@ -301,6 +301,7 @@ class Program:
         rebuild_bytes: Per rank, buffers held once beside that, when DDP rebuilds its buckets before the second step:
             the old and the new ones are alive together.
         one_memory: Host and device are one memory (a CPU), so that what is offloaded counts as well.
+        layer_names: By stage, the names of its layers.
     """
 
     level: int
@@ -314,6 +315,7 @@ class Program:
     resting_bytes: dict[int, dict[MemoryCategory, int]]
     rebuild_bytes: dict[int, int]
     one_memory: bool = False
+    layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def from_ops(
@@ -338,7 +340,7 @@ class Program:
             np.array([op.rank for op in ops], np.int32),
             np.array([_STREAM_CODE[op.stream] for op in ops], np.int8),
             np.array([_SPAN_CODE[op.kind] for op in ops], np.int8),
-            np.array([names.setdefault(op.name, len(names)) for op in ops], np.int32),
+            np.array([names.setdefault(op.name.replace("{", "{{"), len(names)) for op in ops], np.int32),
             np.array([op.action.stage for op in ops], np.int32),
             np.array([_ACTION_CODE[op.action.kind] for op in ops], np.int8),
             np.array([-1 if op.action.microbatch is None else op.action.microbatch for op in ops], np.int32),
@@ -383,7 +385,7 @@ class Program:
         return Op(
             rank=int(c.rank[index]),
             stream=STREAMS[c.stream[index]],
-            name=name.replace("{}", str(action)) if "{}" in name else name,
+            name=name.format(*self.layer_names.get(action.stage, ()), action=action) if "{" in name else name,
             action=action,
             kind=SPAN_KINDS[c.kind[index]],
             work=self.works[c.work[index]],

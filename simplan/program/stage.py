@@ -193,6 +193,14 @@ class Stages:
             tensor.num_bytes(*widths) for outputs in {graph.outputs for graph in graphs} for tensor in outputs
         )
 
+    @property
+    def layer_names(self) -> dict[int, tuple[str, ...]]:
+        """By stage, the names of its layers."""
+        return {
+            stage: tuple(self.layer_name(stage, position) for position in range(len(layers)))
+            for stage, layers in enumerate(self.layers)
+        }
+
     def layer_name(self, stage: int, position: int) -> str:
         """``embedding``, ``block 3``, ``mtp 1`` or ``head``."""
         layer = self.layers[stage][position]

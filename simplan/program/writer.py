@@ -156,7 +156,7 @@ class RankWriter:
         work = (
             self._one(message) if gathered is None else self._works.setdefault((message, gathered), (message, gathered))
         )
-        index = self._add(action, stream, "{}", SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
+        index = self._add(action, stream, "{action}", SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
         self._last_message[way] = index
         return index
 
