@@ -20,6 +20,7 @@ from typing import Any
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError
 from simplan.io import folder_of
+from simplan.job import Job
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchResult, SearchSpace, search
@@ -54,6 +55,11 @@ class SearchScenario:
     document: dict[str, Any]
     file: str
 
+    @property
+    def job(self) -> Job:
+        """What is asked, with a plan of nothing but defaults."""
+        return Job(self.model, self.cluster, self.training, ParallelPlan(), self.software)
+
     def search(self, calibration: Calibration | None = None, *, jobs: int = 1) -> SearchResult:
         """The best plans of the space.
 
@@ -64,8 +70,7 @@ class SearchScenario:
         Raises:
             SpecError: As ``simplan.search.search``.
         """
-        asked = (self.model, self.cluster, self.training, self.software, self.space)
-        return search(*asked, name=self.name, calibration=calibration, jobs=jobs)
+        return search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
 
 
 def load_search(path: str | Path) -> SearchScenario:

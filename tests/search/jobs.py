@@ -1,17 +1,20 @@
-"""Small questions to search for."""
+"""Small jobs to search for."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from simplan.search import Question
+from simplan.job import Job
+from simplan.search import SearchSpace
+from simplan.search.enumeration import Enumeration
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["FAMILIES", "SIZES", "TORCH", "question"]
+__all__ = ["FAMILIES", "SIZES", "plain_plan", "plans_of", "small_job"]
 
-TORCH = catalogue.software("torch")
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 64,
@@ -43,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def question(
+def small_job(
     family: str = "llama",
     num_devices: int = 4,
     cluster: str = "dgx-h100",
@@ -51,8 +54,9 @@ def question(
     batch: int = 8,
     precision: Any = "bf16",
     task: Any = "pretrain",
+    software: str = "torch",
     **changes: Any,
-) -> Question:
+) -> Job:
     """A small model on a few devices.
 
     Args:
@@ -67,4 +71,15 @@ def question(
         devices = devices.model_copy(update={"device": device})
     model = ModelSpec.model_validate({"family": family, **FAMILIES[family], **changes})
     training = TrainingSpec(global_batch_size=batch, precision=precision, task=task)
-    return Question(model, devices, training, TORCH)
+    return Job(model, devices, training, ParallelPlan(), catalogue.software(software))
+
+
+def plain_plan(**fields: Any) -> ParallelPlan:
+    """A plan whose other fields have their plain defaults, whatever these are."""
+    return ParallelPlan().model_copy(update=fields)
+
+
+def plans_of(job: Job, space: SearchSpace) -> list[ParallelPlan]:
+    """All plans of a space that keep the rules."""
+    tables = Enumeration(space, job).tables(Counter())
+    return [table.plan(row) for table in tables for row in range(len(table))]

@@ -1,4 +1,4 @@
-"""What a search counts and remembers beside the best: where candidates went, and what nearly fits."""
+"""What a search counts beside the best: where candidates went, and which nearly fit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from simplan.search.candidate import Candidate
-from simplan.search.keep import Keep
+from simplan.search.candidates import plan_order
+from simplan.search.incumbents import Incumbents
+from simplan.spec.plan import ParallelPlan
 
-__all__ = ["MORE_MEMORY", "ROUNDING", "Limits", "Miss", "OnProgress", "Tally", "Waiting", "rounded"]
+__all__ = ["MORE_MEMORY", "ROUNDING", "Limits", "Miss", "OnProgress", "Statistics", "Waiting", "rounded"]
 
 MORE_MEMORY = 1.1
 """What nearly fits needs at most so many times what there is."""
@@ -36,39 +37,46 @@ class Limits:
 
 
 class Miss(NamedTuple):
-    """A candidate that broke nothing but a limit. Order: what it lacks, then the plan.
+    """A plan that violated nothing but a limit. Order: what it lacks, then the plan's fields.
 
     Attributes:
         lacking: Bytes too many, or, where nothing is within the deadline, seconds too many.
-        candidate: The plan.
+        order: Of the plan, as of ``plan_order``.
+        plan: The plan.
         device_bytes: What it needs.
         step_time_s: Its time; None when it does not fit.
     """
 
     lacking: float
-    candidate: Candidate
+    order: tuple[Any, ...]
+    plan: ParallelPlan
     device_bytes: int
     step_time_s: float | None = None
 
+    @classmethod
+    def of(cls, lacking: float, plan: ParallelPlan, device_bytes: int, step_time_s: float | None = None) -> Miss:
+        """A plan that lacks so much."""
+        return cls(lacking, plan_order(plan), plan, device_bytes, step_time_s)
+
 
 class Waiting(NamedTuple):
-    """A candidate that is not timed yet. Order: what its first objective is at least, then the same of its time.
+    """A plan that nobody has timed. Order: a bound on its first objective, then on its time, then the plan's fields.
 
     Attributes:
         value: Of the first objective, at least.
-        least_time_s: A bound on its time.
-        device_bytes: What it needs, or a bound on that.
-        candidate: The plan.
+        step_time_s: Its time, at least.
+        order: Of the plan, as of ``plan_order``.
+        plan: The plan.
     """
 
     value: float
-    least_time_s: float
-    device_bytes: int
-    candidate: Candidate
+    step_time_s: float
+    order: tuple[Any, ...]
+    plan: ParallelPlan
 
 
 @dataclass(slots=True)
-class Tally:
+class Statistics:
     """Where every candidate went.
 
     Attributes:
@@ -93,15 +101,6 @@ class Tally:
     def done(self) -> int:
         """Candidates dealt with."""
         return self.rejected.total() + self.bounded + self.timed
-
-    def merge(self, other: Tally) -> None:
-        """Adds what another search counted."""
-        self.rejected.update(other.rejected)
-        self.bounded += other.bounded
-        self.timed += other.timed
-        self.misses = heapq.nsmallest(self.num_misses, [*self.misses, *other.misses])
-        self.late = heapq.nsmallest(self.num_misses, [*self.late, *other.late])
-        self.almost(other.nearly)
 
     def almost(self, nearly: Iterable[Waiting]) -> None:
         """Candidates that a little more memory would make fit."""
@@ -131,7 +130,7 @@ class Tally:
         self.late = heapq.nsmallest(self.num_misses, [*self.late, *misses])
 
 
-OnProgress = Callable[[Tally, Keep], None]
+OnProgress = Callable[[Statistics, Incumbents], None]
 
 
 def rounded(step_time_s: float) -> float:

@@ -1,16 +1,16 @@
-"""The best so far and the front so far: all that a search remembers of the plans that it has timed."""
+"""The best plans so far and the front so far: all that a search remembers of the plans that it has timed."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from simplan.search.candidate import Candidate
+from simplan.search.candidates import plan_order
 from simplan.search.objective import Goal
-from simplan.spec.plan import Recompute
+from simplan.spec.plan import ParallelPlan, Recompute
 
-__all__ = ["NOISE", "Group", "Keep", "Timed"]
+__all__ = ["NOISE", "Group", "Incumbents", "Timed"]
 
 NOISE = 1e-3
 """Of plans whose times differ by no more than this part nobody knows which is faster."""
@@ -20,13 +20,23 @@ _SELDOM = 16  # ranks are found anew when one in so many is new
 
 
 class Timed(NamedTuple):
-    """A candidate that fits, with its numbers. Order: the first objective, then time, devices, memory, the plan."""
+    """A plan that fits, with its numbers. Order: the first objective, then time, devices, memory, the plan's fields.
+
+    Attributes:
+        value: Of the first objective.
+        step_time_s: Time of a step.
+        num_devices: Devices it needs.
+        device_bytes: Memory of the worst device.
+        order: Of the plan, as of ``plan_order``.
+        plan: The plan.
+    """
 
     value: float
     step_time_s: float
     num_devices: int
     device_bytes: int
-    candidate: Candidate
+    order: tuple[Any, ...]
+    plan: ParallelPlan
 
 
 class Group(NamedTuple):
@@ -41,8 +51,8 @@ class Group(NamedTuple):
     others: tuple[Timed, ...]
 
 
-class Keep:
-    """The best ``top`` groups of candidates by the first objective, and the Pareto front of two.
+class Incumbents:
+    """The best ``top`` groups of plans by the first objective, and the Pareto front of two.
 
     Args:
         goal: The objectives.
@@ -51,11 +61,10 @@ class Keep:
 
     def __init__(self, goal: Goal, top: int) -> None:
         self.goal, self._top = goal, top
+        self._known: dict[ParallelPlan, tuple[int, float]] = {}
         self._near: list[Timed] = []  # all that may be in a group, ascending
         self._groups: list[Group] = []
         self._cut: tuple[float, float] | None = None  # value and time of the last that may be; None while all may
-        self._before_near: list[Timed] = []
-        self._before_front: list[tuple[float, float, Timed]] = []
         self._new = 0  # of what is near, how many came after the groups were made
         self._front: list[tuple[float, float, Timed]] = []  # the first value rises, the second falls
         self._value_noise = 1 + NOISE * goal.follows_time
@@ -82,37 +91,38 @@ class Keep:
         return [timed for _, _, timed in self._front]
 
     @property
-    def kept(self) -> list[Timed]:
-        """All that is remembered."""
-        return list(dict.fromkeys([*self._near, *self.front]))
+    def shown(self) -> list[Timed]:
+        """What the answer rests on: one plan of each group, the first of each, and the front."""
+        firsts = [min((group.shown, *group.others)) for group in self.groups]
+        return list(dict.fromkeys([*self.ranked, *firsts, *self.front]))
 
-    def add(self, candidate: Candidate, device_bytes: int, step_time_s: float) -> None:
-        """Takes note of a candidate."""
-        num_devices = candidate.num_devices
+    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
+        """Takes note of a plan."""
+        self._known[plan] = device_bytes, step_time_s
+        self._add(plan, device_bytes, step_time_s)
+
+    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None) -> None:
+        """Gives a plan its exact numbers, device bytes and seconds, or lets go of it as it does not fit after all.
+
+        What it had displaced is looked at again. Whoever has left out plans by what was known has to ask again.
+        """
+        del self._known[plan]
+        if numbers is not None:
+            self._known[plan] = numbers
+        self._near, self._groups, self._cut, self._new, self._front = [], [], None, 0, []
+        for other, of_other in self._known.items():
+            self._add(other, *of_other)
+
+    def _add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
+        num_devices = plan.num_devices
         values = self.goal.values(num_devices, device_bytes, step_time_s)
-        timed = Timed(values[0], step_time_s, num_devices, device_bytes, candidate)
+        timed = Timed(values[0], step_time_s, num_devices, device_bytes, plan_order(plan), plan)
         self._rank(timed)
         if len(values) == 2:
             self._pareto(*values, timed)
 
-    def restart(self) -> None:
-        """Forgets all that came since the search of the last number of devices began."""
-        self._near, self._front, self._groups = list(self._before_near), list(self._before_front), []
-        self._cut, self._new = None, len(self._near)
-
-    def begin(self) -> None:
-        """The search of another number of devices begins."""
-        self._before_near, self._before_front = list(self._near), list(self._front)
-
-    def merge(self, kept: list[Timed]) -> None:
-        """Takes note of what another search has kept."""
-        for timed in kept:
-            place = bisect_left(self._near, timed)
-            if self._near[place : place + 1] != [timed]:
-                self.add(timed.candidate, timed.device_bytes, timed.step_time_s)
-
     def is_hopeless(self, num_devices: int, device_bytes: int, least_time_s: float) -> bool:
-        """Whether no candidate of a time of at least ``least_time_s`` could be kept.
+        """Whether no plan of a time of at least ``least_time_s`` could be kept.
 
         Every objective grows with the time or ignores it, so its value at the bound is a bound; and a candidate that
         is equal to what is kept is never hopeless, so ties are broken by the plan alone.
@@ -137,11 +147,11 @@ class Keep:
         started: dict[Hashable, list[Timed]] = {}
         groups: list[list[Timed]] = []
         for timed in self._near:
-            group = started.get(_likeness(timed.candidate))
+            group = started.get(_likeness(timed.plan))
             if group is None or not self._is_as_good(timed, group[0]):
                 if len(groups) == self._top:
                     continue
-                group = started[_likeness(timed.candidate)] = []
+                group = started[_likeness(timed.plan)] = []
                 groups.append(group)
             group.append(timed)
         if len(groups) == self._top:
@@ -188,9 +198,9 @@ def _first_two(timed: Timed) -> tuple[float, float]:
     return timed[:2]
 
 
-def _likeness(c: Candidate) -> Hashable:
+def _likeness(plan: ParallelPlan) -> Hashable:
     """What plans of one group have in common."""
-    return c.dp, c.tp, c.cp, c.ep, c.pp, c.microbatch_size
+    return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size
 
 
 def _group(alike: list[Timed]) -> Group:
@@ -198,7 +208,7 @@ def _group(alike: list[Timed]) -> Group:
     return Group(shown, tuple(timed for timed in alike if timed is not shown))
 
 
-def _complexity(timed: Timed) -> tuple[int, int, int, float, int, Timed]:
-    c = timed.candidate
-    again = _RECOMPUTES.index(c.recompute), len(c.recompute_modules), c.recompute_layers or _ALL
-    return c.virtual_stages, *again, timed.device_bytes, timed
+def _complexity(timed: Timed) -> tuple[object, ...]:
+    plan = timed.plan
+    again = _RECOMPUTES.index(plan.recompute), len(plan.recompute_modules or ()), plan.recompute_layers or _ALL
+    return plan.virtual_stages, *again, timed.device_bytes, timed
