@@ -268,7 +268,8 @@ class Rules:
         if self._batch % (dp * microbatch_size):
             return "batch_divides"
         number = self._batch // (dp * microbatch_size)
-        found = pp > 1 and SCHEDULE_FACTS[schedule].needs_times
+        facts = SCHEDULE_FACTS.get(schedule)
+        found = pp > 1 and facts is not None and facts.needs_times
         return "pipeline_cells" if found and number * pp > MAX_PIPELINE_CELLS else None
 
     def recompute(self, schedule: str, recompute: str, modules: tuple[str, ...]) -> str | None:
