@@ -102,7 +102,7 @@ def text(document: Document) -> str:
 
 
 def _is_machine(asked: Scenario) -> bool:
-    return asked.cluster.cores_per_node is not None
+    return asked.job.cluster.cores_per_node is not None
 
 
 def calibrated_at(asked: Scenario) -> int:

@@ -16,7 +16,7 @@ from executor.calibrate import calibrate
 from executor.run import run_job
 from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
 from simplan.cost.kinds import kinds_needed
-from simplan.predict import job_of
+from simplan.predict import run_spec_of
 from simplan.program.measurement import Measurement
 from simplan.validate.compare import compare
 
@@ -84,7 +84,7 @@ def accuracy() -> list[Row]:
 
 def _run(case: Case, calibration: Calibration, folder: Path) -> Measurement:
     options = {"num_steps": _STEPS, "num_warmup_steps": 2, "profile_memory": False, "device": "cpu"}
-    return run_job(job_of(case.predict(calibration), **options), folder)
+    return run_job(run_spec_of(case.predict(calibration), **options), folder)
 
 
 def _calibrate(found: list[Case]) -> Calibration:

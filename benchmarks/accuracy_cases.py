@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simplan.cost.calibration import Calibration
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.spec import catalogue
@@ -100,13 +101,15 @@ class Case:
     def predict(self, calibration: Calibration) -> Prediction:
         """What is predicted from one calibration."""
         return predict(
-            self.name,
-            self.model,
-            catalogue.cluster("this-machine", num_devices=self.num_ranks),
-            TRAINING,
-            self.plan,
-            catalogue.software("torch"),
-            calibration,
+            Job(
+                self.model,
+                catalogue.cluster("this-machine", num_devices=self.num_ranks),
+                TRAINING,
+                self.plan,
+                catalogue.software("torch"),
+            ),
+            name=self.name,
+            calibration=calibration,
         )
 
 

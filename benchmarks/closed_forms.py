@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from benchmarks.table import Row
 from simplan.cost.collectives import message_price
+from simplan.job import Job
 from simplan.program.action import ActionKind
 from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower
@@ -14,6 +15,7 @@ from simplan.program.program import Message, Op
 from simplan.program.schedules import SCHEDULES, PipelineShape, naive
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
+from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
@@ -98,21 +100,22 @@ def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
     training = TrainingSpec(global_batch_size=1, precision="fp32", optimizer=optimizer)  # type: ignore[arg-type]
     table = complete_table(naive(PipelineShape(1, 1)))
     assignment = StageAssignment((0, len(model.layers)))
-    program = lower(model, training, ParallelPlan(), _software(state), assignment, table, Lowering(level=1))
+    job = Job(model, catalogue.cluster("dgx-h100", 1), training, ParallelPlan(), _software(state))
+    program = lower(job, assignment, table, Lowering(level=1))
     return sum(program.resting_bytes[0].values()) / model.num_parameters
 
 
 def _simulated(name: str, p: int, m: int, v: int = 1) -> tuple[Fraction, list[int]]:
     """Bubble fraction and microbatches in flight, stages equal (F = 1, B = 2) and communication free."""
-    program = lower(
+    job = Job(
         _model(p * v),
+        catalogue.cluster("dgx-h100", p),
         TrainingSpec(global_batch_size=m, precision="fp32"),
         ParallelPlan(pp=p, virtual_stages=v),
         _software(_STATES[0][0][0]),
-        assign_stage_layers([1] * (p * v)),
-        complete_table(SCHEDULES[name](PipelineShape(p, m, v))),
-        Lowering(level=1),
     )
+    table = complete_table(SCHEDULES[name](PipelineShape(p, m, v)))
+    program = lower(job, assign_stage_layers([1] * (p * v)), table, Lowering(level=1))
 
     def seconds(op: Op) -> float:
         if op.message or not op.work:

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.table import Row
 from simplan.cost.base import CostModel
 from simplan.cost.pricing import price_program
+from simplan.job import Job
 from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
@@ -150,9 +151,8 @@ def _folded() -> dict[str, Any]:
 
 def _unfolded() -> dict[str, Any]:
     found = _llama_405b()
-    how = Lowering(level=1, folding=unfolded(RankMapping.of(found.plan)))
-    asked = (found.model, found.training, found.plan, found.software, found.assignment, found.table)
-    lower_s, program = _time(lower, *asked, how)
+    how = Lowering(level=1, folding=unfolded(RankMapping.of(found.job.plan)))
+    lower_s, program = _time(lower, found.job, found.assignment, found.table, how)
     price_s, pricing = _time(price_program, program, _cost(found))
     simpy_s, times = _time(simulate, program, pricing.durations_s)
     return {
@@ -186,13 +186,18 @@ def _interleaved() -> dict[str, Any]:
 
 def _interleaved_program() -> Program:
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
-    return lower(
-        ModelSpec(
-            family="gpt", num_hidden_layers=_P * _V, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
-        ),
+    model = ModelSpec(
+        family="gpt", num_hidden_layers=_P * _V, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
+    )
+    job = Job(
+        model,
+        catalogue.cluster("dgx-h100", _P),
         TrainingSpec(global_batch_size=_M, precision="fp32"),
         ParallelPlan(pp=_P, virtual_stages=_V, schedule="interleaved_1f1b"),
         SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
+    )
+    return lower(
+        job,
         assign_stage_layers([1] * _P * _V),
         complete_table(interleaved_1f1b(PipelineShape(_P, _M, _V))),
         Lowering(level=1),
@@ -202,11 +207,11 @@ def _interleaved_program() -> Program:
 def _predicted(plan: ParallelPlan, model: str, batch: int) -> Prediction:
     cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
     training = TrainingSpec(global_batch_size=batch)
-    return predict(model, catalogue.model(model), cluster, training, plan, catalogue.software("torch"))
+    return predict(Job(catalogue.model(model), cluster, training, plan, catalogue.software("torch")), name=model)
 
 
 def _cost(found: Prediction) -> CostModel:
-    return cost_model(found.cluster, found.training, found.plan, found.software, None)
+    return cost_model(found.job, None)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from simpy import Environment, Event
 
 from benchmarks.table import Row
+from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower
@@ -17,6 +18,7 @@ from simplan.program.program import Program
 from simplan.program.schedules import PipelineShape, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
+from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec, StateBytes
@@ -92,14 +94,14 @@ def _bare(compute: Table) -> None:
 
 def _program(table: Table) -> Program:
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
-    return lower(
-        ModelSpec(
-            family="gpt", num_hidden_layers=_P, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
-        ),
+    model = ModelSpec(
+        family="gpt", num_hidden_layers=_P, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
+    )
+    job = Job(
+        model,
+        catalogue.cluster("dgx-h100", _P),
         TrainingSpec(global_batch_size=_M, precision="fp32"),
         ParallelPlan(pp=_P),
         SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
-        assign_stage_layers([1] * _P),
-        table,
-        Lowering(level=1),
     )
+    return lower(job, assign_stage_layers([1] * _P), table, Lowering(level=1))

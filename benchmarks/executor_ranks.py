@@ -36,8 +36,8 @@ from executor.recorder import Recorder
 from executor.trainer import Trainer
 from executor.worker import start_rank, use_device
 from simplan.program.action import Action, format_table
-from simplan.program.job import Job
 from simplan.program.measurement import IssuedKind
+from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
@@ -121,10 +121,10 @@ class _SilentRecorder(Recorder):
         pass
 
 
-def _job(case: Case) -> Job:
+def _job(case: Case) -> RunSpec:
     plan = case.plan
     num_layers, num_stages = len(MODEL.layers), plan.num_stages
-    return Job(
+    return RunSpec(
         name="executor-speed",
         model=MODEL,
         training=TrainingSpec(
@@ -139,7 +139,7 @@ def _job(case: Case) -> Job:
     )
 
 
-def _plain(job: Job, device: torch.device) -> Step:
+def _plain(job: RunSpec, device: torch.device) -> Step:
     """The training by hand."""
     if job.plan.pp > 1:
         return _plain_pipeline(job, device)
@@ -170,7 +170,7 @@ def _plain(job: Job, device: torch.device) -> Step:
     return step
 
 
-def _plain_pipeline(job: Job, device: torch.device) -> Step:
+def _plain_pipeline(job: RunSpec, device: torch.device) -> Step:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank = dist.get_rank()

@@ -16,6 +16,7 @@ __all__ = ["large_plan"]
 _ROUNDS = 3
 _PROGRAM = """
 import json, resource, time
+from simplan.job import Job
 from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
@@ -23,12 +24,12 @@ from simplan.spec.training import TrainingSpec
 
 model, plan = catalogue.model("llama3-70b"), ParallelPlan(tp=8, pp=4)
 cluster, training = catalogue.cluster("dgx-h100", num_devices=32), TrainingSpec(global_batch_size=32)
-software = catalogue.software("torch")
+job = Job(model, cluster, training, plan, catalogue.software("torch"))
 start_s = time.perf_counter()
-found = predict("llama3-70b", model, cluster, training, plan, software)
+found = predict(job, name="llama3-70b")
 predict_s = time.perf_counter() - start_s
 program = build_program(found)
-cost = cost_model(cluster, training, plan, software, None)
+cost = cost_model(job, None)
 start_s = time.perf_counter()
 program = build_program(found)
 simulate_program(program, cost, cluster)

@@ -78,14 +78,16 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(file: Path, out_dir: Path, nodes_file: Path | None) -> None:
     from executor.run import run_job
-    from simplan.program.job import Job
     from simplan.program.nodes import Nodes
+    from simplan.program.run_spec import RunSpec
 
     def tell(step: int, of: int) -> None:
         _tell({"event": "step", "step": step, "of": of})
 
     nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
-    run_job(_parse(Job, file), out_dir, tell, nodes=nodes, on_note=lambda text: _tell({"event": "note", "text": text}))
+    run_job(
+        _parse(RunSpec, file), out_dir, tell, nodes=nodes, on_note=lambda text: _tell({"event": "note", "text": text})
+    )
 
 
 def _join(file: Path, out_dir: Path) -> None:
@@ -98,12 +100,12 @@ def _join(file: Path, out_dir: Path) -> None:
 def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
     from executor.rehearse import rehearse
     from simplan.files import write_whole
-    from simplan.program.job import Job
+    from simplan.program.run_spec import RunSpec
 
     def tell(step: int, of: int) -> None:
         _tell({"event": "step", "step": step, "of": of})
 
-    write_whole(out, rehearse(_parse(Job, file), rank, fake=fake, on_progress=tell).model_dump_json(indent=1))
+    write_whole(out, rehearse(_parse(RunSpec, file), rank, fake=fake, on_progress=tell).model_dump_json(indent=1))
 
 
 def _environment(out: Path) -> None:

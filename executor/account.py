@@ -17,8 +17,8 @@ from executor.ledger import Allocation, Ledger, storage_key
 from executor.recorder import Recorder
 from executor.trainer import Trainer
 from simplan.program.action import Action
-from simplan.program.job import Job
 from simplan.program.program import MemoryCategory
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["Account", "CountingRecorder", "counted_steps"]
 
@@ -80,7 +80,7 @@ class CountingRecorder(Recorder):
         self._ledger.period += 1
 
 
-def counted_steps(job: Job, built: Trainer, recorder: Recorder, ledger: Ledger) -> Account:
+def counted_steps(job: RunSpec, built: Trainer, recorder: Recorder, ledger: Ledger) -> Account:
     """Runs two steps of a trainer that was built under a ledger, which still counts, and looks at the second.
 
     Args:
@@ -150,7 +150,7 @@ class _Shapes:
     vocab: int
 
     @classmethod
-    def of(cls, job: Job) -> _Shapes:
+    def of(cls, job: RunSpec) -> _Shapes:
         layers = job.model.layers_of(job.plan.shard)
         shapes = {p.shape for layer in layers for p in layer.parameters if len(p.shape) > 1}
         return cls(frozenset(shapes | {shape[::-1] for shape in shapes}), layers[-1].parameters[-1].shape[0])

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from executor.groups import Groups, make_groups
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["alone_as"]
 
 
 @contextmanager
-def alone_as(rank: int, job: Job) -> Iterator[Groups]:
+def alone_as(rank: int, job: RunSpec) -> Iterator[Groups]:
     """This process is a rank of the job while the block runs; gives its groups.
 
     Args:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from simplan.errors import Problem, SpecError
 from simplan.files import write_whole
 from simplan.program.checkpoint import CheckpointHeader, differences
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["WholeWriter", "check_resume", "drop_unfinished", "newest_checkpoint", "prune", "step_folder"]
 
@@ -49,7 +49,7 @@ def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]
     return None, notes
 
 
-def check_resume(job: Job) -> list[str]:
+def check_resume(job: RunSpec) -> list[str]:
     """Checks what a run finds in its folder of checkpoints, before anything starts; gives notes.
 
     Raises:
@@ -108,7 +108,7 @@ class WholeWriter(FileSystemWriter):
         step: Steps done.
     """
 
-    def __init__(self, folder: Path, job: Job, step: int) -> None:
+    def __init__(self, folder: Path, job: RunSpec, step: int) -> None:
         # a node that was given up may still write: the others, who are fewer, use another name
         self.unfinished = folder / f"{_UNFINISHED}{step_folder(folder, step).name}-{job.plan.num_devices}ranks"
         super().__init__(self.unfinished)

@@ -26,7 +26,7 @@ from executor.checkpoint_folder import WholeWriter, drop_unfinished, newest_chec
 from executor.training_state import TrainingState
 from simplan.errors import RunError
 from simplan.program.checkpoint import Checkpointing, CheckpointTiming
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.units import format_bytes
 
 __all__ = ["Checkpoints"]
@@ -43,7 +43,7 @@ class Checkpoints:
         tell: Called with what each took, on every rank.
     """
 
-    def __init__(self, job: Job, state: TrainingState, tell: Callable[[CheckpointTiming], None]) -> None:
+    def __init__(self, job: RunSpec, state: TrainingState, tell: Callable[[CheckpointTiming], None]) -> None:
         assert job.checkpointing is not None
         self._job, self._asked = job, job.checkpointing
         self._folder = Path(self._asked.folder)

@@ -11,7 +11,7 @@ import torch
 from executor.recompute_rules import unmodelled_recompute
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.program.executable import check_executable
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.compile_rules import unmodelled_compilation
 from simplan.spec.convolution_rules import unmodelled_convolutions
@@ -28,7 +28,7 @@ _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by 
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
 
 
-def check_job(job: Job, num_local_ranks: int | None = None) -> None:
+def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
     """Checks a job against what the executor does and what this machine has.
 
     Args:
@@ -51,7 +51,7 @@ def check_job(job: Job, num_local_ranks: int | None = None) -> None:
     check_executable(job.parsed_table(), job.plan, job.software)
 
 
-def check_rehearsal(job: Job, rank: int, *, fake: bool) -> None:
+def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
     """Checks a job of which one rank is to be run alone.
 
     Args:
@@ -72,12 +72,12 @@ def check_rehearsal(job: Job, rank: int, *, fake: bool) -> None:
     check_executable(job.parsed_table(), job.plan, job.software)
 
 
-def runs_on_cuda(job: Job, num_local_ranks: int) -> bool:
+def runs_on_cuda(job: RunSpec, num_local_ranks: int) -> bool:
     """Whether the job's ranks on this machine compute on CUDA devices."""
     return job.device == "cuda" or (job.device == "auto" and torch.cuda.device_count() >= num_local_ranks)
 
 
-def _not_modelled(job: Job) -> Iterator[Problem]:
+def _not_modelled(job: RunSpec) -> Iterator[Problem]:
     plan, training = job.plan, job.training
     yield from unmodelled_splits(job.model, plan)
     yield from unmodelled_convolutions(job.model, training, plan)
@@ -171,7 +171,7 @@ def _not_modelled(job: Job) -> Iterator[Problem]:
         )
 
 
-def _unmodelled_fp8(job: Job) -> Iterator[Problem]:
+def _unmodelled_fp8(job: RunSpec) -> Iterator[Problem]:
     """The executor's fp8 layers have one scale for all of a tensor, and each rank all of it."""
     plan, training = job.plan, job.training
     yield from unmodelled_low_precision(job.model, training, plan, job.software)
@@ -194,7 +194,7 @@ def _unmodelled_fp8(job: Job) -> Iterator[Problem]:
             )
 
 
-def _inconsistent(job: Job) -> Iterator[Problem]:
+def _inconsistent(job: RunSpec) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
     yield from model_rules(job.model)
     yield from adapter_task_rules(job.model, job.training)
@@ -223,7 +223,7 @@ def _inconsistent(job: Job) -> Iterator[Problem]:
         )
 
 
-def _no_such_rank(job: Job, rank: int) -> Iterator[Problem]:
+def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
     if not 0 <= rank < job.plan.num_devices:
         yield Problem(
             field="rank",
@@ -233,7 +233,7 @@ def _no_such_rank(job: Job, rank: int) -> Iterator[Problem]:
         )
 
 
-def _compiled_rehearsal(job: Job, *, fake: bool) -> Iterator[Problem]:
+def _compiled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     """A rehearsal follows every tensor, for which torch must run every operation by itself."""
     if job.software.compiled:
         rule = "makes kernels that need tensors with data" if fake else "makes tensors that a rehearsal cannot follow"
@@ -241,7 +241,7 @@ def _compiled_rehearsal(job: Job, *, fake: bool) -> Iterator[Problem]:
         yield Problem(field="software.compiled", value="true", rule=rule, fix=fix)
 
 
-def _no_compiler(job: Job, num_ranks: int) -> Iterator[Problem]:
+def _no_compiler(job: RunSpec, num_ranks: int) -> Iterator[Problem]:
     """On CPUs torch.compile writes C++; on CUDA devices triton, which comes with torch."""
     if not job.software.compiled or runs_on_cuda(job, num_ranks):
         return
@@ -250,7 +250,7 @@ def _no_compiler(job: Job, num_ranks: int) -> Iterator[Problem]:
         yield Problem(field="software.compiled", value="true", rule=rule, fix="install one, or use false")
 
 
-def _no_such_device(job: Job) -> Iterator[Problem]:
+def _no_such_device(job: RunSpec) -> Iterator[Problem]:
     if job.device == "cuda" and not torch.cuda.is_available():
         rule = "is a CUDA device, and this machine has none"
         yield Problem(field="device", value=job.device, rule=rule, fix="rehearse without a device: --fake")
@@ -258,7 +258,7 @@ def _no_such_device(job: Job) -> Iterator[Problem]:
         yield Problem(field="training.precision", value="tf32", rule="needs CUDA devices", fix="use fp32")
 
 
-def _too_many_ranks(job: Job, num_ranks: int) -> Iterator[Problem]:
+def _too_many_ranks(job: RunSpec, num_ranks: int) -> Iterator[Problem]:
     num_gpus = torch.cuda.device_count()
     if runs_on_cuda(job, num_ranks):
         if num_ranks > num_gpus:

@@ -20,7 +20,7 @@ from executor.model import Stage
 from executor.recorder import Recorder
 from executor.trainer import Trainer
 from simplan.program.action import Action
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 
 __all__ = ["MakeRecorder", "fake_rank"]
@@ -30,7 +30,7 @@ MakeRecorder = Callable[[Sequence[Action]], Recorder]
 
 
 @contextmanager
-def fake_rank(job: Job, rank: int, make_recorder: MakeRecorder, ledger: Ledger | None = None) -> Iterator[Trainer]:
+def fake_rank(job: RunSpec, rank: int, make_recorder: MakeRecorder, ledger: Ledger | None = None) -> Iterator[Trainer]:
     """A rank's trainer on fake tensors; all it does must be done inside of the block.
 
     Args:

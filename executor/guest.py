@@ -14,8 +14,8 @@ from executor.checks import check_job
 from executor.failure import Failure
 from executor.introduction import Introduction
 from simplan.errors import RunError, SimplanError
-from simplan.program.job import Job
 from simplan.program.nodes import Nodes
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["ANSWER_S", "NotNeededError", "wait_for_place"]
 
@@ -102,7 +102,7 @@ def _cannot_wait(nodes: Nodes, store: Store) -> SimplanError | None:
     if nodes.min_nodes is None:
         return None  # node 0 says what it was asked differently
     try:
-        check_job(Job.model_validate_json(run["job"]), nodes.ranks_per_node)
+        check_job(RunSpec.model_validate_json(run["job"]), nodes.ranks_per_node)
     except SimplanError as error:
         return error
     return None

@@ -12,7 +12,7 @@ from executor.recorder import Recorder
 from executor.stopping import StopRequests
 from executor.training_state import TrainingState
 from simplan.program.checkpoint import CheckpointTiming
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["Keeper"]
 
@@ -28,7 +28,7 @@ class Keeper:
         leads: Whether this is rank 0, which writes down what all need to know.
     """
 
-    def __init__(self, job: Job, state: TrainingState, files: RankFiles, stop: Path, *, leads: bool) -> None:
+    def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: Path, *, leads: bool) -> None:
         assert job.checkpointing is not None
         self._checkpoints = Checkpoints(job, state, partial(_append, files.checkpoints) if leads else _ignore)
         self._losses = LossLog(files.losses, job.checkpointing.every) if job.fewer_nodes else None

@@ -27,9 +27,9 @@ from executor.store_line import StoreLine
 from executor.team import Team
 from executor.waiting_room import Guest, WaitingRoom, by_place
 from simplan.errors import Problem, RunError, SimplanError, SpecError
-from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.program.refusal import Refusal
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["meet", "refuse"]
 
@@ -93,7 +93,7 @@ def _sizes(nodes: Nodes, job: str) -> list[int]:
     """Numbers of nodes that can run the job."""
     if nodes.min_nodes is None:
         return [nodes.num_nodes]
-    return [nodes.num_nodes, *(fewer.num_nodes for fewer in Job.model_validate_json(job).fewer_nodes)]
+    return [nodes.num_nodes, *(fewer.num_nodes for fewer in RunSpec.model_validate_json(job).fewer_nodes)]
 
 
 def _who_comes(nodes: Nodes, room: WaitingRoom) -> list[Guest]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["Autocast", "compute_dtype", "computes_in_fp8", "weight_dtype"]
 
 
-def weight_dtype(job: Job) -> torch.dtype:
+def weight_dtype(job: RunSpec) -> torch.dtype:
     """Weights, gradients and optimizer states: fp32, also in mixed precision; fp64 for checking."""
     return torch.float64 if job.dtype == "fp64" else torch.float32
 
 
-def compute_dtype(job: Job) -> torch.dtype | None:
+def compute_dtype(job: RunSpec) -> torch.dtype | None:
     """What matrix products are computed in where it is not ``weight_dtype``."""
     return torch.bfloat16 if job.dtype == "bf16" else None
 
 
-def computes_in_fp8(job: Job) -> bool:
+def computes_in_fp8(job: RunSpec) -> bool:
     """Whether linear layers of blocks are in fp8, and all else as in bf16."""
     return job.training.precision == "fp8" and job.dtype == "bf16"
 

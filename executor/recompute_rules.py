@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from executor.recompute import RECOMPUTES
 from simplan.errors import Problem
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["unmodelled_recompute"]
 
 
-def unmodelled_recompute(job: Job) -> Iterator[Problem]:
+def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
     """Modes that the executor does not have, and selective_op beside what hides its products or was not tried."""
     mode = job.plan.recompute
     if mode not in RECOMPUTES:
@@ -27,7 +27,7 @@ def unmodelled_recompute(job: Job) -> Iterator[Problem]:
             yield Problem(field="plan.recompute", value=mode, rule=rule, fix=f"use selective or full{fix}")
 
 
-def _beside_selective_op(job: Job) -> Iterator[tuple[str, str]]:
+def _beside_selective_op(job: RunSpec) -> Iterator[tuple[str, str]]:
     """With what else that would help."""
     plan, model = job.plan, job.model
     if plan.offload_activations:

@@ -23,7 +23,7 @@ from executor.failure import Failure
 from executor.team import Team
 from executor.waiting_room import Guest
 from simplan.errors import RunError
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.spec.base import Spec
 from simplan.units import counted
 
@@ -46,7 +46,7 @@ class Part:
         why: What to tell a user about its beginning, where nodes went or came.
     """
 
-    job: Job
+    job: RunSpec
     folder: Path
     team: Team | None
     first_step: int = 0
@@ -73,14 +73,14 @@ class _After(Spec):
     sentence: str
 
 
-def first_step(job: Job) -> int:
+def first_step(job: RunSpec) -> int:
     """Steps that the newest whole checkpoint of a job has done; 0 without one."""
     assert job.checkpointing is not None
     header, _ = newest_checkpoint(Path(job.checkpointing.folder))
     return 0 if header is None else header.step
 
 
-def first_part(job: Job, team: Team | None, out_dir: Path, first_step: int = 0) -> Part:
+def first_part(job: RunSpec, team: Team | None, out_dir: Path, first_step: int = 0) -> Part:
     """What the nodes do that a run begins with.
 
     Args:

@@ -24,9 +24,9 @@ from executor.trainer import Trainer
 from executor.worker import use_device
 from simplan.errors import RunError
 from simplan.program.action import Action
-from simplan.program.job import Job
 from simplan.program.measurement import PeakMemory
 from simplan.program.rehearsal import ActionTime, Rehearsal
+from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 
 __all__ = ["Progress", "fake_account", "rehearse"]
@@ -40,7 +40,7 @@ _NO_PEERS: dict[str, str | int | float | None] = {"backend": "fake"}
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
-def rehearse(job: Job, rank: int, *, fake: bool, on_progress: Progress | None = None) -> Rehearsal:
+def rehearse(job: RunSpec, rank: int, *, fake: bool, on_progress: Progress | None = None) -> Rehearsal:
     """Runs one rank alone in this process.
 
     Args:
@@ -59,12 +59,12 @@ def rehearse(job: Job, rank: int, *, fake: bool, on_progress: Progress | None = 
     return _real(job, rank, on_progress or (lambda done, of: None))
 
 
-def fake_account(job: Job, rank: int) -> Account:
+def fake_account(job: RunSpec, rank: int) -> Account:
     """Torch's own memory of a rank in a step."""
     return _fake_steps(job, rank)[0]
 
 
-def _fake(job: Job, rank: int) -> Rehearsal:
+def _fake(job: RunSpec, rank: int) -> Rehearsal:
     found, record = _fake_steps(job, rank)
     return Rehearsal(
         job=job,
@@ -78,7 +78,7 @@ def _fake(job: Job, rank: int) -> Rehearsal:
     )
 
 
-def _fake_steps(job: Job, rank: int) -> tuple[Account, StepRecord]:
+def _fake_steps(job: RunSpec, rank: int) -> tuple[Account, StepRecord]:
     ledger, recorders = Ledger(), []
 
     def make_recorder(row: Sequence[Action]) -> Recorder:
@@ -90,7 +90,7 @@ def _fake_steps(job: Job, rank: int) -> tuple[Account, StepRecord]:
         return found, recorders[0].record(*recorders[0].end_step(), losses=())
 
 
-def _real(job: Job, rank: int, on_progress: Progress) -> Rehearsal:
+def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
     num_steps = _COUNTED_STEPS + job.num_all_steps
     device = use_device(job.device, job.plan.num_devices)
     if job.training.precision == "tf32":

@@ -20,8 +20,8 @@ from executor.regroup import Part
 from executor.slow_ranks import find_slow_ranks, told
 from executor.steady import steady_from
 from simplan.program.checkpoint import CheckpointTiming
-from simplan.program.job import Job
 from simplan.program.measurement import EarlierPart, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["gather", "gather_parts"]
 
@@ -57,7 +57,7 @@ def gather_parts(
 
 
 def gather(
-    job: Job,
+    job: RunSpec,
     out_dir: Path,
     failure: str | None,
     clocks: Mapping[int, Sequence[ClockReading]] | None = None,
@@ -123,7 +123,7 @@ def _reference_s(steps: Sequence[Sequence[StepRecord]]) -> float | None:
 
 
 def _environment(
-    job: Job, num_local_ranks: int, clocks: Mapping[int, Sequence[ClockReading]]
+    job: RunSpec, num_local_ranks: int, clocks: Mapping[int, Sequence[ClockReading]]
 ) -> dict[str, str | int | float | None]:
     """Of this machine; with several, how many, and how far their clocks are off at most."""
     facts = environment(num_local_ranks, cuda=runs_on_cuda(job, num_local_ranks))

@@ -21,10 +21,10 @@ from executor.settling import on_all_nodes
 from executor.team import Team
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
 from simplan.program.refusal import Refusal
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["Progress", "join_job", "run_job"]
 
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 def run_job(
-    job: Job,
+    job: RunSpec,
     out_dir: Path,
     on_progress: Progress | None = None,
     *,
@@ -158,7 +158,7 @@ def _take_part(team: Team, out_dir: Path, rank_module: str, note: Callable[[str]
 
     out_dir = _folder(out_dir)
     if team.number == 0:
-        part: Part | None = first_part(Job.model_validate_json(team.job), team, out_dir)
+        part: Part | None = first_part(RunSpec.model_validate_json(team.job), team, out_dir)
     else:
         part = part_of(team, out_dir)
         note(f"joining the run, which goes on with {len(team.hosts)} nodes, as {team.me}")
@@ -170,7 +170,7 @@ def _take_part(team: Team, out_dir: Path, rank_module: str, note: Callable[[str]
     return part is None
 
 
-def _check(job: Job, nodes: Nodes | None) -> None:
+def _check(job: RunSpec, nodes: Nodes | None) -> None:
     """As ``check_job``, on all nodes and on fewer; what node 0 refuses, the others are told."""
     try:
         check_job(job, None if nodes is None else nodes.ranks_per_node)

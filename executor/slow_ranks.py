@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from executor.recorder import StepRecord
 from executor.steady import LEAST_STEADY
-from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRank
+from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 from simplan.units import format_time
 
@@ -24,7 +24,7 @@ _MESSAGES = ("send", "recv")
 _MOST_NAMED = 4
 
 
-def find_slow_ranks(job: Job, steps: Sequence[Sequence[StepRecord]], *, cuda: bool) -> tuple[SlowRank, ...]:
+def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda: bool) -> tuple[SlowRank, ...]:
     """Ranks that are slow beyond doubt.
 
     Compared are ranks of the same pipeline place (and the same part of a sequence). A rank is slow when its median is

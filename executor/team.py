@@ -19,8 +19,8 @@ from executor.network import place_in_network
 from executor.store_line import StoreLine
 from executor.waiting_room import WaitingRoom
 from simplan.errors import RunError
-from simplan.program.job import Job
 from simplan.program.nodes import Nodes
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["ANSWER_S", "Team"]
 
@@ -177,9 +177,9 @@ class Team:
             self.room,
         )
 
-    def job_here(self) -> Job:
+    def job_here(self) -> RunSpec:
         """The job of the run as so many nodes run it."""
-        whole = Job.model_validate_json(self.job)
+        whole = RunSpec.model_validate_json(self.job)
         if len(self.hosts) == self._nodes.num_nodes:
             return whole
         return next(whole.on_nodes(fewer) for fewer in whole.fewer_nodes if fewer.num_nodes == len(self.hosts))

@@ -10,7 +10,7 @@ from torch import nn
 from executor.groups import Group
 from executor.model import Stage
 from executor.recorder import Recorder
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 
 __all__ = ["TiedWeights"]
 
@@ -27,7 +27,7 @@ class TiedWeights:
         recorder: Is told of the all-reduce.
     """
 
-    def __init__(self, job: Job, stages: Mapping[int, Stage], ends: Group | None, recorder: Recorder) -> None:
+    def __init__(self, job: RunSpec, stages: Mapping[int, Stage], ends: Group | None, recorder: Recorder) -> None:
         last = job.plan.num_stages - 1
         there = job.model.tied_embeddings and not job.model.lora_rank and last > 0
         held = [stage for index, stage in stages.items() if there and index in (0, last)]

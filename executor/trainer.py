@@ -30,8 +30,8 @@ from executor.tied import TiedWeights
 from executor.training_state import TrainingState
 from executor.zero import ShardedOptimizer
 from simplan.program.action import Action, ActionKind
-from simplan.program.job import Job
 from simplan.program.offload import backward_follows
+from simplan.program.run_spec import RunSpec
 from simplan.spec.layer import LayerKind
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import RankMapping
@@ -56,7 +56,7 @@ class Trainer:
         stages: Its stages by index, ascending.
     """
 
-    def __init__(self, job: Job, rank: int, device: torch.device, groups: Groups, recorder: Recorder) -> None:
+    def __init__(self, job: RunSpec, rank: int, device: torch.device, groups: Groups, recorder: Recorder) -> None:
         self._job = job
         self._device = device
         self._groups = groups

@@ -28,8 +28,8 @@ from executor.reference import Reference
 from executor.stopping import stop_file
 from executor.trainer import Trainer
 from simplan.files import write_whole
-from simplan.program.job import Job
 from simplan.program.measurement import PeakMemory
+from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 
 __all__ = ["main", "start_rank", "use_device"]
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> RankState:
-    job = Job.model_validate_json(job_file.read_bytes())
+    job = RunSpec.model_validate_json(job_file.read_bytes())
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     if job.training.precision == "tf32":
         torch.set_float32_matmul_precision("high")
@@ -93,7 +93,7 @@ def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> Rank
     return ended
 
 
-def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, rank: int) -> RankState:
+def _train(job: RunSpec, out_dir: Path, device: torch.device, heartbeat: Heartbeat, rank: int) -> RankState:
     """From building the model to the measured memory, or to where ranks are to stop."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     mapping = RankMapping.of(job.plan)
@@ -128,7 +128,7 @@ def _train(job: Job, out_dir: Path, device: torch.device, heartbeat: Heartbeat, 
 
 
 def _timed_steps(
-    job: Job,
+    job: RunSpec,
     trainer: Trainer,
     device: torch.device,
     recorder: Recorder,
@@ -158,7 +158,7 @@ def _timed_steps(
     return RankState.FINISHED
 
 
-def _num_warmup_steps(job: Job, first: int) -> int:
+def _num_warmup_steps(job: RunSpec, first: int) -> int:
     """First steps of these ranks that do not count; left open, the run's first ones are found later by their times."""
     if job.num_warmup_steps is not None:
         return job.num_warmup_steps
@@ -173,7 +173,7 @@ def _keep_steps_before(first: int, file: Path) -> None:
 
 
 def _memory(
-    job: Job, build: Callable[[], Trainer], device: torch.device, recorder: Recorder, heartbeat: Heartbeat
+    job: RunSpec, build: Callable[[], Trainer], device: torch.device, recorder: Recorder, heartbeat: Heartbeat
 ) -> PeakMemory:
     """Peak memory of the run; on the CPU, allocations are traced in a second, shorter run of the same training."""
     peak = peak_memory(device)

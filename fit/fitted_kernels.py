@@ -42,7 +42,7 @@ def _lines(values: Values, rows: Sequence[Row], spread: Spread, unseen: float) -
             yield f"    attention: {{{', '.join(kernels)}}}"
         yield f'    fitted_on: "{_ids(own)}"'
     yield "software:"
-    for owner, own in _by(rows, lambda row: row.job.software.id):
+    for owner, own in _by(rows, lambda row: row.question.job.software.id):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
         yield f"    relative_std: {spread.computing[owner]:.3f}"

@@ -18,11 +18,10 @@ import numpy as np
 import yaml
 from joblib import Parallel, delayed
 
-from fit.rows import Row, Values, fold_of, job_at
-from simplan.accuracy.job import job_of_run
+from fit.rows import Row, Values, fold_of, question_at
+from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
-from simplan.job import Job
 from simplan.predict.step_summary import summarize_step
 
 __all__ = ["FOLDS", "LEFT_OUT_FILE", "left_out_text", "sample_errors", "sampled_runs"]
@@ -86,11 +85,10 @@ def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple
 
 
 def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
-    job = job_of_run(run)
-    values = folds[fold_of(job, len(folds))]
-    job = job_at(job, values)
-    asked = (job.model, job.cluster, job.training, job.plan, job.software)
-    predicted_s = summarize_step(Job(*asked), steps_overlap=job.steps_overlap).step_time_s
+    question = question_of_run(run)
+    values = folds[fold_of(question.job, len(folds))]
+    question = question_at(question, values)
+    predicted_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
     measured_s = run.measured.step_time_s
     assert measured_s is not None
     return abs(predicted_s / measured_s - 1)

@@ -9,12 +9,11 @@ import numpy as np
 from joblib import Parallel, delayed
 from numpy.typing import NDArray
 
-from fit.rows import Prices, Row, Values, between_nodes, job_at
-from simplan.accuracy.job import RunJob
+from fit.rows import Prices, Row, Values, between_nodes, question_at
+from simplan.accuracy.question import RunQuestion
 from simplan.cost.pricing import Pricing
-from simplan.job import Job
-from simplan.predict.step_summary import summarized_step
 from simplan.predict.simulated import sources_of_error
+from simplan.predict.step_summary import summarized_step
 from simplan.program.program import Excess, LayerWork, Message, Program, Work
 
 __all__ = ["BETWEEN", "Parts", "parts_of"]
@@ -49,11 +48,13 @@ def parts_of(rows: Sequence[Row], values: Values, jobs: int = -1) -> list[Parts]
     """
     prices, computing = Prices(values), []
     for row in rows:
-        computing_s = sum(t.times * prices.seconds(row.job, t) for t in row.terms if isinstance(t.work, LayerWork))
+        computing_s = sum(
+            t.times * prices.seconds(row.question.job, t) for t in row.terms if isinstance(t.work, LayerWork)
+        )
         computing.append(computing_s / row.predicted_s(prices))
-    moves = Parallel(n_jobs=jobs)(delayed(_moves)(job_at(row.job, values)) for row in rows)
+    moves = Parallel(n_jobs=jobs)(delayed(_moves)(question_at(row.question, values)) for row in rows)
     named = zip(rows, computing, moves, strict=True)
-    return [Parts(row.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
+    return [Parts(row.question.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
 
 
 def _messages_of(work: Work) -> tuple[Message, ...]:
@@ -67,8 +68,8 @@ def _messages_of(work: Work) -> tuple[Message, ...]:
             return ()
 
 
-def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    cluster = job.cluster
+def _moves(question: RunQuestion) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    cluster = question.job.cluster
 
     def crosses(works: tuple[Work, ...]) -> bool:
         return any(between_nodes(cluster, message) for work in works for message in _messages_of(work))
@@ -83,9 +84,9 @@ def _moves(job: RunJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
         factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
-    plain_s, *moved_s = summarized_step(
-        Job(job.model, cluster, job.training, job.plan, job.software), steps_overlap=job.steps_overlap
-    ).seconds(moved, steps_overlap=job.steps_overlap)
+    plain_s, *moved_s = summarized_step(question.job, steps_overlap=question.steps_overlap).seconds(
+        moved, steps_overlap=question.steps_overlap
+    )
     logs = np.log(np.array(moved_s) / plain_s).reshape(2, -1)
     longer, shorter = (tuple(map(float, np.hypot(side[:-1], side[-1]))) for side in logs)
     return longer, shorter

@@ -11,7 +11,7 @@ from typing import Any
 from joblib import Parallel, delayed
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
-from simplan.accuracy.job import RunJob, job_of_run
+from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.cost.compute import KernelCost
@@ -22,7 +22,6 @@ from simplan.predict.step_summary import OverlapSlowdown, StepTerm, step_terms
 from simplan.program.program import Excess, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.rates import AttentionKernel
-from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
 
 __all__ = [
@@ -31,9 +30,9 @@ __all__ = [
     "Values",
     "between_nodes",
     "fold_of",
-    "job_at",
     "load_rows",
     "part_of",
+    "question_at",
 ]
 
 Values = Mapping[str, float]
@@ -47,19 +46,19 @@ class Row:
     Attributes:
         source: Name of its file.
         run: As published.
-        job: The question, at the constants that the terms were found with.
+        question: The question, at the constants that the terms were found with.
         terms: Sum up to the step time.
     """
 
     source: str
     run: PublishedRun
-    job: RunJob
+    question: RunQuestion
     terms: tuple[StepTerm, ...]
 
     @property
     def architecture(self) -> str:
         """Of its devices."""
-        return self.job.cluster.device.architecture
+        return self.question.job.cluster.device.architecture
 
     @property
     def measured_s(self) -> float:
@@ -70,11 +69,11 @@ class Row:
     @property
     def attention_kernel(self) -> AttentionKernel | None:
         """The generation of fused attention that runs."""
-        return self.job.cluster.device.kernels.kernel_of(self.job.software.rates.attention_kernel)
+        return self.question.job.cluster.device.kernels.kernel_of(self.question.job.software.rates.attention_kernel)
 
     def predicted_s(self, prices: Prices) -> float:
         """At given constants, along the paths that were found."""
-        return sum(term.times * prices.seconds(self.job, term) for term in self.terms)
+        return sum(term.times * prices.seconds(self.question.job, term) for term in self.terms)
 
 
 class Prices:
@@ -89,7 +88,7 @@ class Prices:
         self._kernels: dict[tuple[object, ...], KernelCost] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, job: RunJob, term: StepTerm) -> float:
+    def seconds(self, job: Job, term: StepTerm) -> float:
         """Of one term."""
         match term.work:
             case LayerWork():
@@ -107,7 +106,7 @@ class Prices:
             case _:
                 return term.seconds
 
-    def _slowdown(self, job: RunJob, message: Message) -> float:
+    def _slowdown(self, job: Job, message: Message) -> float:
         """What messages of its group take, over what they take at the constants of the question."""
         rates = job.software.rates
         field, before = (
@@ -117,7 +116,7 @@ class Prices:
         )
         return self._values.get(f"{job.software.id}.{field}", before) / before
 
-    def _of_layer(self, job: RunJob, work: LayerWork) -> float:
+    def _of_layer(self, job: Job, work: LayerWork) -> float:
         plan, training, software = job.plan, job.training, job.software
         state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
         way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
@@ -126,7 +125,7 @@ class Prices:
             device.id,
             *device.matmul_flop_per_s.items(),
             job.cluster.num_devices,
-            num_microbatches(training, plan),
+            job.num_microbatches,
             *state,
             *way,
         )
@@ -137,7 +136,7 @@ class Prices:
             found = self._seconds[(*key, work)] = self._kernels[key].seconds(work)
         return found
 
-    def _kernel_cost(self, job: RunJob) -> KernelCost:
+    def _kernel_cost(self, job: Job) -> KernelCost:
         return kernel_cost(
             _changed_device(job.cluster.device, self._values),
             job.training.precision,
@@ -146,14 +145,14 @@ class Prices:
             _changed_software(job.software, self._values),
             num_devices=job.cluster.num_devices,
             shards_parameters=job.plan.shards_parameters,
-            num_microbatches=num_microbatches(job.training, job.plan),
+            num_microbatches=job.num_microbatches,
         )
 
 
 _UNCHANGED = Prices({})
 
 
-def fold_of(job: RunJob, folds: int) -> int:
+def fold_of(job: Job, folds: int) -> int:
     """Of so many; runs of one model on one device, which are near-duplicates, are in the same one."""
     model = job.model
     shape = f"{model.family} {model.hidden_size} {model.num_hidden_layers} {job.cluster.device.id}"
@@ -182,10 +181,11 @@ def _changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
     return software.model_copy(update={"rates": rates})
 
 
-def job_at(job: RunJob, values: Values) -> RunJob:
+def question_at(question: RunQuestion, values: Values) -> RunQuestion:
     """A question at other constants."""
-    cluster = job.cluster.model_copy(update={"device": _changed_device(job.cluster.device, values)})
-    return replace(job, cluster=cluster, software=_changed_software(job.software, values))
+    cluster = question.job.cluster.model_copy(update={"device": _changed_device(question.job.cluster.device, values)})
+    software = _changed_software(question.job.software, values)
+    return replace(question, job=replace(question.job, cluster=cluster, software=software))
 
 
 def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
@@ -216,13 +216,12 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Row
 
 def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
     try:
-        job = job_of_run(run)
+        question = question_of_run(run)
     except SimplanError:
         return None
-    job = job_at(job, values)
-    asked = (job.model, job.cluster, job.training, job.plan, job.software)
+    question = question_at(question, values)
     try:
-        terms = step_terms(Job(*asked), steps_overlap=job.steps_overlap)
+        terms = step_terms(question.job, steps_overlap=question.steps_overlap)
     except SimplanError:
         return None
-    return Row(source, run, job, terms)
+    return Row(source, run, question, terms)

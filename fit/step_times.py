@@ -69,14 +69,14 @@ def main() -> None:
         "textbook": textbook,
         "fitted": log_errors(rows, values),
     }
-    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), values)
+    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.question.job, FOLDS), values)
     tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), values)
     tables["source left out"], _ = left_out(rows, lambda row: row.source, values)
     parts, five = parts_of(rows, values), tables["five-fold"]
     spread = fit_spread(parts, five)
     unseen = unseen_std(parts, tables["source left out"], [row.source for row in rows], spread)
     print("\n".join(_errors_text(rows, tables)))
-    inside, scores = within_left_out(parts, five, [fold_of(row.job, FOLDS) for row in rows])
+    inside, scores = within_left_out(parts, five, [fold_of(row.question.job, FOLDS) for row in rows])
     outside = within(parts, tables["source left out"], replace(spread, computing={}, common=unseen))
     print(
         f"inside 90 % intervals: five-fold {100 * within(parts, five, spread).mean():.0f} %, with widths from other "
@@ -120,9 +120,9 @@ def constants_of(rows: Sequence[Row]) -> list[Constant]:
         for field in _architecture_fields(row):
             by_name[row.architecture, field].append(index)
         for field in SOFTWARE:
-            unused = "traffic" if row.job.software.compiled else "compiled_traffic"
+            unused = "traffic" if row.question.job.software.compiled else "compiled_traffic"
             if field != unused:
-                by_name[row.job.software.id, field].append(index)
+                by_name[row.question.job.software.id, field].append(index)
         for field in ALL:
             by_name["", field].append(index)
     return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
@@ -130,8 +130,8 @@ def constants_of(rows: Sequence[Row]) -> list[Constant]:
 
 def _architecture_fields(row: Row) -> list[str]:
     """Of its architecture, what a run depends on."""
-    linear = row.job.software.state(row.job.training, row.job.plan).linear
-    low = None if linear is None else "fp4_share" if row.job.training.precision == "nvfp4" else "low_share"
+    linear = row.question.job.software.state(row.question.job.training, row.question.job.plan).linear
+    low = None if linear is None else "fp4_share" if row.question.job.training.precision == "nvfp4" else "low_share"
     fields: list[str] = [field for field in ARCHITECTURE if field not in ("low_share", "fp4_share") or field == low]
     return fields if row.attention_kernel is None else [*fields, row.attention_kernel]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from simplan.job import Job
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.spec.plan import StageAssignment
 from simplan.units import GIB
 
 __all__ = ["Prediction", "RankMemory", "Term"]
@@ -81,6 +78,10 @@ class Prediction:
     """The answer to one scenario with a plan.
 
     Attributes:
+        name: For people.
+        job: What was asked.
+        assignment: Which layers each stage holds.
+        table: What every pipeline rank does in a step.
         step_time_s: Time of one optimizer step (Level 2).
         step_time_interval_s: Interval that should hold the truth in 9 of 10 cases, from the provenance of the costs.
         level1_step_time_s: The same from whole actions, without the overlap inside them.
@@ -103,14 +104,9 @@ class Prediction:
     """
 
     name: str
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    plan: ParallelPlan
-    software: SoftwareSpec
+    job: Job
     assignment: StageAssignment
     table: Table
-    num_microbatches: int
     step_time_s: float
     step_time_interval_s: tuple[float, float]
     level1_step_time_s: float
@@ -143,45 +139,46 @@ class Prediction:
         """What is offloaded to the memory of one node, by all its ranks together, where it is most."""
         totals: dict[int, int] = {}
         for memory in self.memory:
-            node = self.cluster.node_of(memory.rank)
+            node = self.job.cluster.node_of(memory.rank)
             totals[node] = totals.get(node, 0) + memory.host_bytes
         return max(totals.values())
 
     @property
     def host_fits(self) -> bool | None:
         """Whether what is offloaded is within the memory of every node; None when that is unknown."""
-        capacity = self.cluster.host_memory_bytes
+        capacity = self.job.cluster.host_memory_bytes
         return None if capacity is None else self.worst_host_bytes <= capacity
 
     @property
     def samples_per_s_per_device(self) -> float:
         """Throughput in sequences or images."""
-        return self.training.global_batch_size / self.step_time_s / self.cluster.num_devices
+        return self.job.training.global_batch_size / self.step_time_s / self.job.cluster.num_devices
 
     @property
     def document_tokens_per_s_per_device(self) -> float:
         """Throughput in tokens of documents, padding left out."""
-        packs = self.model.packs
-        return self.tokens_per_s_per_device * (self.model.document_share if packs is None else packs.document_share)
+        model = self.job.model
+        packs = model.packs
+        return self.tokens_per_s_per_device * (model.document_share if packs is None else packs.document_share)
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as the JSON document the command line prints and files hold."""
-        worst = self.worst_memory
+        worst, job = self.worst_memory, self.job
         return {
             "schema_version": PREDICTION_SCHEMA_VERSION,
             "kind": "prediction",
             "name": self.name,
             "inputs": {
-                "model": self.model.model_dump(mode="json"),
-                "cluster": self.cluster.model_dump(mode="json"),
-                "training": self.training.model_dump(mode="json"),
-                "plan": self.plan.model_dump(mode="json"),
-                "software": self.software.title,
+                "model": job.model.model_dump(mode="json"),
+                "cluster": job.cluster.model_dump(mode="json"),
+                "training": job.training.model_dump(mode="json"),
+                "plan": job.plan.model_dump(mode="json"),
+                "software": job.software.title,
             },
             "stage_boundaries": list(self.assignment.boundaries),
-            "num_microbatches": self.num_microbatches,
-            "num_parameters": self.model.num_parameters,
-            "num_trained_parameters": self.model.num_trained_parameters,
+            "num_microbatches": job.num_microbatches,
+            "num_parameters": job.model.num_parameters,
+            "num_trained_parameters": job.model.num_trained_parameters,
             "table": format_table(self.table),
             "step_time_s": self.step_time_s,
             "step_time_interval_s": list(self.step_time_interval_s),
@@ -199,7 +196,7 @@ class Prediction:
             "host_memory_gib": {
                 "rank": max(memory.host_bytes for memory in self.memory) / GIB,
                 "node": self.worst_host_bytes / GIB,
-                "capacity": None if (host := self.cluster.host_memory_bytes) is None else host / GIB,
+                "capacity": None if (host := job.cluster.host_memory_bytes) is None else host / GIB,
             },
             "host_fits": self.host_fits,
             "worst_rank": self.worst_rank,

@@ -189,7 +189,7 @@ def check_prediction(prediction: Prediction) -> None:
     assert step_time_s > 0
     assert prediction.level1_step_time_s > 0
     assert -1e-9 <= prediction.bubble_fraction < 1
-    assert len(prediction.splits) == len(prediction.memory) == prediction.plan.num_devices
+    assert len(prediction.splits) == len(prediction.memory) == prediction.job.plan.num_devices
     for split in prediction.splits:
         shares = (split.compute_s, split.recompute_s, split.exposed_communication_s, split.wait_s, split.host_s)
         assert min(*shares, split.optimizer_s) >= 0, split

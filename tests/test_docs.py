@@ -50,7 +50,7 @@ def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.yaml"
         file.write_text(text)
         asked = load_scenario(file)
-        prediction = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+        prediction = predict(asked.job, name=asked.name)
         assert prediction.fits, "an example of a plan that works"
         assert prediction.mfu is not None
         assert 0.1 < prediction.mfu < 0.7
@@ -73,7 +73,7 @@ def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "eager.yaml"
     file.write_text(scenario)
     assert yaml.safe_load(scenario)["plan"]["schedule"] == name
-    plan = load_scenario(file).plan
+    plan = load_scenario(file).job.plan
     for p, m in ((2, 4), (3, 7), (4, 3)):
         table = plan_table(plan.model_copy(update={"pp": p}), m)
         check_table(table, p, m)

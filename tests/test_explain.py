@@ -6,6 +6,7 @@ import pytest
 
 from simplan.explain import Explanation, difference, explain
 from simplan.explain.exposure import exposed_s
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.report.explanation import difference_text, explanation_text
@@ -27,7 +28,7 @@ def predicted(plan: ParallelPlan) -> Prediction:
     model = catalogue.model("gpt2-124m").model_copy(update={"vocab_size": 50304, "tied_embeddings": False})
     cluster = catalogue.cluster("dgx-h100", num_devices=4)
     software = LISTS if plan == PLANS["lists"] else catalogue.software("torch")
-    return predict("test", model, cluster, TrainingSpec(global_batch_size=16), plan, software)
+    return predict(Job(model, cluster, TrainingSpec(global_batch_size=16), plan, software), name="test")
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,13 @@ def test_folded_is_unfolded(file: Path) -> None:
     scenario = load_scenario(file)
     prediction = scenario.predict()
     folded, level = build_program(prediction), 2
-    if len(folded.ops) / len(folded.ranks) * scenario.plan.num_devices > MOST_OPERATIONS:
+    if len(folded.ops) / len(folded.ranks) * scenario.job.plan.num_devices > MOST_OPERATIONS:
         folded, level = build_program(prediction, level=1), 1
     whole = build_program(prediction, level=level, folded=False)
-    cost = cost_model(scenario.cluster, scenario.training, scenario.plan, scenario.software, None)
-    once, every = (simulate_program(program, cost, scenario.cluster).times.step_time_s for program in (folded, whole))
+    cost = cost_model(scenario.job, None)
+    once, every = (
+        simulate_program(program, cost, scenario.job.cluster).times.step_time_s for program in (folded, whole)
+    )
     assert once == pytest.approx(every, rel=1e-9)
     peaks = [memory_peak(whole, rank).total_bytes for rank in whole.ranks]
     assert peaks == [memory_peak(folded, rank).total_bytes for rank in folded.stands_for]
@@ -43,5 +45,4 @@ def test_folded_is_unfolded(file: Path) -> None:
 def test_compiled_is_simulated(file: Path, level: int) -> None:
     scenario = load_scenario(file)
     program = build_program(scenario.predict(), level=level)
-    asked = (scenario.cluster, scenario.training, scenario.plan, scenario.software)
-    check_engines(program, price_program(program, cost_model(*asked, None)).durations_s)
+    check_engines(program, price_program(program, cost_model(scenario.job, None)).durations_s)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.predict import build_program, cost_model, predict
 from simplan.predict.simulated import simulate_program
 from simplan.prediction import Prediction
@@ -27,12 +28,14 @@ GPT2 = catalogue.model("gpt2-124m")
 
 def ask(plan: ParallelPlan, *, batch: int = 32, model: ModelSpec = GPT2, cluster: str = "dgx-h100") -> Prediction:
     return predict(
-        "test",
-        model,
-        catalogue.cluster(cluster, num_devices=plan.num_devices),
-        TrainingSpec(global_batch_size=batch),
-        plan,
-        TORCH,
+        Job(
+            model,
+            catalogue.cluster(cluster, num_devices=plan.num_devices),
+            TrainingSpec(global_batch_size=batch),
+            plan,
+            TORCH,
+        ),
+        name="test",
     )
 
 
@@ -127,7 +130,9 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     received = [op.message for op in program.ops if op.action.kind.value.startswith("RECV")]
     assert sorted(map(str, sent)) == sorted(map(str, received))
     assert len(sent) == 2 * m * (p - 1) * dp
-    assert all(w is not None and w.num_bytes == b * 32 * 96 * found.software.state_bytes["bf16"].boundary for w in sent)
+    assert all(
+        w is not None and w.num_bytes == b * 32 * 96 * found.job.software.state_bytes["bf16"].boundary for w in sent
+    )
     reduced = sum(op.message.num_bytes for op in program.ops if op.message and op.stream is Stream.DATA)
     held = sum(program.resting_bytes[rank][MemoryCategory.GRADIENTS] for rank in program.ranks)
     assert reduced == (held if dp > 1 else 0)
@@ -163,7 +168,7 @@ def test_this_machine_without_a_calibration_says_what_to_run() -> None:
     plan, training = ParallelPlan(dp_replicate=2), TrainingSpec(global_batch_size=2, precision="fp32")
     cluster = catalogue.cluster("this-machine", num_devices=2)
     with pytest.raises(SpecError, match=r"this-machine: needs a calibration.*run `simplan calibrate SCENARIO`"):
-        predict("test", GPT2, cluster, training, plan, TORCH)
+        predict(Job(GPT2, cluster, training, plan, TORCH), name="test")
 
 
 def test_terms_add_up_to_what_ranks_spend() -> None:
@@ -181,8 +186,8 @@ def test_one_replica_stands_for_those_that_use_the_same_links(num_devices: int, 
     plan = ParallelPlan(pp=2, dp_replicate=num_devices // 2)
     found = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
     whole = build_program(found, folded=False)
-    cost = cost_model(found.cluster, found.training, plan, TORCH, None)
-    step_time_s = simulate_program(whole, cost, found.cluster).times.step_time_s
+    cost = cost_model(found.job, None)
+    step_time_s = simulate_program(whole, cost, found.job.cluster).times.step_time_s
     assert found.step_time_s == pytest.approx(step_time_s, rel=1e-9)
     assert len(build_program(found).ranks) == 2 * written_out
 
@@ -200,7 +205,9 @@ def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
     """As of one device, whose step is a sum, but of software that waits for the batch before every forward."""
     software = catalogue.software("megatron-lm-2023")
     training = TrainingSpec(global_batch_size=32)
-    found = predict("host", GPT2, catalogue.cluster("dgx-a100-80gb", num_devices=1), training, ParallelPlan(), software)
+    found = predict(
+        Job(GPT2, catalogue.cluster("dgx-a100-80gb", num_devices=1), training, ParallelPlan(), software), name="host"
+    )
     deviations_s = {"host": 0.0, "device": 0.0}
     for term in found.terms:
         deviations_s["host" if "host" in term.name else "device"] += term.seconds * term.count * term.relative_std
@@ -214,7 +221,9 @@ def test_what_of_deepseek_is_not_modelled_is_said() -> None:
     model = catalogue.model("deepseek-v2-lite")
     training = TrainingSpec(global_batch_size=8)
     plan = ParallelPlan(dp_shard=8, ep=8)
-    found = predict("experts", model, catalogue.cluster("dgx-h100"), training, plan, catalogue.software("torch"))
+    found = predict(
+        Job(model, catalogue.cluster("dgx-h100"), training, plan, catalogue.software("torch")), name="experts"
+    )
     assert any("no layer predicts a second token" in sentence for sentence in found.assumptions)
 
 
@@ -223,7 +232,7 @@ def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
     model, cluster = GPT2.model_copy(update={"num_hidden_layers": 6}), catalogue.cluster("dgx-h100", num_devices=2)
     asked = model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2)
     found = {
-        name: predict("x", *asked, catalogue.software(name)).assignment.boundaries
+        name: predict(Job(*asked, catalogue.software(name)), name="x").assignment.boundaries
         for name in ("torch", "megatron-lm-2022", "megatron-core", "megatron-bridge", "nemo")
     }
     assert found.pop("torch") == (0, 5, 8), "the head counts for blocks"

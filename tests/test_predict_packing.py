@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.kernel_cost import kernel_cost
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.predict.packing import attention_s, fullest_excess
 from simplan.prediction import Prediction
@@ -29,7 +31,7 @@ DOCUMENTS = Lognormal(distribution="lognormal", median=300, sigma=1.0, seed=3)
 def ask(model: ModelSpec, **plan: Any) -> Prediction:
     degrees = ParallelPlan(**{"dp_replicate": 8, "microbatch_size": 1, **plan})
     training = TrainingSpec(global_batch_size=32, task="sft")
-    return predict("test", model, catalogue.cluster("dgx-h100", num_devices=8), training, degrees, TORCH)
+    return predict(Job(model, catalogue.cluster("dgx-h100", num_devices=8), training, degrees, TORCH), name="test")
 
 
 def packed(*lengths: int) -> ModelSpec:
@@ -58,16 +60,15 @@ def test_equal_documents_cost_their_share_of_attention() -> None:
 
 def test_attention_runs_again_in_the_blocks_that_do() -> None:
     """Of 32 equal blocks, eight more forwards of their cores are a quarter of 32 more."""
-    model, shown = packed(2048, 2048), ask(packed(2048, 2048))
-    state = TORCH.state(shown.training, shown.plan)
-    device = shown.cluster.device
+    shown = ask(packed(2048, 2048))
+    state = TORCH.state(shown.job.training, shown.job.plan)
+    device = shown.job.cluster.device
     kernels = kernel_cost(device, "bf16", state, "adamw", TORCH, num_devices=8, shards_parameters=False)
-    cost = AnalyticCost(shown.cluster, kernels)
+    cost = AnalyticCost(shown.job.cluster, kernels)
 
     def seconds(**plan: Any) -> float:
         degrees = ParallelPlan(dp_replicate=8, **plan)
-        layers = TORCH.layers_of(model, degrees)
-        return attention_s(layers, degrees, shown.assignment, shown.table, 4, cost)
+        return attention_s(replace(shown.job, plan=degrees), shown.assignment, shown.table, cost)
 
     none_s, all_s = seconds(), seconds(recompute="full")
     assert all_s > none_s
@@ -96,11 +97,11 @@ def drawn(**plan: Any) -> Prediction:
 
 def test_throughput_of_documents_is_that_of_all_packs() -> None:
     found = drawn()
-    packs = found.model.packs
+    packs = found.job.model.packs
     assert packs is not None
     share = found.document_tokens_per_s_per_device / found.tokens_per_s_per_device
     assert share == pytest.approx(packs.document_share)
-    assert share != found.model.document_share
+    assert share != found.job.model.document_share
 
 
 def sentence(found: Prediction) -> str:

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from simplan.predict import job_of, predict, simulate_again
+from simplan.job import Job
+from simplan.predict import predict, run_spec_of, simulate_again
 from simplan.predict.rehearsed import rehearsed_step
 from simplan.prediction import Prediction
 from simplan.program.measurement import PeakMemory
@@ -39,12 +40,14 @@ PLANS = {
 
 def predicted(plan: ParallelPlan) -> Prediction:
     return predict(
-        "test",
-        MODEL,
-        catalogue.cluster("dgx-h100", num_devices=plan.num_devices),
-        TrainingSpec(global_batch_size=8 * plan.dp, precision="bf16"),
-        plan,
-        catalogue.software("torch"),
+        Job(
+            MODEL,
+            catalogue.cluster("dgx-h100", num_devices=plan.num_devices),
+            TrainingSpec(global_batch_size=8 * plan.dp, precision="bf16"),
+            plan,
+            catalogue.software("torch"),
+        ),
+        name="test",
     )
 
 
@@ -57,7 +60,7 @@ def rehearsal_of(prediction: Prediction, rank: int, factor: float) -> Rehearsal:
             parts = [part for part in op.work if isinstance(part, LayerWork)]
             seconds[str(op.action)] += factor * sum(simulated.pricing.by_work[part].price.seconds for part in parts)
     return Rehearsal(
-        job=job_of(prediction),
+        job=run_spec_of(prediction),
         rank=rank,
         fake=False,
         peak_memory=PeakMemory(allocated_bytes=1),
@@ -70,7 +73,7 @@ def rehearsal_of(prediction: Prediction, rank: int, factor: float) -> Rehearsal:
 @pytest.mark.parametrize("name", PLANS)
 def test_computing_as_predicted_gives_the_prediction(name: str) -> None:
     prediction = predicted(PLANS[name])
-    for rank in {0, prediction.plan.num_devices - 1}:
+    for rank in {0, prediction.job.plan.num_devices - 1}:
         found = rehearsed_step(prediction, rehearsal_of(prediction, rank, 1.0))
         assert found.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
         assert found.split.total_s == pytest.approx(prediction.step_time_s, rel=1e-9)
@@ -93,7 +96,7 @@ def test_communication_stays_what_it_was(name: str) -> None:
     before = prediction.splits[0]
     lost_s = sum(term.seconds for term in prediction.terms if term.name == "computing beside messages")
     same_s = 3 * (before.compute_s - lost_s) + lost_s
-    more_s = prediction.cluster.device.kernels.taken_share * before.exposed_communication_s  # now beside something
+    more_s = prediction.job.cluster.device.kernels.taken_share * before.exposed_communication_s  # now beside something
     assert same_s * (1 - 1e-6) <= found.split.compute_s <= (same_s + more_s) * (1 + 1e-6)
     if name == "tp":
         assert found.split.exposed_communication_s == pytest.approx(before.exposed_communication_s, rel=1e-6)

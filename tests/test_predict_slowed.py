@@ -12,6 +12,7 @@ from simplan.cost.base import Price, Provenance
 from simplan.cost.calibration import Calibration, OverlapTiming
 from simplan.cost.pricing import price_program
 from simplan.explain import explain
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.predict.build import cost_model
 from simplan.predict.slowed import slowed
@@ -117,7 +118,9 @@ def predicted(slowdown: float | None) -> Prediction:
     training, software = TrainingSpec(global_batch_size=32, precision="bf16"), catalogue.software("torch")
     cluster = catalogue.cluster("dgx-h100", num_devices=8)
     return predict(
-        "x", model, cluster, training, ParallelPlan(dp_shard=8, microbatch_size=4), software, calibrated(slowdown)
+        Job(model, cluster, training, ParallelPlan(dp_shard=8, microbatch_size=4), software),
+        name="x",
+        calibration=calibrated(slowdown),
     )
 
 
@@ -154,12 +157,15 @@ def test_engines_of_a_torus_take_nothing(device: str, link: str, taken: bool) ->
         num_devices=16,
         intra_link=catalogue.link(link),
     )
-    cost = cost_model(cluster, TrainingSpec(global_batch_size=16), ParallelPlan(), catalogue.software("torch"), None)
+    training = TrainingSpec(global_batch_size=16)
+    job = Job(catalogue.model("gpt2-124m"), cluster, training, ParallelPlan(), catalogue.software("torch"))
+    cost = cost_model(job, None)
     assert (cost.taken_share > 0) is taken
 
 
 @pytest.mark.parametrize(("software", "pp", "taken"), [("torch", 1, True), ("torch", 2, False), ("nemo", 2, True)])
 def test_nothing_is_taken_in_pipelines_of_torch(software: str, pp: int, taken: bool) -> None:
     asked = TrainingSpec(global_batch_size=16, precision="bf16"), ParallelPlan(pp=pp, dp_replicate=8 // pp)
-    cost = cost_model(catalogue.cluster("dgx-h100", num_devices=8), *asked, catalogue.software(software), None)
+    cluster = catalogue.cluster("dgx-h100", num_devices=8)
+    cost = cost_model(Job(catalogue.model("gpt2-124m"), cluster, *asked, catalogue.software(software)), None)
     assert (cost.taken_share > 0) is taken

@@ -30,7 +30,7 @@ def with_memory(memory_bytes: int | None) -> ClusterSpec:
 
 
 def on_device(memory_bytes: int | None) -> Prediction:
-    return predict("small", MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE)
+    return predict(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE), name="small")
 
 
 def brief(memory_bytes: int | None) -> StepSummary:

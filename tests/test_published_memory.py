@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.spec import catalogue
@@ -54,12 +55,14 @@ def predicted(
     software: str, cluster: str, precision: Any, model: dict[str, Any], plan: ParallelPlan, num_microbatches: int
 ) -> Prediction:
     return predict(
-        "published",
-        ModelSpec.model_validate(model),
-        catalogue.cluster(cluster, num_devices=plan.num_devices),
-        TrainingSpec(global_batch_size=num_microbatches * plan.dp * plan.microbatch_size, precision=precision),
-        plan,
-        catalogue.software(software),
+        Job(
+            ModelSpec.model_validate(model),
+            catalogue.cluster(cluster, num_devices=plan.num_devices),
+            TrainingSpec(global_batch_size=num_microbatches * plan.dp * plan.microbatch_size, precision=precision),
+            plan,
+            catalogue.software(software),
+        ),
+        name="published",
     )
 
 

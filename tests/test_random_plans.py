@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.predict import Simulated, cost_model, folding_of, predict, simulate_again, simulate_program
 from simplan.program import lower as lower_module
 from simplan.program.lower import Lowering, _RankLowering, lower
@@ -110,7 +111,7 @@ def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
 
     with (
         mock.patch.object(lower_module, "row_entries", every_one_alone),
-        mock.patch.object(_RankLowering, "_template_key", lambda *_: next(number)),
+        mock.patch.object(_RankLowering, "_template_key", side_effect=number),
     ):
         one_by_one = lowered()
     assert len(one_by_one) == len(stamped)
@@ -131,13 +132,14 @@ def keeps_the_laws(
     software: SoftwareSpec = TORCH,
 ) -> None:
     found = catalogue.cluster(cluster, num_devices=devices)
-    prediction = predict("random", model, found, training, plan, software)
+    job = Job(model, found, training, plan, software)
+    prediction = predict(job, name="random")
     check_prediction(prediction)
     assert simulate_again(prediction).times.step_time_s == prediction.step_time_s
-    cost = cost_model(found, training, plan, software, None)
+    cost = cost_model(job, None)
 
     def lowered(how: Lowering) -> Simulated:
-        made = lower(model, training, plan, software, prediction.assignment, prediction.table, how)
+        made = lower(job, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, found)
         check_memory(made)
         _check_stamped(
@@ -147,7 +149,7 @@ def keeps_the_laws(
         check_engines(made, simulated.pricing.durations_s)
         return simulated
 
-    folding = folding_of(model, plan, found, software)
+    folding = folding_of(job)
     for level, host_waits in product((1, 2), (False, True)):
         unfolded = lowered(Lowering(level, host_waits=host_waits))
         check_bytes(unfolded.program)
@@ -160,7 +162,7 @@ def keeps_the_laws(
             check_reductions(
                 unfolded.program,
                 plan,
-                prediction.num_microbatches,
+                job.num_microbatches,
                 held=held,
                 reduced=state.reduced,
                 evenly=evenly,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from simplan.errors import NotModelledError
+from simplan.job import Job
 from simplan.predict import Resource, Simulated, critical_path, marginal_values, predict, simulate_again
 from simplan.predict.sensitivity import improved
 from simplan.prediction import Prediction
@@ -33,17 +34,17 @@ def predicted(name: str) -> Prediction:
 def asked(plan: ParallelPlan, batch: int, model: ModelSpec = GPT2) -> tuple[Prediction, Simulated]:
     cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
     training = TrainingSpec(global_batch_size=batch)
-    found = predict("test", model, cluster, training, plan, TORCH)
+    found = predict(Job(model, cluster, training, plan, TORCH), name="test")
     return found, simulate_again(found)
 
 
 def pinned(found: Prediction) -> ParallelPlan:
     """The plan with its stages as they are: other rates can balance layers otherwise."""
-    if found.plan.num_stages == 1:
-        return found.plan
-    ranges = [found.assignment.layer_range(stage) for stage in range(found.plan.num_stages)]
+    if found.job.plan.num_stages == 1:
+        return found.job.plan
+    ranges = [found.assignment.layer_range(stage) for stage in range(found.job.plan.num_stages)]
     blocks = [len(layers) - (stage == 0) - (stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
-    return found.plan.model_copy(update={"stage_layers": tuple(blocks)})
+    return found.job.plan.model_copy(update={"stage_layers": tuple(blocks)})
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,10 @@ def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str
     found = predicted(name)
     values = {value.resource: value.relative_change for value in marginal_values(found, simulate_again(found))}
     for resource in Resource:
-        cluster = improved(found.cluster, resource)
+        cluster = improved(found.job.cluster, resource)
         assert (resource in values) == (cluster is not None)
         if cluster is not None:
-            again = predict(name, found.model, cluster, found.training, pinned(found), found.software)
+            again = predict(replace(found.job, cluster=cluster, plan=pinned(found)), name=name)
             assert again.assignment == found.assignment
             assert again.step_time_s / found.step_time_s - 1 == pytest.approx(values[resource], abs=1e-12)
     assert list(values.values()) == sorted(values.values())
@@ -75,7 +76,7 @@ def test_all_rates_together_scale_the_step() -> None:
     kernels = cluster.device.kernels.model_copy(update={"kernel_s": 0.0, "tile_s": 0.0})
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
     training = TrainingSpec(global_batch_size=8)
-    found = predict("test", GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH)
+    found = predict(Job(GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH), name="test")
     simulated = simulate_again(found)
     values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
     assert set(values) == {Resource.COMPUTE, Resource.MEMORY_BANDWIDTH, Resource.INTRA_LINK}
@@ -87,7 +88,7 @@ def test_a_link_is_worth_its_time_on_the_path() -> None:
     """Exchanges of tensor-parallel ranks, which nothing hides: bandwidth times 1.01, latency as it was."""
     found, simulated = asked(ParallelPlan(tp=8), 8, catalogue.model("llama3-8b"))
     values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
-    link = found.cluster.intra_link
+    link = found.job.cluster.intra_link
     assert link is not None
     moved_s = 0.0
     for op in simulated.program.ops:

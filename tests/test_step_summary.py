@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from simplan.predict import predict
 from simplan.job import Job
+from simplan.predict import predict
 from simplan.predict.step_summary import OverlapSlowdown, step_terms, summarize_step
 from simplan.program.program import Message
 from simplan.spec import catalogue
@@ -57,7 +57,7 @@ def test_it_is_the_prediction(plan: dict[str, Any], software: Any) -> None:
     cluster = catalogue.cluster("dgx-a100-80gb", asked.num_devices)
     training = TrainingSpec(global_batch_size=14 * asked.dp, precision="bf16")
     brief = summarize_step(Job(untied, cluster, training, asked, software))
-    full = predict("all", untied, cluster, training, asked, software)
+    full = predict(Job(untied, cluster, training, asked, software), name="all")
     assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
     assert brief.step_time_interval_s == pytest.approx(full.step_time_interval_s, rel=1e-9)
     assert brief.allocated_bytes == max(memory.allocated_bytes for memory in full.memory)
@@ -80,7 +80,7 @@ def test_exchanges_for_experts_beside_another_microbatch_are_there_from_the_seco
     training = TrainingSpec(global_batch_size=24 * plan.dp, precision="bf16", clip_grad_norm=None)
     brief = summarize_step(Job(model, cluster, training, plan, software))
     assert brief.step_time_s == pytest.approx(
-        predict("all", model, cluster, training, plan, software).step_time_s, rel=1e-3
+        predict(Job(model, cluster, training, plan, software), name="all").step_time_s, rel=1e-3
     )
 
 
@@ -95,7 +95,7 @@ def test_rounds_in_batches_take_as_long_as_one_another(layers: tuple[int, ...], 
     untied = MODEL.model_copy(update={"tied_embeddings": False})
     cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=microbatches)
     brief = summarize_step(Job(untied, cluster, training, plan, batched))
-    full = predict("all", untied, cluster, training, plan, batched)
+    full = predict(Job(untied, cluster, training, plan, batched), name="all")
     assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
     assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
 
@@ -107,7 +107,9 @@ def test_what_is_done_in_one_microbatch_is_spread_over_all_of_them(pp: int) -> N
     training = TrainingSpec(global_batch_size=24, precision="fp8", fp8_recipe="delayed")
     cluster = catalogue.cluster("dgx-h100", 2 * pp)
     brief = summarize_step(Job(MODEL, cluster, training, plan, software))
-    assert brief.step_time_s == pytest.approx(predict("all", MODEL, cluster, training, plan, software).step_time_s)
+    assert brief.step_time_s == pytest.approx(
+        predict(Job(MODEL, cluster, training, plan, software), name="all").step_time_s
+    )
 
 
 def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> None:
@@ -118,7 +120,7 @@ def test_steps_that_overlap_last_as_long_as_the_busiest_rank_is_at_them() -> Non
         summarize_step(Job(untied, cluster, training, plan, BLOCKING), steps_overlap=overlap)
         for overlap in (False, True)
     )
-    full = predict("all", untied, cluster, training, plan, BLOCKING)
+    full = predict(Job(untied, cluster, training, plan, BLOCKING), name="all")
     assert whole.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
     spans = [
         (min(span.start_s for span in rank), max(span.end_s for span in rank))
@@ -148,12 +150,12 @@ def test_stages_reduce_their_gradients_beside_each_other_where_nobody_waits_in_b
 def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_beside_messages() -> None:
     plan, training, software = ParallelPlan(dp_shard=2), TrainingSpec(global_batch_size=4), catalogue.software("torch")
     small = MODEL.model_copy(update={"num_hidden_layers": 2})
-    asked = small, catalogue.cluster("dgx-a100-80gb", 2), training, plan, software
-    terms = step_terms(Job(*asked))
+    asked = Job(small, catalogue.cluster("dgx-a100-80gb", 2), training, plan, software)
+    terms = step_terms(asked)
     [beside] = [term for term in terms if isinstance(term.work, OverlapSlowdown)]
     assert 0 < beside.times < 1e-3
     found_s = sum(term.seconds * term.times for term in terms)
-    assert found_s == pytest.approx(summarize_step(Job(*asked)).step_time_s, rel=1e-4)
+    assert found_s == pytest.approx(summarize_step(asked).step_time_s, rel=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -75,9 +75,9 @@ def _budget(*, images: bool) -> tuple[str, str, float, float]:
 
 def show_numbers(asked: Scenario, headline: Headline, budget: float, price: float | None) -> None:
     """Step time with its interval, throughput, utilization, and a whole training."""
-    devices = asked.cluster.num_devices
+    devices = asked.job.cluster.num_devices
     whole = training_of(headline, devices, budget, price)
-    images = asked.model.sample == "image"
+    images = asked.job.model.sample == "image"
     rate = headline.samples_per_s if images else headline.tokens_per_s
     each = "images" if images else "tokens"
     cells = [
@@ -96,7 +96,7 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
         (
             "MFU",
             "unknown" if headline.mfu is None else format_percent(headline.mfu),
-            asked.training.precision + " dense peak",
+            asked.job.training.precision + " dense peak",
             f"{meaning('mfu')}: model FLOPs of a step / (step time x devices x dense peak)",
         ),
         (

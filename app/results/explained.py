@@ -24,6 +24,5 @@ def explained(text: str, calibrated_at: int) -> Explanation:
         SpecError: As ``predict``.
     """
     asked = parse_scenario(text)
-    calibration = load(default_path()) if asked.cluster.cores_per_node is not None else None
-    parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    return explain(predict(asked.name, *parts, calibration), calibration)
+    calibration = load(default_path()) if asked.job.cluster.cores_per_node is not None else None
+    return explain(predict(asked.job, name=asked.name, calibration=calibration), calibration)

@@ -60,10 +60,11 @@ class Training:
 
 def headline_of_quick(asked: Scenario, numbers: Quick) -> Headline:
     """Of step time and memory alone; throughput follows from the step time."""
-    samples_per_s = asked.training.global_batch_size / numbers.step_time_s
-    capacity = asked.cluster.device.memory_bytes
-    peak = asked.cluster.device.peak_flop_per_s.get(asked.training.precision)
-    flop_per_s = samples_per_s * asked.model.flops_per_sequence(full_attention=False)
+    job = asked.job
+    samples_per_s = job.training.global_batch_size / numbers.step_time_s
+    capacity = job.cluster.device.memory_bytes
+    peak = job.cluster.device.peak_flop_per_s.get(job.training.precision)
+    flop_per_s = samples_per_s * job.model.flops_per_sequence(full_attention=False)
     return Headline(
         step_time_s=numbers.step_time_s,
         step_time_interval_s=None,
@@ -72,14 +73,14 @@ def headline_of_quick(asked: Scenario, numbers: Quick) -> Headline:
         device_bytes=numbers.device_bytes,
         capacity_bytes=capacity,
         samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * asked.model.seq_len,
-        mfu=None if peak is None else flop_per_s / (peak * asked.cluster.num_devices),
+        tokens_per_s=samples_per_s * job.model.seq_len,
+        mfu=None if peak is None else flop_per_s / (peak * job.cluster.num_devices),
     )
 
 
 def headline_of_prediction(prediction: Prediction) -> Headline:
     """Of a whole one."""
-    devices = prediction.cluster.num_devices
+    devices = prediction.job.cluster.num_devices
     worst = prediction.worst_memory
     fits = prediction.fits
     return Headline(

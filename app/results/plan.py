@@ -79,10 +79,9 @@ def prediction_text(text: str, calibrated_at: int) -> str:
 def predicted(text: str, calibrated_at: int) -> Prediction:
     """The prediction of a scenario, with its timeline."""
     asked = parse_scenario(text)
-    on_cores = asked.cluster.cores_per_node is not None
+    on_cores = asked.job.cluster.cores_per_node is not None
     calibration = load(default_path()) if on_cores else None
-    parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    return predict(asked.name, *parts, calibration)
+    return predict(asked.job, name=asked.name, calibration=calibration)
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:
@@ -94,10 +93,10 @@ def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tupl
         spans: Its spans.
     """
     split = prediction.splits[[memory.rank for memory in prediction.memory].index(rank)]
-    mapping = RankMapping.of(prediction.plan)
+    mapping = RankMapping.of(prediction.job.plan)
     computing = [(s.start_s, s.end_s) for s in spans if s.stream == Stream.COMPUTE and s.end_s > s.start_s]
     moving = [
-        (tier_of(s, mapping, prediction.cluster), (s.start_s, s.end_s))
+        (tier_of(s, mapping, prediction.job.cluster), (s.start_s, s.end_s))
         for s in spans
         if s.stream != Stream.COMPUTE and s.end_s > s.start_s
     ]

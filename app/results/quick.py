@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simplan.job import Job
 from simplan.scenario import Scenario
 
 __all__ = ["Quick", "quick"]
@@ -30,9 +29,8 @@ def quick(asked: Scenario) -> Quick | None:
     """
     from simplan.search.evaluate import evaluate  # brings numba
 
-    if asked.cluster.cores_per_node is not None:
+    if asked.job.cluster.cores_per_node is not None:
         return None
-    job = Job(asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    device_bytes, step_time_s = evaluate(job)
+    device_bytes, step_time_s = evaluate(asked.job)
     assert step_time_s is not None, "there is no limit"
     return Quick(step_time_s, device_bytes)

@@ -11,7 +11,6 @@ from typing import Any
 from app.state import document_text
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.job import Job
 from simplan.predict import Resource, marginal_values, predict, simulate_again
 from simplan.predict.sensitivity import MarginalValue, improved
 from simplan.predict.step_summary import summarize_step
@@ -86,13 +85,13 @@ def place_on(asked: Scenario, axis: str) -> float:
     """Where a scenario stands on an axis; 1 on those of rates, which are relative."""
     match axis:
         case "devices":
-            return asked.cluster.num_devices
+            return asked.job.cluster.num_devices
         case "batch":
-            return asked.training.global_batch_size
+            return asked.job.training.global_batch_size
         case "sequence":
-            return asked.model.seq_len
+            return asked.job.model.seq_len
         case "microbatch":
-            return asked.plan.microbatch_size
+            return asked.job.plan.microbatch_size
     return 1.0
 
 
@@ -132,16 +131,16 @@ def _parsed(change: Callable[[int], dict[str, Any]], value: int) -> Scenario:
 
 def _own_devices(text: str) -> Scenario:
     asked = parse_scenario(text)
-    if asked.cluster.cores_per_node is not None:
+    if asked.job.cluster.cores_per_node is not None:
         rule = "shares its cores among ranks; what more of something would do there is not modelled"
-        problem = Problem(field="cluster.preset", value=asked.cluster.id, rule=rule, fix="choose another cluster")
+        problem = Problem(field="cluster.preset", value=asked.job.cluster.id, rule=rule, fix="choose another cluster")
         raise NotModelledError(problem)
     return asked
 
 
 def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
     """More devices are more data parallelism: shards where there are some, else replicas."""
-    plan, before = asked.plan, asked.cluster.num_devices
+    plan, before = asked.job.plan, asked.job.cluster.num_devices
     axis = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
     scaled = getattr(plan, axis) * devices / before
     if scaled != int(scaled):
@@ -153,30 +152,30 @@ def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_fo
         section.pop("dp_shard")
     found = {**data, "cluster": {**cluster, "num_devices": devices}, "plan": section}
     if batch_follows:
-        batch = asked.training.global_batch_size * devices // before
+        batch = asked.job.training.global_batch_size * devices // before
         found["training"] = {**data["training"], "global_batch_size": max(1, batch)}
     return found
 
 
 def _with_rate(asked: Scenario, resource: Resource, factor: float) -> Point:
-    cluster = improved(asked.cluster, resource, factor)
+    cluster = improved(asked.job.cluster, resource, factor)
     if cluster is None:
         return Point(factor, "the cluster has no such link, or its rate is unknown")
-    return _point(factor, lambda: replace(asked, cluster=cluster))
+    return _point(factor, lambda: replace(asked, job=replace(asked.job, cluster=cluster)))
 
 
 def _point(value: float, scenario: Callable[[], Scenario]) -> Point:
     try:
         asked = scenario()
-        found = summarize_step(Job(asked.model, asked.cluster, asked.training, asked.plan, asked.software))
+        found = summarize_step(asked.job)
     except SpecError as error:
         return Point(value, "; ".join(problem.sentence() for problem in error.problems))
-    samples_per_s = asked.training.global_batch_size / found.step_time_s
-    tokens = 0 if asked.model.sample == "image" else asked.model.seq_len
+    samples_per_s = asked.job.training.global_batch_size / found.step_time_s
+    tokens = 0 if asked.job.model.sample == "image" else asked.job.model.seq_len
     return Point(
         value,
         "",
-        asked.cluster.num_devices,
+        asked.job.cluster.num_devices,
         found.step_time_s,
         found.step_time_interval_s,
         samples_per_s,
@@ -193,7 +192,7 @@ def worth(text: str) -> tuple[MarginalValue, ...]:
         SpecError: The scenario is wrong, or its ranks share cores.
     """
     asked = _own_devices(text)
-    prediction = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    prediction = predict(asked.job, name=asked.name)
     return marginal_values(prediction, simulate_again(prediction))
 
 
@@ -224,7 +223,7 @@ def slow_ranks(text: str, slower: float) -> tuple[SlowRank, ...]:
         SpecError: The scenario is wrong, or its ranks share cores.
     """
     asked = _own_devices(text)
-    prediction = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    prediction = predict(asked.job, name=asked.name)
     simulated = simulate_again(prediction)
     program = simulated.program
     before_s = simulated.times.step_time_s

@@ -144,7 +144,7 @@ def timeline_result(
         SpecError: As ``predict``.
     """
     prediction, simulated = _simulated(text, calibrated_at)
-    mapping = RankMapping.of(prediction.plan)
+    mapping = RankMapping.of(prediction.job.plan)
     ranks = [
         rank for rank in range(0, mapping.world_size, mapping.ranks_per_stage) if rank in simulated.program.by_rank
     ]
@@ -193,7 +193,7 @@ def trace_text(text: str, calibrated_at: int) -> str:
 @lru_cache(maxsize=4)
 def _simulated(text: str, calibrated_at: int) -> tuple[Prediction, Simulated]:
     prediction = predicted(text, calibrated_at)
-    on_cores = prediction.cluster.cores_per_node is not None
+    on_cores = prediction.job.cluster.cores_per_node is not None
     return prediction, simulate_again(prediction, load(default_path()) if on_cores else None)
 
 

@@ -36,7 +36,7 @@ def show() -> None:
     document = state.document()
     try:
         asked = answers.scenario(document)
-        images = asked.model.sample == "image"
+        images = asked.job.model.sample == "image"
         budget, price = kept_budget(images=images)
         top, quick = st.empty(), None
         numbers = answers.quick_numbers(document)
@@ -77,19 +77,19 @@ def _show_top(
     with place.container():
         show_verdict(headline, host_words)
         show_numbers(asked, headline, budget, price)
-        model, cluster = asked.model, asked.cluster
+        model, cluster = asked.job.model, asked.job.cluster
         st.caption(
             escaped(
                 f"{model.name} on {cluster.num_devices} x {cluster.device.id}, {cluster.num_nodes} "
-                f"node{'s' if cluster.num_nodes > 1 else ''}, {asked.software.id}: {plan_words(asked.plan)}; "
-                f"{microbatch_words(asked.num_microbatches, asked.plan.microbatch_size, model.sample)}"
+                f"node{'s' if cluster.num_nodes > 1 else ''}, {asked.job.software.id}: {plan_words(asked.job.plan)}; "
+                f"{microbatch_words(asked.job.num_microbatches, asked.job.plan.microbatch_size, model.sample)}"
             )
         )
 
 
 def _host_words(prediction: Prediction) -> str:
     """What is too much for the memory of the host."""
-    capacity = prediction.cluster.host_memory_bytes
+    capacity = prediction.job.cluster.host_memory_bytes
     if prediction.host_fits is not False or capacity is None:
         return ""
     used = prediction.worst_host_bytes
@@ -151,9 +151,9 @@ def _show_details(result: PlanResult) -> None:
         st.dataframe(pd.DataFrame(_rank_rows(prediction)), hide_index=True)
     with st.expander(f"What is assumed ({len(prediction.assumptions)}), and what is not modelled"):
         st.markdown("\n".join(f"- {escaped(text)}" for text in prediction.assumptions))
-        missing = prediction.software.not_modelled
+        missing = prediction.job.software.not_modelled
         if missing:
-            st.markdown(f"{escaped(prediction.software.id)} does, and simplan does not model:")
+            st.markdown(f"{escaped(prediction.job.software.id)} does, and simplan does not model:")
             st.markdown("\n".join(f"- {escaped(text)}" for text in missing))
 
 

@@ -36,7 +36,7 @@ def show() -> None:
     show_question()
     document = state.document()
     asked = answers.scenario(document)
-    images = asked.model.sample == "image"
+    images = asked.job.model.sample == "image"
     show_budget(images=images)
     budget, price = kept_budget(images=images)
     text = answers.text(document)
@@ -58,10 +58,10 @@ def show() -> None:
 
 
 def _show_curves(asked: Scenario, axis: str, points: tuple[Point, ...], budget: float, price: float | None) -> None:
-    unit = "images" if asked.model.sample == "image" else "tokens"
+    unit = "images" if asked.job.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
     now = place_on(asked, axis)
-    figures = scale_figures(rows, AXES[axis].label, now, asked.cluster.device.memory_bytes, unit=unit)
+    figures = scale_figures(rows, AXES[axis].label, now, asked.job.cluster.device.memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
         with column:
             alt = f"{name.capitalize()} over {_NAMES[axis]}"

@@ -26,10 +26,10 @@ def show() -> None:
     show_question()
     document = state.document()
     asked = answers.scenario(document)
-    pipeline = asked.plan.pp > 1
+    pipeline = asked.job.plan.pp > 1
     left, middle, right = st.columns([5, 2, 2], vertical_alignment="bottom")
     with left:
-        schedules = _schedules(asked.plan.schedule) if pipeline else []
+        schedules = _schedules(asked.job.plan.schedule) if pipeline else []
         if not pipeline:
             st.caption("No pipeline, so no schedules to compare: with Pipeline above 1 they are chosen here.")
     with middle:

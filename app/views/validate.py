@@ -55,10 +55,10 @@ def _show_run() -> Following | None:
 
 def _show_start() -> None:
     asked = answers.scenario(state.document())
-    if asked.cluster.id != THIS_MACHINE:
+    if asked.job.cluster.id != THIS_MACHINE:
         st.info(
-            f"The scenario is for **{escaped(asked.cluster.id)}**. Choose the nodes *this-machine* in the sidebar, and "
-            "a model that is small enough for it, to run the plan here."
+            f"The scenario is for **{escaped(asked.job.cluster.id)}**. Choose the nodes *this-machine* in the sidebar, "
+            "and a model that is small enough for it, to run the plan here."
         )
     elif not may_run():
         st.info(
@@ -66,7 +66,7 @@ def _show_start() -> None:
             "`simplan dashboard --allow-run` lets them; `simplan run` on the command line does the same as this page."
         )
     else:
-        ranks = asked.cluster.num_devices
+        ranks = asked.job.cluster.num_devices
         st.caption(
             f"Starts {ranks} process{'es' if ranks > 1 else ''} with torch.distributed, calibrates first what is not "
             "calibrated, and lines measured and predicted up. Only this button starts a run; no link does."

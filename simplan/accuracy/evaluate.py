@@ -8,14 +8,12 @@ from dataclasses import replace
 from hashlib import sha256
 
 from simplan.accuracy.floor import step_flops
-from simplan.accuracy.job import RunJob, job_of_run
 from simplan.accuracy.outcome import Predicted, RunOutcome
+from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SimplanError, SpecError
-from simplan.job import Job
 from simplan.predict.step_summary import summarize_step
-from simplan.spec.rules import num_microbatches
 from simplan.units import GIB
 
 __all__ = ["OnProgress", "predict_runs", "sentences"]
@@ -37,14 +35,16 @@ def predict_runs(
         jobs: Processes; -1 for one a core.
         on_progress: Is called now and then.
     """
-    listed = [(read.file, run, _job(run)) for read in files for run in read.runs or ()]
-    asked = {_key(job): job for _, _, job in listed if isinstance(job, RunJob)}
+    listed = [(read.file, run, _question(run)) for read in files for run in read.runs or ()]
+    asked = {_key(question): question for _, _, question in listed if isinstance(question, RunQuestion)}
     answers = dict(_answers(asked, jobs, on_progress))
     outcomes = []
-    for file, run, job in listed:
-        answer = answers[_key(job)] if isinstance(job, RunJob) else job
-        if isinstance(answer, Predicted) and isinstance(job, RunJob):  # equal questions may have come about differently
-            outcomes.append(RunOutcome(file, run, replace(answer, notes=job.notes)))
+    for file, run, question in listed:
+        answer = answers[_key(question)] if isinstance(question, RunQuestion) else question
+        if isinstance(answer, Predicted) and isinstance(
+            question, RunQuestion
+        ):  # equal questions may have come about differently
+            outcomes.append(RunOutcome(file, run, replace(answer, notes=question.notes)))
         else:
             outcomes.append(RunOutcome(file, run, None, str(answer)))
     return outcomes
@@ -61,31 +61,34 @@ def sentences(error: Exception) -> str:
     return f"this is a bug of simplan ({type(error).__name__}: {error})"
 
 
-def _job(run: PublishedRun) -> RunJob | str:
+def _question(run: PublishedRun) -> RunQuestion | str:
     """The question, or why there is none."""
     try:
-        return job_of_run(run)
+        return question_of_run(run)
     except Exception as error:
         return sentences(error)
 
 
-def _key(job: RunJob) -> str:
+def _key(question: RunQuestion) -> str:
     """Equal for equal questions."""
+    job = question.job
     parts = (
         job.model.model_dump_json(exclude={"name", "sources"}),
         job.cluster.model_dump_json(exclude={"source"}),
         job.training.model_dump_json(),
         job.plan.model_dump_json(),
         job.software.model_dump_json(),
-        str(job.steps_overlap),
+        str(question.steps_overlap),
     )
     return sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _answers(asked: dict[str, RunJob], jobs: int, on_progress: OnProgress) -> Iterator[tuple[str, Predicted | str]]:
+def _answers(
+    asked: dict[str, RunQuestion], jobs: int, on_progress: OnProgress
+) -> Iterator[tuple[str, Predicted | str]]:
     if jobs == 1 or len(asked) <= _FEW:
-        for number, (key, job) in enumerate(asked.items(), 1):
-            yield key, _predict(job)
+        for number, (key, question) in enumerate(asked.items(), 1):
+            yield key, _predict(question)
             on_progress(number, len(asked))
         return
     from joblib import Parallel, delayed
@@ -100,9 +103,9 @@ def _answers(asked: dict[str, RunJob], jobs: int, on_progress: OnProgress) -> It
         on_progress(done, len(asked))
 
 
-def _parts(ordered: Sequence[tuple[str, RunJob]]) -> Iterator[list[tuple[str, RunJob]]]:
+def _parts(ordered: Sequence[tuple[str, RunQuestion]]) -> Iterator[list[tuple[str, RunQuestion]]]:
     """Long questions alone, short ones many at a time."""
-    part: list[tuple[str, RunJob]] = []
+    part: list[tuple[str, RunQuestion]] = []
     size = 0
     for question in ordered:
         part.append(question)
@@ -114,25 +117,23 @@ def _parts(ordered: Sequence[tuple[str, RunJob]]) -> Iterator[list[tuple[str, Ru
         yield part
 
 
-def _work(job: RunJob) -> int:
+def _work(question: RunQuestion) -> int:
     """About how many operations are written out."""
-    plan = job.plan
-    microbatches = num_microbatches(job.training, plan) if job.steps_overlap else 3 * plan.pp
+    plan = question.job.plan
+    microbatches = question.job.num_microbatches if question.steps_overlap else 3 * plan.pp
     each = 30 * plan.num_stages
     if plan.pp == 1 or plan.cp > 1:
-        each = 60 * job.model.num_blocks
+        each = 60 * question.job.model.num_blocks
     return each * microbatches
 
 
-def _predict_some(part: Sequence[tuple[str, RunJob]]) -> list[tuple[str, Predicted | str]]:
-    return [(key, _predict(job)) for key, job in part]
+def _predict_some(part: Sequence[tuple[str, RunQuestion]]) -> list[tuple[str, Predicted | str]]:
+    return [(key, _predict(question)) for key, question in part]
 
 
-def _predict(job: RunJob) -> Predicted | str:
+def _predict(question: RunQuestion) -> Predicted | str:
     try:
-        brief = summarize_step(
-            Job(job.model, job.cluster, job.training, job.plan, job.software), steps_overlap=job.steps_overlap
-        )
+        brief = summarize_step(question.job, steps_overlap=question.steps_overlap)
     except Exception as error:
         return sentences(error)
     return Predicted(
@@ -144,7 +145,7 @@ def _predict(job: RunJob) -> Predicted | str:
             "device": brief.device_bytes / GIB,
         },
         oom=None if brief.fits is None else not brief.fits,
-        flops=step_flops(job),
-        software=job.software.id,
+        flops=step_flops(question.job),
+        software=question.job.software.id,
         notes=(),
     )

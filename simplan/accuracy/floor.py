@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from simplan.accuracy.job import RunJob
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.statistics import ErrorFigures
+from simplan.job import Job
 from simplan.program.partition import assign_stage_layers, balanced_assignment
 from simplan.spec.layer import Attention, Gemm, LayerKind
 from simplan.spec.model import ModelSpec
@@ -19,7 +19,7 @@ from simplan.spec.recompute import recomputation, recompute_of
 __all__ = ["constant_utilization", "step_flops"]
 
 
-def step_flops(job: RunJob) -> float:
+def step_flops(job: Job) -> float:
     """FLOPs of a step: those of the model, causal attention counted by half, and those of recomputation.
 
     Full recomputation counts as one more forward of all blocks, as is usual, though the last product need not be made

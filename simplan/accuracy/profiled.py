@@ -19,8 +19,8 @@ from typing import Any
 
 from simplan.accuracy.evaluate import sentences
 from simplan.accuracy.floor import step_flops
-from simplan.accuracy.job import job_of_run
 from simplan.accuracy.outcome import Predicted, RunOutcome
+from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import Problem, SpecError
@@ -113,7 +113,7 @@ def _predicted(run: PublishedRun, profile: StageProfile) -> Predicted:
         step_time_interval_s=(step_time_s - half_width_s, step_time_s + half_width_s),
         memory_gib={},
         oom=None,
-        flops=step_flops(job_of_run(run)),
+        flops=step_flops(question_of_run(run).job),
         software="profiled stage times",
         notes=(),
     )

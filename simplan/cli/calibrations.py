@@ -19,6 +19,7 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
+from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 
@@ -50,30 +51,30 @@ class Wanted:
     dtypes: tuple[str, ...] = ()
 
 
-def is_needed(scenario: Scenario | SearchScenario) -> bool:
-    """Whether the scenario is priced from a calibration: its ranks are processes that share this machine's cores.
+def is_needed(cluster: ClusterSpec) -> bool:
+    """Whether jobs on it are priced from a calibration: their ranks are processes that share this machine's cores.
 
     Everything else is priced from the catalogue, unless a calibration of the same device is given.
     """
-    return scenario.cluster.cores_per_node is not None
+    return cluster.cores_per_node is not None
 
 
-def refuse_unneeded(scenario: Scenario | SearchScenario, file: Path | None) -> None:
+def refuse_unneeded(search: SearchScenario, file: Path | None) -> None:
     """Refuses a calibration that was given for a search on devices of the catalogue.
 
     Raises:
         SpecError: The search would not use it; or the file is missing or is no calibration.
     """
-    if file is None or is_needed(scenario):
+    if file is None or is_needed(search.job.cluster):
         return
     read(file)
     problem = Problem(
         field="--calibration",
         value=str(file),
-        rule=f"a search on {scenario.cluster.device.id} devices is not priced from a calibration in this version",
+        rule=f"a search on {search.job.cluster.device.id} devices is not priced from a calibration in this version",
         fix="leave the option out; `simplan predict --calibration FILE` prices single plans from it",
     )
-    raise SpecError(problem, file=scenario.file)
+    raise SpecError(problem, file=search.file)
 
 
 def read(file: Path | None) -> Calibration | None:
@@ -95,15 +96,15 @@ def read(file: Path | None) -> Calibration | None:
 
 def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     """Whether everything the scenario's plan runs was timed; always so when it needs no calibration."""
-    if not is_needed(scenario):
+    if not is_needed(scenario.job.cluster):
         return True
     if calibration is None:
         return False
-    shape, plan = _shape(scenario), scenario.plan
-    ranks = scenario.cluster.ranks_per_node
+    shape, plan = _shape(scenario), scenario.job.plan
+    ranks = scenario.job.cluster.ranks_per_node
     cost = CalibratedCost(calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=ranks, mixed=shape.mixed)
     keys = {layer.key for layer in shape.layers}
-    kinds = kinds_needed(plan, scenario.model, scenario.training) if ranks > 1 else frozenset()
+    kinds = kinds_needed(plan, scenario.job.model, scenario.job.training) if ranks > 1 else frozenset()
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
@@ -141,13 +142,13 @@ def requests_for(
     kinds: dict[int, set[CollectiveKind]] = defaultdict(set)
     copies: set[int] = set()
     for scenario in scenarios:
-        if num_ranks is None and not is_needed(scenario):
+        if num_ranks is None and not is_needed(scenario.job.cluster):
             rule = f"is not the CPU ranks of {THIS_MACHINE}, so the number of ranks to time here is unknown"
-            problem = Problem(field="cluster", value=scenario.cluster.id, rule=rule, fix="give --ranks N")
+            problem = Problem(field="cluster", value=scenario.job.cluster.id, rule=rule, fix="give --ranks N")
             raise SpecError(problem, file=scenario.file)
-        ranks, shape = num_ranks or scenario.cluster.ranks_per_node, _shape(scenario)
+        ranks, shape = num_ranks or scenario.job.cluster.ranks_per_node, _shape(scenario)
         shapes[ranks][shape.model_dump_json()] = shape
-        kinds[ranks] |= kinds_needed(scenario.plan, scenario.model, scenario.training)
+        kinds[ranks] |= kinds_needed(scenario.job.plan, scenario.job.model, scenario.job.training)
         if _copies_to_host(scenario):
             copies.add(ranks)
     return [
@@ -228,7 +229,7 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
 
 def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = QUICK_BUDGET_S) -> Calibration | None:
     """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one."""
-    if not any(is_needed(scenario) for scenario in scenarios):
+    if not any(is_needed(scenario.job.cluster) for scenario in scenarios):
         return None
     calibration = load(file or default_path())
     missing = [scenario for scenario in scenarios if not covers(calibration, scenario)]
@@ -236,11 +237,11 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = Q
 
 
 def _copies_to_host(scenario: Scenario) -> bool:
-    return scenario.plan.offload_optimizer or scenario.plan.offload_activations
+    return scenario.job.plan.offload_optimizer or scenario.job.plan.offload_activations
 
 
 def _shape(scenario: Scenario) -> ShapeRequest:
-    training, plan = scenario.training, scenario.plan
+    training, plan = scenario.job.training, scenario.job.plan
     precision = training.precision
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         problem = Problem(
@@ -248,13 +249,13 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         )
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(
-        model=scenario.model,
+        model=scenario.job.model,
         shard=plan.shard,
         microbatch_size=plan.microbatch_size,
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters),
         dtype=precision,
         optimizer=training.update,
-        compiled=scenario.software.compiled,
+        compiled=scenario.job.software.compiled,
     )
 
 

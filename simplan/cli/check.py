@@ -53,7 +53,7 @@ def check_command(
                 raise SpecError(problem, file=str(file))
             scenario = load_scenario(file)
             if covers(calibration, scenario):
-                prediction = scenario.predict(calibration if is_needed(scenario) else None)
+                prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None)
                 for change in bless(file, prediction.to_json()):
                     say(change)
     checked = [check_file(file, calibration) for file in files]
@@ -106,7 +106,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]
             return CheckedFile(str(file), tuple(cases) or (CheckedCase("scenario", CheckStatus.SKIPPED, reason),))
-        prediction = scenario.predict(calibration if is_needed(scenario) else None).to_json()
+        prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None).to_json()
     except SpecError as error:
         return CheckedFile(
             str(file),

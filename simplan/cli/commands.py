@@ -51,7 +51,7 @@ def predict_command(
     if as_json:
         print_json(document)
         return 0
-    here = scenario.cluster.id == THIS_MACHINE
+    here = scenario.job.cluster.id == THIS_MACHINE
     this = as_argument(file)
     run_it = f"simplan run {this}" if here else ""
     search_it = f"simplan search {this}    with search: {{}} in place of plan:" if prediction.fits is False else ""
@@ -66,7 +66,9 @@ def explain_command(file: Path, other: Path | None, *, as_json: bool, calibratio
     explained = []
     for path in (file, *([other] if other else [])):
         scenario = load_scenario(path)
-        calibration = _calibration_for(scenario, calibration_file if is_needed(scenario) or other is None else None)
+        calibration = _calibration_for(
+            scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
+        )
         explained.append(explain(scenario.predict(calibration), calibration))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
@@ -131,7 +133,7 @@ def run_command(
         join(nodes, folder)
         return 0
     with refusing_for_all(nodes):
-        needed = is_needed(scenario)
+        needed = is_needed(scenario.job.cluster)
         smaller = {} if meeting.min_nodes is None else scenarios_on_fewer(scenario, meeting.min_nodes)[0]
         every = [scenario, *smaller.values()]
         calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
@@ -188,7 +190,7 @@ def calibrate_command(
 
 
 def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
-    if not is_needed(scenario):
+    if not is_needed(scenario.job.cluster):
         return None if file is None else read(file)
     calibration = read(file)
     if calibration is not None and not covers(calibration, scenario):

@@ -67,7 +67,7 @@ def _copy(name: str, folder: Path) -> Path:
 
 
 def _report(outcomes: list[Outcome], files: list[Path], calibration_file: Path) -> str:
-    model, cluster = outcomes[0].prediction.model, outcomes[0].prediction.cluster
+    model, cluster = outcomes[0].prediction.job.model, outcomes[0].prediction.job.cluster
     headers = ["plan", "predicted", "9 of 10 cases", "measured", "in it", "spread", "error"]
     headers += ["memory predicted", "measured"]
     rows = []

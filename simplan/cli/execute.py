@@ -16,12 +16,12 @@ from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError, Problem, RunError
 from simplan.io import read_model, write_json, write_model
-from simplan.predict import job_of
+from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
 from simplan.program.checkpoint import Checkpointing
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
+from simplan.program.run_spec import RunSpec
 from simplan.report.text import verdict
 from simplan.scenario import Scenario
 from simplan.units import GIB
@@ -32,8 +32,8 @@ __all__ = [
     "RunOptions",
     "default_folder",
     "execute",
-    "job_of_scenario",
     "refuse_other_software",
+    "run_spec_of_scenario",
 ]
 
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
@@ -102,9 +102,9 @@ def refuse_other_software(scenario: Scenario) -> None:
     Raises:
         NotModelledError: The scenario is for another one.
     """
-    if not scenario.software.executable:
+    if not scenario.job.software.executable:
         rule = "cannot be run: the executor runs plain torch, which is not what is predicted for another framework"
-        problem = Problem(field="software", value=scenario.software.id, rule=rule, fix="use torch")
+        problem = Problem(field="software", value=scenario.job.software.id, rule=rule, fix="use torch")
         raise NotModelledError(problem, file=scenario.file)
 
 
@@ -126,7 +126,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     """
     with refusing_for_all(options.nodes):
         prediction = scenario.predict(calibration)
-        job = job_of_scenario(scenario, prediction, options)
+        job = run_spec_of_scenario(scenario, prediction, options)
         on_fewer = _predictions_on_fewer(scenario, calibration, options)
         job = job.model_copy(update={"fewer_nodes": fewer_nodes(on_fewer)})
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     measurement = read_model(measurement_file, Measurement)
     prediction_file = folder / "prediction.json"
     for number, other in on_fewer.items():
-        if measurement.job.plan == other.plan:
+        if measurement.job.plan == other.job.plan:
             prediction, prediction_file = other, folder / f"prediction.{number}-nodes.json"
             write_predicted_trace(folder / "predicted.trace.json", prediction, calibration)
     comparison = compare(prediction.to_json(), measurement)
@@ -184,13 +184,13 @@ def _show(event: dict[str, Any], progress: Progress) -> None:
         progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}")
 
 
-def job_of_scenario(scenario: Scenario, prediction: Prediction, options: RunOptions) -> Job:
+def run_spec_of_scenario(scenario: Scenario, prediction: Prediction, options: RunOptions) -> RunSpec:
     """What is handed to the executor.
 
     Raises:
         NotModelledError: The executor does not run such devices, precisions or stages.
     """
-    device, precision = scenario.cluster.device, scenario.training.precision
+    device, precision = scenario.job.cluster.device, scenario.job.training.precision
     problems = []
     if device.kind not in _DEVICES:
         problems.append(
@@ -201,14 +201,14 @@ def job_of_scenario(scenario: Scenario, prediction: Prediction, options: RunOpti
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         rule = "cannot be run yet: the executor has no loss scaling, and of narrower formats only fp8"
         problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16, fp8 or fp32"))
-    if 0 in (scenario.plan.stage_layers or ()):
+    if 0 in (scenario.job.plan.stage_layers or ()):
         rule = "has a stage without blocks, which the executor does not make"
         fix = "give every stage a layer"
-        value = str(list(scenario.plan.stage_layers or ()))
+        value = str(list(scenario.job.plan.stage_layers or ()))
         problems.append(Problem(field="plan.stage_layers", value=value, rule=rule, fix=fix))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
-    return job_of(
+    return run_spec_of(
         prediction,
         num_steps=options.num_steps,
         num_warmup_steps=options.num_warmup_steps,

@@ -40,7 +40,7 @@ def export_command(
         )
     scenario = load_scenario(file)
     refuse_other_software(scenario)
-    cluster = scenario.cluster
+    cluster = scenario.job.cluster
     if cluster.num_devices % cluster.num_nodes:
         rule = f"must be a multiple of the {cluster.num_nodes} nodes, as all run as many ranks"
         raise SpecError(Problem(field="cluster.num_devices", value=str(cluster.num_devices), rule=rule), file=str(file))
@@ -87,7 +87,7 @@ def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointi
 
 def _refuse_other_files(scenario: Scenario, file: Path) -> None:
     """A pod has the scenario's file only."""
-    refers = "plan.schedule" if is_own_schedule(scenario.plan.schedule) else ""
+    refers = "plan.schedule" if is_own_schedule(scenario.job.plan.schedule) else ""
     model = read_yaml(file).data.get("model")
     if isinstance(model, dict) and "hf_config" in model:
         refers = "model.hf_config"

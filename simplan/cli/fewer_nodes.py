@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simplan.errors import Problem, SpecError
-from simplan.predict import job_of
+from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
 from simplan.program.checkpoint import Checkpointing
 from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
@@ -20,14 +20,11 @@ def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
     Raises:
         SpecError: They cannot.
     """
-    cluster = scenario.cluster
-    num_devices = num_nodes * cluster.ranks_per_node
-    return replace(
-        scenario,
-        plan=on_fewer_devices(scenario.plan, num_devices),
-        cluster=cluster.model_copy(update={"num_devices": num_devices}),
-        expect=(),
-    )
+    job = scenario.job
+    num_devices = num_nodes * job.cluster.ranks_per_node
+    cluster = job.cluster.model_copy(update={"num_devices": num_devices})
+    fewer = replace(job, cluster=cluster, plan=on_fewer_devices(job.plan, num_devices))
+    return replace(scenario, job=fewer, expect=())
 
 
 def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing: Checkpointing | None) -> None:
@@ -36,7 +33,7 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
     Raises:
         SpecError: Nothing would be kept to go on with, or so few nodes cannot.
     """
-    number = f"{min_nodes}:{scenario.cluster.num_nodes}"
+    number = f"{min_nodes}:{scenario.job.cluster.num_nodes}"
     if checkpointing is None or checkpointing.max_restarts == 0:
         missing = "--checkpoint-dir DIR" if checkpointing is None else "--restarts K"
         rule = "goes on without lost nodes from a checkpoint, and each time counts as a restart"
@@ -45,7 +42,7 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
         scenario_on(scenario, min_nodes)
     except SpecError as error:
         rule = f"{_counted(min_nodes)} cannot go on with this plan: {_said(error)}"
-        fix = f"or use --nodes {scenario.cluster.num_nodes}"
+        fix = f"or use --nodes {scenario.job.cluster.num_nodes}"
         raise SpecError(Problem(field="--nodes", value=number, rule=rule, fix=fix), file=scenario.file) from None
 
 
@@ -60,7 +57,7 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
         By number of nodes, the largest first.
     """
     found, sentences = {}, []
-    for number in range(scenario.cluster.num_nodes - 1, min_nodes - 1, -1):
+    for number in range(scenario.job.cluster.num_nodes - 1, min_nodes - 1, -1):
         try:
             found[number] = scenario_on(scenario, number)
         except SpecError as error:
@@ -70,7 +67,7 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
 
 def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:
     """What the executor is told, by predictions of the scenarios by number of nodes."""
-    jobs = {number: job_of(prediction) for number, prediction in predictions.items()}
+    jobs = {number: run_spec_of(prediction) for number, prediction in predictions.items()}
     return tuple(
         FewerNodes(
             num_nodes=number,

@@ -68,7 +68,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
     Raises:
         SpecError: The options do not fit each other or the scenario.
     """
-    cluster, num_nodes = scenario.cluster, meeting.num_nodes
+    cluster, num_nodes = scenario.job.cluster, meeting.num_nodes
     if meeting.last_call_timeout_s is not None and meeting.min_nodes is None:
         value = f"{meeting.last_call_timeout_s:g}"
         rule = "is about runs that may begin with fewer nodes"
@@ -95,7 +95,7 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
     Raises:
         SpecError: It is another number.
     """
-    cluster = scenario.cluster
+    cluster = scenario.job.cluster
     if cluster.num_devices % num_nodes:
         rule = f"must divide the {cluster.num_devices} devices of the scenario's cluster"
         raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule), file=scenario.file)
@@ -204,12 +204,12 @@ def _is_here(host: str) -> bool:
 
 def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
     """What must be equal on all nodes; of machines, their number only."""
-    cluster = scenario.cluster
+    cluster = scenario.job.cluster
     sections = {
-        "model": scenario.model.model_dump_json(),
-        "training": scenario.training.model_dump_json(),
-        "plan": scenario.plan.model_dump_json(),
-        "software": scenario.software.model_dump_json(),
+        "model": scenario.job.model.model_dump_json(),
+        "training": scenario.job.training.model_dump_json(),
+        "plan": scenario.job.plan.model_dump_json(),
+        "software": scenario.job.software.model_dump_json(),
         "cluster": f"{cluster.num_nodes} x {cluster.ranks_per_node} {cluster.device.id}",
     }
     asked = {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in sections.items()}

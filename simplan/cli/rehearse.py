@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simplan.cli.calibrations import ensure, is_needed, read
-from simplan.cli.execute import RunOptions, job_of_scenario, refuse_other_software
+from simplan.cli.execute import RunOptions, refuse_other_software, run_spec_of_scenario
 from simplan.cli.output import print_json, print_result
 from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.prediction import Prediction
-from simplan.program.job import Job
 from simplan.program.rehearsal import Rehearsal
+from simplan.program.run_spec import RunSpec
 from simplan.report.rehearsal import rehearsal_text
 from simplan.report.text import verdict
 from simplan.scenario import load_scenario
@@ -49,14 +49,14 @@ def rehearse_command(
     """``simplan rehearse``."""
     scenario = load_scenario(file)
     refuse_other_software(scenario)
-    if is_needed(scenario):
+    if is_needed(scenario.job.cluster):
         calibration = ensure([scenario], calibration_file)
     else:
         calibration = None if calibration_file is None else read(calibration_file)
     prediction = scenario.predict(calibration)
     rank = _rank(options.rank, prediction)
     steps = RunOptions(num_steps=options.num_steps, num_warmup_steps=options.num_warmup_steps)
-    rehearsal = _rehearse(job_of_scenario(scenario, prediction, steps), rank, fake=options.fake)
+    rehearsal = _rehearse(run_spec_of_scenario(scenario, prediction, steps), rank, fake=options.fake)
     comparison = compare_rehearsal(prediction, rehearsal, calibration)
     document = {
         "schema_version": 1,
@@ -70,7 +70,7 @@ def rehearse_command(
         print_json(document)
         return 0
     where = "on tensors without data" if options.fake else f"on {rehearsal.environment.get('device')}"
-    title = f"{scenario.name}: rank {rank} of {prediction.plan.num_devices}, rehearsed {where}"
+    title = f"{scenario.name}: rank {rank} of {prediction.job.plan.num_devices}, rehearsed {where}"
     print_result(f"{title}\npredicted: {verdict(prediction)}\n\n{rehearsal_text(comparison)}")
     return 0
 
@@ -79,14 +79,14 @@ def _rank(asked: str, prediction: Prediction) -> int:
     """The rank that was asked for; which ranks there are is checked here, before torch is imported."""
     if asked == _WORST:
         return prediction.worst_rank
-    most = prediction.plan.num_devices - 1
+    most = prediction.job.plan.num_devices - 1
     if not asked.isdecimal() or int(asked) > most:
         fix = f"use 0 to {most}, or {_WORST}" if most else f"use 0 or {_WORST}"
         raise SpecError(Problem(field="--rank", value=asked, rule="is no rank of the plan", fix=fix))
     return int(asked)
 
 
-def _rehearse(job: Job, rank: int, *, fake: bool) -> Rehearsal:
+def _rehearse(job: RunSpec, rank: int, *, fake: bool) -> Rehearsal:
     with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
         job_file, result_file = Path(folder) / "job.json", Path(folder) / "rehearsal.json"
         write_model(job_file, job)

@@ -162,7 +162,7 @@ def _calibrated(files: Sequence[Path], target: Path, clock: _Clock, options: Sui
 
 def _runs_here(file: Path) -> bool:
     try:
-        return load_scenario(file).cluster.cores_per_node is not None
+        return load_scenario(file).job.cluster.cores_per_node is not None
     except SpecError:
         return False  # told when its turn comes
 
@@ -208,7 +208,7 @@ def _takes(file: Path, calibration: Path | None) -> bool:
     try:
         found = None if calibration is None else read(calibration)
         if found is not None:
-            refuse_other_device(found, load_scenario(file).cluster)
+            refuse_other_device(found, load_scenario(file).job.cluster)
     except SpecError:
         return False
     return found is not None

@@ -78,7 +78,7 @@ def _busy_s(split: Split) -> float:
 
 def _figures(prediction: Prediction) -> Iterator[Part]:
     """Throughput and utilization."""
-    model, training, cluster = prediction.model, prediction.training, prediction.cluster
+    model, training, cluster = prediction.job.model, prediction.job.training, prediction.job.cluster
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
     samples = counted(training.global_batch_size, model.sample)
     if model.sample == "image":

@@ -24,11 +24,12 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         prediction: The prediction.
         program: Its Level 2 Program.
     """
+    job = prediction.job
     worst = prediction.worst_memory
     rank = program.stands_for[worst.rank]
-    state = prediction.software.state(prediction.training, prediction.plan)
+    state = job.software.state(job.training, job.plan)
     resting = program.resting_bytes[rank]
-    optimizer = state.optimizer_bytes(prediction.training.optimizer)
+    optimizer = state.optimizer_bytes(job.training.optimizer)
     trained = resting[MemoryCategory.GRADIENTS] // state.gradient
     quantized = _quantized_bytes(prediction, rank)
     wide = resting[MemoryCategory.PARAMETERS] - quantized
@@ -44,7 +45,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         kept = wide if category is MemoryCategory.PARAMETERS else resting.get(category, 0)
         if category is MemoryCategory.HOST:
             formula = "offloaded to the host, whose memory is the device's own here"
-        elif category is MemoryCategory.OPTIMIZER and prediction.plan.offload_optimizer:
+        elif category is MemoryCategory.OPTIMIZER and job.plan.offload_optimizer:
             formula = "of the layers that are updated then; the others are on the host"
         elif category in widths:
             formula = f"{kept // widths[category]:,} parameters x {widths[category]} B"
@@ -52,8 +53,8 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
                 formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
             elif frozen:
                 formula = f"{kept // widths[category]:,} parameters trained x {widths[category]} B"
-            if prediction.plan.shards_parameters:
-                formula += f" (one of {prediction.plan.dp_shard * prediction.plan.cp} shards)"
+            if job.plan.shards_parameters:
+                formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
             if category is MemoryCategory.PARAMETERS and quantized:
                 more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
                 formula += f" {more} quantized weights"
@@ -78,7 +79,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         yield Part(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
-        share = prediction.software.reserve_fraction
+        share = job.software.reserve_fraction
         more = f", {share:.0%} more than comes and goes," if share else ""
         if worst.short_bytes:
             more += f" but {format_bytes(worst.short_bytes)} that the device has not,"
@@ -89,8 +90,8 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:
     """Copies of the output distribution, each of one microbatch's own tokens and vocabulary."""
-    head = prediction.model.layers_of(prediction.plan.shard)[-1]
-    elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.plan.microbatch_size
+    head = prediction.job.model.layers_of(prediction.job.plan.shard)[-1]
+    elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.job.plan.microbatch_size
     return (
         f"{num_bytes / (4 * elements):.3g} x {elements:,} (tokens x vocabulary) x 4 B: log-probabilities, logits and "
         "their gradients"
@@ -112,17 +113,17 @@ def _activations(prediction: Prediction, program: Program, rank: int) -> str:
         f"{count} microbatch{'es' if count > 1 else ''} of stage {stage} x {format_bytes(num_bytes)}"
         for (stage, num_bytes), count in sorted(sizes.items(), key=lambda item: -item[0][1] * item[1])[:4]
     ]
-    how = "" if prediction.plan.recompute == "none" else f" (recompute {prediction.plan.recomputed})"
+    how = "" if prediction.job.plan.recompute == "none" else f" (recompute {prediction.job.plan.recomputed})"
     return (" + ".join(parts) or "of the layer that runs then") + how
 
 
 def _quantized_bytes(prediction: Prediction, rank: int) -> int:
     """What quantized weights of a rank take between steps beside those in 16 bits, or, negative, less than them."""
-    plan, software = prediction.plan, prediction.software
+    plan, software = prediction.job.plan, prediction.job.software
     if plan.shards_parameters:
         return 0
-    state = software.state(prediction.training, plan)
-    layers = software.layers_of(prediction.model, plan)
+    state = software.state(prediction.job.training, plan)
+    layers = software.layers_of(prediction.job.model, plan)
     pp_rank = RankMapping.of(plan).place(rank).pp
     mine = [stage for stage, at in stage_to_rank(prediction.table).items() if at == pp_rank]
     held = [layers[index] for stage in mine for index in prediction.assignment.layer_range(stage)]

@@ -117,7 +117,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Part]:
 
 def _idle_formula(prediction: Prediction) -> str:
     """What idle time is, beside the closed form of the schedule where there is one."""
-    plan, m = prediction.plan, prediction.num_microbatches
+    plan, m = prediction.job.plan, prediction.job.num_microbatches
     p, v = plan.pp, plan.virtual_stages
     closed = {
         "gpipe": (p - 1, m + p - 1, f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}"),

@@ -3,8 +3,8 @@
 from simplan.predict.build import build_program, cost_model, folding_of, sharing_of
 from simplan.predict.critical_path import CriticalPath, critical_path
 from simplan.predict.evaluate import predict
-from simplan.predict.job import job_of
 from simplan.predict.memory import rank_memory
+from simplan.predict.run_spec import run_spec_of
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
 from simplan.predict.simulated import Simulated, simulate_again, simulate_program
 
@@ -17,10 +17,10 @@ __all__ = [
     "cost_model",
     "critical_path",
     "folding_of",
-    "job_of",
     "marginal_values",
     "predict",
     "rank_memory",
+    "run_spec_of",
     "sharing_of",
     "simulate_again",
     "simulate_program",

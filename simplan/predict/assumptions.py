@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from simplan.cost.base import Provenance
 from simplan.cost.pricing import Pricing
+from simplan.job import Job
 from simplan.program.timeline import SpanKind
 from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import num_microbatches
 from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 from simplan.units import format_bytes, format_percent, format_time
 
 __all__ = ["assumptions"]
 
 
 def assumptions(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
+    job: Job,
     pricing: Pricing,
     short_bytes: int,
 ) -> tuple[str, ...]:
     """One sentence each.
 
     Args:
-        model, cluster, training, plan, software: What is predicted.
+        job: What is predicted.
         pricing: Of the step.
         short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
     """
+    model, cluster, training, plan, software = job.model, job.cluster, job.training, job.plan, job.software
     found = []
     longest, most = max(model.segments), model.max_position_embeddings
     if longest > most > 0:
@@ -43,7 +37,7 @@ def assumptions(
     if plan.zero_stage and plan.dp_shard * plan.cp == 1:
         instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
         found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
-    microbatches = num_microbatches(training, plan)
+    microbatches = job.num_microbatches
     if microbatches > 1 and software.reduces_every(plan) and plan.grad_sync == "step":
         found.append(f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does")
     elif plan.shards_parameters and microbatches > 1 and plan.grad_sync == "step":

@@ -9,6 +9,7 @@ from simplan.cost.calibration import Calibration, way_of_mixing
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.cost.suits import refuse_other_device
 from simplan.errors import Problem, SpecError
+from simplan.job import Job
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction
 from simplan.program.action import Table
@@ -20,12 +21,9 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind, Exchange
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
-from simplan.spec.rules import num_microbatches
 from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = [
     "assign_layers",
@@ -49,41 +47,31 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
         level: 1 or 2.
         folded: Write out ranks that do the same once.
     """
-    plan, cluster = prediction.plan, prediction.cluster
-    folding = (
-        folding_of(prediction.model, plan, cluster, prediction.software) if folded else unfolded(RankMapping.of(plan))
-    )
-    expand_all = expands_all(prediction.model, plan, prediction.num_microbatches, folding)
-    how = Lowering(level, folding, expand_all, host_waits=cluster.device.kind == "cpu")
-    return lower(
-        prediction.model,
-        prediction.training,
-        plan,
-        prediction.software,
-        prediction.assignment,
-        prediction.table,
-        how,
-    )
+    job = prediction.job
+    folding = folding_of(job) if folded else unfolded(RankMapping.of(job.plan))
+    num_microbatches = 1 + max(action.microbatch or 0 for row in prediction.table for action in row)
+    expand_all = expands_all(job, folding, num_microbatches)
+    how = Lowering(level, folding, expand_all, host_waits=job.cluster.device.kind == "cpu")
+    return lower(job, prediction.assignment, prediction.table, how)
 
 
-def folding_of(
-    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, software: SoftwareSpec, *, dealt_alike: bool = False
-) -> Folding:
+def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down.
 
     Args:
-        model, plan, cluster, software: What is asked.
+        job: What is asked.
         dealt_alike: Ranks to which ZeRO-1 deals out unequal parameters count as alike, for which then the first of
             them stands; it has the largest parameter.
     """
+    plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
     if cluster.cores_per_node is not None:
         return unfolded(mapping)
 
     num_shards = plan.dp_shard * plan.cp
-    partial = [p for layer in set(model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient]
+    partial = [p for layer in set(job.model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient]
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
-    deals = plan.shards_optimizer_only and software.optimizer_shards == "parameters" and not dealt_alike
+    deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike
 
     def owns(rank: int) -> int:
         """Tells ranks of a shard group apart where they hold unequal parts.
@@ -96,19 +84,18 @@ def folding_of(
     return fold(mapping, cluster.node_of, owns)
 
 
-def cost_model(
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    calibration: Calibration | None,
-) -> CostModel:
+def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
     """Calibrated costs where there is a calibration, datasheet costs elsewhere.
+
+    Args:
+        job: What is asked.
+        calibration: Timings of the cluster's device, if there are some.
 
     Raises:
         SpecError: The cluster is this machine and there is no calibration, the calibration is of another device or
             says nothing of what is asked, or a datasheet lacks a value.
     """
+    cluster, training, plan, software = job.cluster, job.training, job.plan, job.software
     if calibration is None and cluster.cores_per_node is not None:
         raise SpecError(
             Problem(
@@ -119,7 +106,7 @@ def cost_model(
             )
         )
     if calibration is None:
-        return _datasheet_cost(cluster, training, plan, software)
+        return _datasheet_cost(job)
     refuse_other_device(calibration, cluster)
     if software.cuda_graphs:
         raise SpecError(
@@ -137,7 +124,7 @@ def cost_model(
         num_ranks=cluster.ranks_per_node,
         mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
         cluster=cluster,
-        otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(cluster, training, plan, software),
+        otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.traffic,
         messages_take=_messages_take(plan, software),
     )
@@ -152,9 +139,8 @@ def _messages_take(plan: ParallelPlan, software: SoftwareSpec) -> bool:
     return plan.pp == 1 or not software.holds_sends
 
 
-def _datasheet_cost(
-    cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
-) -> AnalyticCost:
+def _datasheet_cost(job: Job) -> AnalyticCost:
+    cluster, training, plan, software = job.cluster, job.training, job.plan, job.software
     return AnalyticCost(
         cluster,
         kernel_cost(
@@ -165,7 +151,7 @@ def _datasheet_cost(
             software,
             num_devices=cluster.num_devices,
             shards_parameters=plan.shards_parameters,
-            num_microbatches=num_microbatches(training, plan),
+            num_microbatches=job.num_microbatches,
         ),
         software.rates,
         messages_take=_messages_take(plan, software),
@@ -203,8 +189,9 @@ def _connection(op: Op) -> frozenset[int] | None:
     return frozenset(message.ranks) if message is not None and message.kind is CollectiveKind.SEND else None
 
 
-def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel) -> StageAssignment:
+def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
     """The user's split of layers into stages, or as many for each where the software has it so, or the balanced one."""
+    model, plan, software = job.model, job.plan, job.software
     given = plan.stage_layers or software.equal_stage_layers(model.num_blocks, plan.num_stages)
     if given is not None:
         return assign_stage_layers(given, model.num_last_layers)
@@ -218,44 +205,35 @@ def assign_layers(model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, 
     return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages, model.num_last_layers)
 
 
-def stages_and_table(
-    model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec, cost: CostModel
-) -> tuple[StageAssignment, Table]:
+def stages_and_table(job: Job, cost: CostModel) -> tuple[StageAssignment, Table]:
     """Which layers each stage holds, and what every pipeline rank does with them in a step.
 
     Args:
-        model, training, plan, software: What is asked.
+        job: What is asked.
         cost: Prices, for the balanced split and for schedules that are found from the times of stages.
     """
-    assignment = assign_layers(model, plan, software, cost)
-    return assignment, table_of(model, training, plan, software, assignment, cost, num_microbatches(training, plan))
+    assignment = assign_layers(job, cost)
+    return assignment, table_of(job, assignment, cost, job.num_microbatches)
 
 
-def table_of(
-    model: ModelSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    assignment: StageAssignment,
-    cost: CostModel,
-    num_microbatches: int,
-) -> Table:
+def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:
     """What every pipeline rank does in a step.
 
     Args:
-        model, training, plan, software: What is asked.
+        job: What is asked.
         assignment: Which layers each stage holds.
         cost: Prices, for schedules that are found from the times of stages.
         num_microbatches: Of the step.
     """
-    facts = SCHEDULE_FACTS.get(plan.schedule)
+    facts = SCHEDULE_FACTS.get(job.plan.schedule)
     timed = facts is not None and facts.needs_times
-    found = stage_times(model, training, plan, software, assignment, cost) if timed else ()
-    return plan_table(plan, num_microbatches, *found)
+    found = stage_times(job, assignment, cost) if timed else ()
+    return plan_table(job.plan, num_microbatches, *found)
 
 
-def expands_all(model: ModelSpec, plan: ParallelPlan, microbatches: int, folding: Folding) -> bool:
+def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
     """Whether Level 2 is small enough to write every layer out."""
+    model, plan = job.model, job.plan
     columns = len(folding.ranks) // plan.pp
     pieces = max(1 + 2 * sum(isinstance(k, Exchange) for k in layer.kernels) for layer in model.layers_of(plan.shard))
-    return 2 * len(model.layers) * pieces * microbatches * columns <= _MOST_OPERATIONS
+    return 2 * len(model.layers) * pieces * num_microbatches * columns <= _MOST_OPERATIONS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from simplan.cost.base import CostModel
@@ -19,49 +18,36 @@ from simplan.program.check import check_table
 from simplan.program.executable import check_executable
 from simplan.program.uncollected import uncollected
 from simplan.sim.engine import timeline
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import Attention, Gemm, LayerSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
+from simplan.spec.layer import Attention, Gemm
+from simplan.spec.plan import StageAssignment
 from simplan.spec.recompute import recomputation, recompute_of
 from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_own_schedule
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["predict", "recomputed_share"]
 
 
 @uncollected()
-def predict(
-    name: str,
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
-    calibration: Calibration | None = None,
-) -> Prediction:
+def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
     """Predicts time and memory of one optimizer step.
 
     Args:
+        job: What is asked.
         name: For people.
-        model, cluster, training, plan, software: What is asked.
         calibration: Timings of the cluster's device; needed when the cluster is this machine.
 
     Raises:
         SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
         NotModelledError: The plan asks for what simplan does not model.
     """
-    job = Job(model, cluster, training, plan, software)
-    check_plan(model, cluster, training, plan, software)
-    folding = folding_of(model, plan, cluster, software)
-    extent = predicted_extent(job)
-    step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(model, plan, extent.simulated, folding))
+    check_plan(job)
+    model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
+    folding, extent = folding_of(job), predicted_extent(job)
+    step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))
     for table in step.tables:
         check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
     if is_own_schedule(plan.schedule):
-        check_executable(step.tables[0], plan, software)
+        check_executable(step.tables[0], plan, job.software)
     simulated, fine = step.simulated[0], step.programs[0]
     step_time_s, *moved_s = step.seconds(moved_durations_s).tolist()
     memory = step.memory()
@@ -75,17 +61,11 @@ def predict(
         None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
         for full in (False, True)
     )
-    layers = software.layers_of(model, plan)
     return Prediction(
         name=name,
-        model=model,
-        cluster=cluster,
-        training=training,
-        plan=plan,
-        software=software,
+        job=job,
         assignment=step.assignment,
         table=step.tables[0],
-        num_microbatches=extent.whole,
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
         level1_step_time_s=float(step.at_level1().seconds()[0]),
@@ -97,28 +77,13 @@ def predict(
         tokens_per_s_per_device=sequences_per_s * model.seq_len / cluster.num_devices,
         mfu=mfu,
         mfu_full_attention=mfu_full,
-        hfu=None if mfu is None else mfu * (1 + recomputed_share(model, plan, software, step.assignment)),
+        hfu=None if mfu is None else mfu * (1 + recomputed_share(job, step.assignment)),
         terms=_terms(step),
         timeline=timeline(fine, simulated.times),
-        reference_s=_reference_s(step.cost, layers, plan),
+        reference_s=_reference_s(step.cost, job),
         assumptions=(
-            *assumptions(
-                model,
-                cluster,
-                training,
-                plan,
-                software,
-                simulated.pricing,
-                max(m.short_bytes for m in memory) if fits else 0,
-            ),
-            *packing_assumptions(
-                model,
-                plan,
-                extent.whole,
-                attention_s(layers, plan, step.assignment, step.tables[0], extent.simulated, step.cost)
-                * (extent.whole / extent.simulated)
-                / step_time_s,
-            ),
+            *assumptions(job, simulated.pricing, max(m.short_bytes for m in memory) if fits else 0),
+            *packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_truncation_assumptions(extent),
         ),
     )
@@ -134,18 +99,18 @@ def _truncation_assumptions(extent: Extent) -> tuple[str, ...]:
     )
 
 
-def _reference_s(cost: CostModel, layers: Sequence[LayerSpec], plan: ParallelPlan) -> float | None:
+def _reference_s(cost: CostModel, job: Job) -> float | None:
     if not isinstance(cost, CalibratedCost):
         return None
-    return cost.reference_s({layer.key for layer in layers}, plan.microbatch_size)
+    keys = {layer.key for layer in job.software.layers_of(job.model, job.plan)}
+    return cost.reference_s(keys, job.plan.microbatch_size)
 
 
-def recomputed_share(
-    model: ModelSpec, plan: ParallelPlan, software: SoftwareSpec, assignment: StageAssignment
-) -> float:
+def recomputed_share(job: Job, assignment: StageAssignment) -> float:
     """FLOPs that are computed again over those of forward and backward."""
+    plan = job.plan
     again = total = 0
-    for number, layer in enumerate(software.layers_of(model, plan)):
+    for number, layer in enumerate(job.software.layers_of(job.model, plan)):
         mode = recompute_of(layer, plan, assignment.place(number))
         kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
         again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))

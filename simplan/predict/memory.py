@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from simplan.cost.calibration import Calibration
+from simplan.job import Job
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, resting_bytes, step_peaks, whole_blocks
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.software import SoftwareSpec
 
 __all__ = ["RankPeaks", "device_memory", "rank_memory", "rank_peaks"]
 
@@ -40,21 +39,19 @@ def rank_peaks(program: Program, rank: int) -> RankPeaks:
     return RankPeaks(resting_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
 
 
-def rank_memory(
-    program: Program, cluster: ClusterSpec, software: SoftwareSpec, calibration: Calibration | None
-) -> tuple[RankMemory, ...]:
+def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:
     """Memory of every rank at its worst instant.
 
     Args:
         program: Of Level 2.
-        cluster, software, calibration: As in ``predict``.
+        job, calibration: As in ``predict``.
     """
-    context_bytes = _context_bytes(cluster, software, calibration)
+    context_bytes = _context_bytes(job, calibration)
     found = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)
         found[rank] = replace(
-            device_memory(rank_peaks(program, rank), cluster, software, calibration),
+            device_memory(rank_peaks(program, rank), job, calibration),
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
@@ -76,9 +73,7 @@ def rank_memory(
     )
 
 
-def device_memory(
-    peaks: RankPeaks, cluster: ClusterSpec, software: SoftwareSpec, calibration: Calibration | None = None
-) -> RankMemory:
+def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None) -> RankMemory:
     """What a rank needs of its device, without categories.
 
     The caching allocator has whole blocks of the device, and more than is in use, as it cannot move them. One that the
@@ -89,9 +84,10 @@ def device_memory(
 
     Args:
         peaks: Of tensors.
-        cluster, software, calibration: As in ``predict``.
+        job, calibration: As in ``predict``.
     """
-    allocated, context_bytes = peaks.allocated, _context_bytes(cluster, software, calibration)
+    cluster, software = job.cluster, job.software
+    allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
     if cluster.device.kind == "cpu":
         return RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {})
     if software.flat_updates:
@@ -106,7 +102,7 @@ def device_memory(
     return RankMemory(0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short)
 
 
-def _context_bytes(cluster: ClusterSpec, software: SoftwareSpec, calibration: Calibration | None) -> int:
+def _context_bytes(job: Job, calibration: Calibration | None) -> int:
     """What the driver's context and libraries take of a device."""
     calibrated = None if calibration is None else calibration.context_bytes
-    return calibrated or int(software.context_bytes.get(cluster.device.kind, 0))
+    return calibrated or int(job.software.context_bytes.get(job.cluster.device.kind, 0))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from simplan.cost.base import CostModel
+from simplan.job import Job
 from simplan.program.action import Table
 from simplan.program.program import LayerWork, Phase
 from simplan.spec.layer import Attention, LayerSpec
-from simplan.spec.model import ModelSpec
 from simplan.spec.packing import PackStatistics
 from simplan.spec.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.spec.recompute import recomputation, recompute_of
@@ -17,17 +17,14 @@ from simplan.units import format_percent
 __all__ = ["attention_s", "fullest_excess", "packing_assumptions"]
 
 
-def packing_assumptions(
-    model: ModelSpec, plan: ParallelPlan, microbatches: int, attention_share: float
-) -> Iterator[str]:
+def packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
     """Sentences for the reader.
 
     Args:
-        model: The model.
-        plan: Says which ranks wait for each other.
-        microbatches: Of a data-parallel rank.
+        job: What is predicted; its plan says which ranks wait for each other.
         attention_share: Of the step, what the attention cores take of it on the rank where they take most.
     """
+    model = job.model
     if not model.document_lengths:
         return
     yield "attention of packed documents is one call of the kernel for each; padding is computed like other tokens"
@@ -44,7 +41,7 @@ def packing_assumptions(
     if packs.cut_share:
         yield f"{format_percent(packs.cut_share)} of the documents were longer than allowed, and were cut"
     spread = f"packs differ by +/- {format_percent(packs.relative_std)} in attention"
-    ranks, each = _waiting(plan, microbatches)
+    ranks, each = _waiting(job.plan, job.num_microbatches)
     if ranks == 1:
         yield f"{spread}; one rank waits for no other"
         return
@@ -71,15 +68,10 @@ def fullest_excess(packs: PackStatistics, num_ranks: int, packs_each: int) -> fl
     return float(min(deviations * packs.relative_std / packs_each**0.5, packs.relative_excess))
 
 
-def attention_s(
-    layers: Sequence[LayerSpec],
-    plan: ParallelPlan,
-    assignment: StageAssignment,
-    table: Table,
-    microbatches: int,
-    cost: CostModel,
-) -> float:
+def attention_s(job: Job, assignment: StageAssignment, table: Table, cost: CostModel) -> float:
     """Seconds that attention cores take in a step on the pipeline rank where they take most."""
+    plan = job.plan
+    layers = job.software.layers_of(job.model, plan)
     found: dict[tuple[object, Recompute, int], float] = {}
 
     def of_layer(index: int) -> float:
@@ -94,7 +86,7 @@ def attention_s(
         sum(of_layer(index) for stage in {a.stage for a in row} for index in assignment.layer_range(stage))
         for row in table
     ]
-    return microbatches * max(by_row)
+    return job.num_microbatches * max(by_row)
 
 
 def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel, mode: Recompute, block: int) -> float:

@@ -122,7 +122,7 @@ def _repriced(
     prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal, kinds: Mapping[_Key, KindTime]
 ) -> tuple[Pricing, float]:
     """Prices with computing as measured, and the share of it that is of ranks at the rehearsed place."""
-    mapping = RankMapping.of(prediction.plan)
+    mapping = RankMapping.of(prediction.job.plan)
     place = mapping.place(rehearsal.rank).pp
     of_kind = _ratios_by_kind(kinds)
     program, pricing = simulated.program, simulated.alone
@@ -166,7 +166,7 @@ def _computes(op: Op, prediction: Prediction) -> bool:
     On a CPU everything is done on the spot, by one thread; on other devices copies around gathers and reductions of
     data parallelism are beside the computation.
     """
-    return op.meeting is None and (op.stream is Stream.COMPUTE or prediction.cluster.device.kind == "cpu")
+    return op.meeting is None and (op.stream is Stream.COMPUTE or prediction.job.cluster.device.kind == "cpu")
 
 
 def _computing_s(op: Op, pricing: Pricing) -> float:

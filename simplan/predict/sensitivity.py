@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from simplan.cost.pricing import price_program
@@ -54,9 +54,12 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
         NotModelledError: Ranks share cores: this machine is timed as a whole, not by its rates.
     """
     compiled = compile_program(simulated.program, simulated.sharing)
-    asked = (prediction.training, prediction.plan, prediction.software, None)
-    better = {resource: improved(prediction.cluster, resource) for resource in Resource}
-    costs = {resource: cost_model(cluster, *asked) for resource, cluster in better.items() if cluster is not None}
+    better = {resource: improved(prediction.job.cluster, resource) for resource in Resource}
+    costs = {
+        resource: cost_model(replace(prediction.job, cluster=cluster), None)
+        for resource, cluster in better.items()
+        if cluster is not None
+    }
     program = simulated.program
     pricings = [slowed(program, price_program(program, cost), compiled.times) for cost in costs.values()]
     durations_s = [pricing.durations_s for pricing in pricings]

@@ -66,9 +66,8 @@ def simulate_again(prediction: Prediction, calibration: Calibration | None = Non
         prediction: The prediction.
         calibration: What it was made from, if it was.
     """
-    cluster = prediction.cluster
-    cost = cost_model(cluster, prediction.training, prediction.plan, prediction.software, calibration)
-    return simulate_program(build_program(prediction), cost, cluster)
+    cost = cost_model(prediction.job, calibration)
+    return simulate_program(build_program(prediction), cost, prediction.job.cluster)
 
 
 def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:

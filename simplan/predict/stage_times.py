@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from simplan.cost.base import CostModel
+from simplan.job import Job
 from simplan.program.complete import complete_table
 from simplan.program.program import HostWait, Message, Phase
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
 from simplan.program.script import Scripts
 from simplan.program.stage import Stages
 from simplan.spec.layer import CollectiveKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.spec.plan import StageAssignment
 
 __all__ = ["stage_times"]
 
 
 def stage_times(
-    model: ModelSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
+    job: Job,
     assignment: StageAssignment,
     cost: CostModel,
 ) -> tuple[StageTimes, float]:
@@ -30,12 +25,13 @@ def stage_times(
     With them the part of a microbatch's activations that is kept from I to W, at most all, where it is largest.
 
     Args:
-        model, training, plan, software: What is asked; one stage a rank.
+        job: What is asked; one stage a rank.
         assignment: Which layers each stage holds.
         cost: Prices.
     """
+    plan, software = job.plan, job.software
     table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
-    stages = Stages(model, training, plan, software, assignment, table)
+    stages = Stages(job, assignment, table)
     scripts = Scripts(stages)
     groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
 

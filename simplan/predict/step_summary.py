@@ -88,9 +88,8 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     """
     step = summarized_step(job, steps_overlap=steps_overlap)
     step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
-    cluster, software = job.cluster, job.software
-    memory = [device_memory(peaks, cluster, software) for peaks in step.peaks().values()]
-    device_bytes, capacity = max(rank.device_bytes for rank in memory), cluster.device.memory_bytes
+    memory = [device_memory(peaks, job) for peaks in step.peaks().values()]
+    device_bytes, capacity = max(rank.device_bytes for rank in memory), job.cluster.device.memory_bytes
     return StepSummary(
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
@@ -114,12 +113,11 @@ def evaluate_step(
         whole: As much is simulated as by ``predict``; else the step is truncated, and ranks to which ZeRO-1 deals out
             unequal parameters count as alike.
     """
-    cluster, software = job.cluster, job.software
-    extent = predicted_extent(job) if whole or cluster.cores_per_node is not None else extent_of(job)
-    folding = folding_of(job.model, job.plan, cluster, software, dealt_alike=not whole)
+    extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
+    folding = folding_of(job, dealt_alike=not whole)
     step = TruncatedStep(job, extent, calibration, folding=folding)
     peaks = set(step.peaks().values())
-    num_bytes = max(device_memory(each, cluster, software, calibration).wanted_bytes for each in peaks)
+    num_bytes = max(device_memory(each, job, calibration).wanted_bytes for each in peaks)
     if max_bytes is not None and num_bytes > max_bytes:
         return num_bytes, None
     return num_bytes, float(step.seconds()[0])
@@ -170,7 +168,7 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
 def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
     """The step behind a summary; arguments as of ``summarize_step``."""
     assert job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
-    check_plan(job.model, job.cluster, job.training, job.plan, job.software)
+    check_plan(job)
     whole = job.num_microbatches
-    folding = folding_of(job.model, job.plan, job.cluster, job.software, dealt_alike=True)
+    folding = folding_of(job, dealt_alike=True)
     return TruncatedStep(job, Extent(whole, 0, whole) if steps_overlap else extent_of(job), folding=folding)

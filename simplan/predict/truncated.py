@@ -121,21 +121,19 @@ class TruncatedStep:
     @cached_property
     def cost(self) -> CostModel:
         """Prices."""
-        job = self.job
-        return cost_model(job.cluster, job.training, job.plan, job.software, self.calibration)
+        return cost_model(self.job, self.calibration)
 
     @cached_property
     def assignment(self) -> StageAssignment:
         """Which layers each stage holds."""
-        return assign_layers(self.job.model, self.job.plan, self.job.software, self.cost)
+        return assign_layers(self.job, self.cost)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """What pipeline ranks do in the longer simulated step, and in the shorter one where the step is truncated."""
         job, extent = self.job, self.extent
         sizes = (extent.simulated, extent.simulated - extent.period) if extent.period else (extent.simulated,)
-        asked = job.model, job.training, job.plan, job.software, self.assignment, self.cost
-        return tuple(table_of(*asked, size) for size in sizes)
+        return tuple(table_of(job, self.assignment, self.cost, size) for size in sizes)
 
     def at_level1(self) -> TruncatedStep:
         """The same step of whole actions, without the overlap inside them."""
@@ -148,7 +146,7 @@ class TruncatedStep:
         """The Programs of the tables."""
         job = self.job
         how = Lowering(self.level, self.folding, self.expand_all, host_waits=job.cluster.device.kind == "cpu")
-        lowerer = Lowerer(job.model, job.training, job.plan, job.software, self.assignment, self.tables[0], how)
+        lowerer = Lowerer(job, self.assignment, self.tables[0], how)
         return tuple(lowerer.program(table) for table in self.tables)
 
     @cached_property
@@ -196,14 +194,14 @@ class TruncatedStep:
     def memory(self) -> tuple[RankMemory, ...]:
         """Memory of every rank of the job."""
         job, program = self.job, self.programs[0]
-        memory = rank_memory(program, job.cluster, job.software, self.calibration)
+        memory = rank_memory(program, job, self.calibration)
         if len(self.programs) == 1:
             return memory
-        fewer = rank_memory(self.programs[1], job.cluster, job.software, self.calibration)
+        fewer = rank_memory(self.programs[1], job, self.calibration)
         peaks, periods = self.peaks(), self.extent.num_periods
         found = []
         for more, less in zip(memory, fewer, strict=True):
-            grown = device_memory(peaks[program.stands_for[more.rank]], job.cluster, job.software, self.calibration)
+            grown = device_memory(peaks[program.stands_for[more.rank]], job, self.calibration)
             found.append(
                 replace(
                     grown,

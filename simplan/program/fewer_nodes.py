@@ -18,7 +18,7 @@ class FewerNodes(Spec):
 
     Attributes:
         num_nodes: Nodes that are there.
-        plan, boundaries, table, predicted_memory_bytes: As of ``Job``.
+        plan, boundaries, table, predicted_memory_bytes: As of ``RunSpec``.
     """
 
     num_nodes: Count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.batches import waits_for
 from simplan.program.complete import last_backwards
@@ -36,10 +37,7 @@ from simplan.program.uncollected import uncollected
 from simplan.program.writer import RankWriter
 from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.spec.plan import StageAssignment
 
 __all__ = ["Lowerer", "Lowering", "lower"]
 
@@ -80,10 +78,7 @@ class Lowering:
 
 @uncollected()
 def lower(
-    model: ModelSpec,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec,
+    job: Job,
     assignment: StageAssignment,
     table: Table,
     how: Lowering,
@@ -100,34 +95,26 @@ def lower(
     (ZeRO-1).
 
     Args:
-        model, training, plan, software, assignment: What is run.
+        job: What is run; its cluster is not looked at.
+        assignment: Which layers each stage holds.
         table: A complete table that ``check_table`` accepts.
         how: What to write out.
     """
-    return Lowerer(model, training, plan, software, assignment, table, how).program(table)
+    return Lowerer(job, assignment, table, how).program(table)
 
 
 class Lowerer:
     """Lowers tables of one plan that differ in the number of microbatches; what they share is made once.
 
     Args:
-        model, training, plan, software, assignment, how: As of ``lower``.
+        job, assignment, how: As of ``lower``.
         table: Any of the tables: says on which rank each stage is.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        training: TrainingSpec,
-        plan: ParallelPlan,
-        software: SoftwareSpec,
-        assignment: StageAssignment,
-        table: Table,
-        how: Lowering,
-    ) -> None:
+    def __init__(self, job: Job, assignment: StageAssignment, table: Table, how: Lowering) -> None:
         assert how.level in (1, 2)
         self._how = how
-        self._stages = Stages(model, training, plan, software, assignment, table)
+        self._stages = Stages(job, assignment, table)
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
         scripts = Scripts(self._stages)

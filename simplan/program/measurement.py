@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from simplan.program.checkpoint import CheckpointTiming
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind
 from simplan.spec.base import Count, Spec
 from simplan.spec.plan import ParallelPlan
@@ -171,7 +171,7 @@ class Measurement(Spec):
     """
 
     schema_version: Literal[1] = 1
-    job: Job
+    job: RunSpec
     complete: bool = True
     failure: str | None = None
     step_times_s: tuple[float, ...]

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective, PeakMemory
 from simplan.program.program import MemoryCategory
+from simplan.program.run_spec import RunSpec
 from simplan.spec.base import Spec
 
 __all__ = ["ActionTime", "Rehearsal"]
@@ -48,7 +48,7 @@ class Rehearsal(Spec):
     """
 
     schema_version: Literal[1] = 1
-    job: Job
+    job: RunSpec
     rank: Annotated[int, Field(ge=0)]
     fake: bool
     peak_memory: PeakMemory

@@ -8,6 +8,7 @@ from functools import cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from simplan.job import Job
 from simplan.program.action import Table
 from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
@@ -19,10 +20,9 @@ from simplan.program.units import Unit, fsdp_units
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec
 from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, RankMapping, Recompute, StageAssignment
+from simplan.spec.plan import RankMapping, Recompute, StageAssignment
 from simplan.spec.recompute import Recomputation, recomputation, recompute_of
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import TrainingSpec
+from simplan.spec.software import StateBytes
 
 __all__ = ["Crossing", "Deal", "LayerFacts", "Stages", "layer_facts"]
 
@@ -83,13 +83,11 @@ class Stages:
 
     def __init__(
         self,
-        model: ModelSpec,
-        training: TrainingSpec,
-        plan: ParallelPlan,
-        software: SoftwareSpec,
+        job: Job,
         assignment: StageAssignment,
         table: Table,
     ) -> None:
+        model, training, plan, software = job.model, job.training, job.plan, job.software
         self.plan, self.training, self.software = plan, training, software
         self.state = software.state(training, plan)
         self.mapping = RankMapping.of(plan)

@@ -152,7 +152,7 @@ class PipelineDrawing:
 
 def draw_pipeline(prediction: Prediction) -> PipelineDrawing:
     """The picture of a predicted step."""
-    mapping = RankMapping.of(prediction.plan)
+    mapping = RankMapping.of(prediction.job.plan)
     return draw_timeline(
         prediction.name,
         prediction.timeline,

@@ -34,7 +34,7 @@ def verdict(prediction: Prediction) -> str:
     needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
     capacity = prediction.capacity_bytes
     if prediction.fits is None or capacity is None:
-        return f"{needs}; the catalogue does not know the memory of {prediction.cluster.device.id}"
+        return f"{needs}; the catalogue does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
     spare = capacity - worst.device_bytes
@@ -97,7 +97,7 @@ def _headline(prediction: Prediction) -> Iterator[str]:
 def _host_memory(prediction: Prediction) -> str:
     """What is offloaded, and whether the host has room for it."""
     per_rank = format_bytes(max(memory.host_bytes for memory in prediction.memory))
-    used, capacity = prediction.worst_host_bytes, prediction.cluster.host_memory_bytes
+    used, capacity = prediction.worst_host_bytes, prediction.job.cluster.host_memory_bytes
     offloaded = f"{per_rank} offloaded per rank, {format_bytes(used)} per node"
     if capacity is None:
         return offloaded
@@ -107,7 +107,7 @@ def _host_memory(prediction: Prediction) -> str:
 
 
 def _throughput(prediction: Prediction) -> str:
-    if prediction.model.sample == "image":
+    if prediction.job.model.sample == "image":
         return f"{prediction.samples_per_s_per_device:,.1f} images/s"
     tokens, documents = prediction.tokens_per_s_per_device, prediction.document_tokens_per_s_per_device
     without = f" ({documents:,.0f} without padding)" if documents < tokens else ""
@@ -115,19 +115,20 @@ def _throughput(prediction: Prediction) -> str:
 
 
 def _mfu(prediction: Prediction) -> str:
-    precision = prediction.training.precision
-    peak = prediction.cluster.device.peak_flop_per_s.get(precision)
+    job = prediction.job
+    precision = job.training.precision
+    peak = job.cluster.device.peak_flop_per_s.get(precision)
     if prediction.mfu is None or peak is None:
-        return f"unknown: no {precision} peak is known for {prediction.cluster.device.id}"
-    flops = prediction.model.flops_per_sequence() * prediction.training.global_batch_size
+        return f"unknown: no {precision} peak is known for {job.cluster.device.id}"
+    flops = job.model.flops_per_sequence() * job.training.global_batch_size
     full = prediction.mfu_full_attention
     causal = full is not None and full != prediction.mfu
     beside = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
     counted_once = "causal attention, no recompute" if causal else "no recompute"
-    counted_once += ", no padding" if prediction.model.document_share < 1 else ""
+    counted_once += ", no padding" if job.model.document_share < 1 else ""
     return (
         f"{format_percent(prediction.mfu)} = {format_number(flops / 1e12)} TFLOP ({counted_once}) / "
-        f"({format_time(prediction.step_time_s)} x {counted(prediction.cluster.num_devices, 'device')} x "
+        f"({format_time(prediction.step_time_s)} x {counted(job.cluster.num_devices, 'device')} x "
         f"{format_flop_per_s(peak)} dense {precision} peak){beside}"
     )
 
@@ -152,7 +153,8 @@ def _trained(model: ModelSpec) -> str:
 
 
 def _asked(prediction: Prediction) -> Iterator[str]:
-    model, cluster, plan, training = prediction.model, prediction.cluster, prediction.plan, prediction.training
+    job = prediction.job
+    model, cluster, plan, training = job.model, job.cluster, job.plan, job.training
     named = "" if cluster.id == "inline" else f"{cluster.id}: "
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{_trained(model)}, "
@@ -164,9 +166,9 @@ def _asked(prediction: Prediction) -> Iterator[str]:
     )
     yield (
         f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
-        f"{training.update.replace('_foreach', ' (foreach)')}, software {prediction.software.title}"
+        f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
-    of_rank = microbatch_words(prediction.num_microbatches, plan.microbatch_size, model.sample)
+    of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries

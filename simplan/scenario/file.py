@@ -27,6 +27,7 @@ from simplan.cost.calibration import Calibration
 from simplan.document import Document, Place
 from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.problems import Path as ProblemPath
@@ -41,7 +42,7 @@ from simplan.spec.base import Spec
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan, num_microbatches
+from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_table_file
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
@@ -55,7 +56,7 @@ class Scenario:
 
     Attributes:
         name: For people.
-        model, cluster, training, software, plan: What is asked.
+        job: What is asked.
         expect: What the prediction must be.
         file: The file it was read from; None when it was made in code.
 
@@ -64,21 +65,12 @@ class Scenario:
     """
 
     name: str
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    software: SoftwareSpec
-    plan: ParallelPlan
+    job: Job
     expect: tuple[Expectation, ...] = ()
     file: str | None = None
 
     def __post_init__(self) -> None:
-        check_plan(self.model, self.cluster, self.training, self.plan, self.software)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per step of one data-parallel rank."""
-        return num_microbatches(self.training, self.plan)
+        check_plan(self.job)
 
     def predict(self, calibration: Calibration | None = None) -> Prediction:
         """Time and memory of one optimizer step.
@@ -89,9 +81,8 @@ class Scenario:
         Raises:
             SpecError: As ``simplan.predict.predict``, with the scenario's file.
         """
-        asked = (self.model, self.cluster, self.training, self.plan, self.software)
         try:
-            return predict(self.name, *asked, calibration)
+            return predict(self.job, name=self.name, calibration=calibration)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
 
@@ -150,16 +141,8 @@ def scenario_of(parts: Parts, folder: Path | None) -> Scenario:
     model, cluster, training, software = parts.complete()
     assert plan is not None, "what is missing has been refused"
     try:
-        return Scenario(
-            name=parts.name,
-            model=model,
-            cluster=cluster,
-            training=training,
-            software=software,
-            plan=plan,
-            expect=expect,
-            file=sections.file,
-        )
+        job = Job(model, cluster, training, plan, software)
+        return Scenario(name=parts.name, job=job, expect=expect, file=sections.file)
     except SpecError as error:
         placed = [p.at(*find_place(parts.lines, tuple(p.field.split(".")))) for p in error.problems]
         raise type(error)(sorted(placed, key=in_file_order), file=sections.file) from None

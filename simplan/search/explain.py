@@ -30,8 +30,7 @@ def explain_plan(name: str, job: Job, calibration: Calibration | None) -> Explan
         job: With the plan, on as many devices as it needs.
         calibration: Timings of the device, if there are any.
     """
-    parts = job.model, job.cluster, job.training, job.plan, job.software
-    prediction = predict(name, *parts, calibration=calibration)
+    prediction = predict(job, name=name, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
     split = prediction.splits[busiest]
     worst = prediction.worst_memory

@@ -29,7 +29,7 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
     """
     plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
     try:
-        check_plan(job.model, job.cluster, job.training, plan, job.software)
+        check_plan(job.with_plan(plan))
     except SpecError as error:
         lasting = [p for p in error.problems if p.field.split(".")[0] != "plan" and "batch" not in p.field]
         if lasting:

@@ -140,7 +140,7 @@ class LayerSumsCache:
         """Prices of what a plan does."""
         job = self._job
         return Prices(
-            cost_model(job.cluster, job.training, plan, job.software, self._calibration),
+            cost_model(job.with_plan(plan), self._calibration),
             sends=job.cluster.cores_per_node is None,
         )
 
@@ -154,9 +154,7 @@ class LayerSumsCache:
         alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None}
         plan = plan.model_copy(update=alone)
         prices = self.prices(plan)
-        stages = Stages(
-            job.model, job.training, plan, job.software, StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL
-        )
+        stages = Stages(job.with_plan(plan), StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
         passes = _PassTimes(job, plan, stages, prices)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []

@@ -159,8 +159,7 @@ def _fewest_blocks(
 
 def _most_blocks(job: Job) -> int:
     """Blocks of the stage that has most."""
-    cost = cost_model(job.cluster, job.training, job.plan, job.software, None)
-    assignment = assign_layers(job.model, job.plan, job.software, cost)
+    assignment = assign_layers(job, cost_model(job, None))
     last = job.model.num_blocks
     stages = map(assignment.layer_range, range(assignment.num_stages))
     return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)

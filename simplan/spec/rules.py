@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
 from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
 from simplan.spec.attention_rules import unmodelled_low_attention
 from simplan.spec.compile_rules import unmodelled_compilation
@@ -43,15 +44,14 @@ def num_microbatches(training: TrainingSpec, plan: ParallelPlan) -> int:
     return training.global_batch_size // (plan.dp * plan.microbatch_size)
 
 
-def check_plan(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec
-) -> None:
-    """Checks one plan.
+def check_plan(job: Job) -> None:
+    """Checks a job's plan, and whether its parts go together.
 
     Raises:
         NotModelledError: All that is wrong is that the plan uses options that are not modelled yet.
         SpecError: With every violation, options that are not modelled included.
     """
+    model, cluster, training, plan, software = job.model, job.cluster, job.training, job.plan, job.software
     unmodelled = [
         *_unmodelled_plan(plan, cluster),
         *unmodelled_parallelism(model, plan, software),

@@ -125,14 +125,14 @@ def _peaks(prediction: Prediction, rehearsal: Rehearsal, categories: dict[Memory
 
 
 def _notes(prediction: Prediction, rehearsal: Rehearsal) -> Iterator[str]:
-    plan = prediction.plan
+    plan = prediction.job.plan
     if rehearsal.fake:
         yield "tensors had no data: bytes are those that torch asks its allocator for, and no time was measured"
         if plan.offload_optimizer or plan.offload_activations:
             yield "what is offloaded counts as well"
         return
-    device, named = str(rehearsal.environment.get("device")), prediction.cluster.device.id
-    if prediction.cluster.device.kind == "gpu" and named.split("-")[0].lower() not in device.lower().split():
+    device, named = str(rehearsal.environment.get("device")), prediction.job.cluster.device.id
+    if prediction.job.cluster.device.kind == "gpu" and named.split("-")[0].lower() not in device.lower().split():
         yield f"measured on {device}, predicted for {named}"
     if plan.num_devices > 1:
         yield "no peer existed: communication is modelled, and computing was measured without any beside it"

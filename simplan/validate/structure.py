@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from simplan.job import Job
 from simplan.program.action import ActionKind
-from simplan.program.job import Job
 from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import Measurement
 from simplan.program.program import HostCopy, Stream
+from simplan.program.run_spec import RunSpec
+from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan, RankMapping
 
 __all__ = [
@@ -73,17 +75,11 @@ def reduces_between_exchanges(plan: ParallelPlan) -> bool:
     return plan.expert_shards > 1 or (plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters)
 
 
-def predicted_messages(job: Job) -> dict[int, list[Issued]]:
+def predicted_messages(job: RunSpec) -> dict[int, list[Issued]]:
     """By rank, what Level 2 of the job's Program issues, in host order."""
-    program = lower(
-        job.model,
-        job.training,
-        job.plan,
-        job.software,
-        job.assignment,
-        job.parsed_table(),
-        Lowering(level=2),
-    )
+    any_cluster = catalogue.cluster("dgx-h100", job.plan.num_devices)  # a run does not say on which, nor does it matter
+    asked = Job(job.model, any_cluster, job.training, job.plan, job.software)
+    program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         message = op.message

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simplan.accuracy.job import job_of_run
+from simplan.accuracy.question import question_of_run
 from simplan.accuracy.recipes import RECIPES, recipes_of
 from simplan.accuracy.schema import PublishedRun
 from tests.accuracy.runs import run
@@ -21,7 +21,11 @@ def test_a_recipe_holds_for_the_runs_it_names() -> None:
     assert not any(recipe.expandable_segments for recipe in recipes_of(bridge()))
     assert any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200)))
     assert not any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200 | {"plan__precision": "bf16"})))
-    assert job_of_run(bridge(**gb200)).software.reserve_fraction == 0 < job_of_run(bridge()).software.reserve_fraction
+    assert (
+        question_of_run(bridge(**gb200)).job.software.reserve_fraction
+        == 0
+        < question_of_run(bridge()).job.software.reserve_fraction
+    )
 
 
 def test_a_recipe_begins_with_a_release() -> None:
@@ -30,15 +34,17 @@ def test_a_recipe_begins_with_a_release() -> None:
 
 
 def test_gradients_are_reduced_as_the_recipe_says_unless_the_run_does() -> None:
-    assert job_of_run(bridge()).plan.grad_dtype == "bf16"
-    assert job_of_run(bridge(plan__grad_dtype="fp32")).plan.grad_dtype == "fp32"
-    assert job_of_run(run()).plan.grad_dtype is None
+    assert question_of_run(bridge()).job.plan.grad_dtype == "bf16"
+    assert question_of_run(bridge(plan__grad_dtype="fp32")).job.plan.grad_dtype == "fp32"
+    assert question_of_run(run()).job.plan.grad_dtype is None
 
 
 @pytest.mark.parametrize(("task", "width"), [("pretrain", 8 + 2), ("sft", 4 + 2)])
 def test_optimizer_states_of_nemo_are_in_16_bits_where_models_are_tuned(task: str, width: int) -> None:
-    found = job_of_run(run(software__framework="nemo", software__version="NeMo24.07", task=task, plan__precision="fp8"))
-    assert found.software.state(found.training, found.plan).optimizer_bytes("adamw") == width
+    found = question_of_run(
+        run(software__framework="nemo", software__version="NeMo24.07", task=task, plan__precision="fp8")
+    )
+    assert found.job.software.state(found.job.training, found.job.plan).optimizer_bytes("adamw") == width
 
 
 def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script() -> None:
@@ -50,27 +56,29 @@ def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script
     }
     tuned: dict[str, Any] = {"software__framework": "nemo", "software__version": "NeMo24.07", "task": "sft", **shape}
     tuned |= {"plan__dp_shard": 2, "plan__precision": "fp8"}
-    found = job_of_run(run(**tuned, model__name="llama2-13b")).plan
+    found = question_of_run(run(**tuned, model__name="llama2-13b")).job.plan
     assert (found.virtual_stages, found.schedule, len(found.stage_layers or ())) == (10, "interleaved_1f1b", 40)
-    assert job_of_run(run(**tuned, model__name="another-13b")).plan.virtual_stages == 1
+    assert question_of_run(run(**tuned, model__name="another-13b")).job.plan.virtual_stages == 1
 
 
 def test_deepseek_v3_has_a_layer_for_the_token_after_the_next_and_kimi_k2_has_none() -> None:
     moe = {"top_k": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_dense_layers": 3}
     of_model: dict[str, Any] = {"model__family": "moe", "model__gated_mlp": True, "model__hidden_size": 7168}
     found = [
-        job_of_run(bridge(**of_model, model__moe={"num_experts": experts, **moe}, **changes)).model.mtp_num_layers
+        question_of_run(
+            bridge(**of_model, model__moe={"num_experts": experts, **moe}, **changes)
+        ).job.model.mtp_num_layers
         for experts, changes in ((256, {}), (384, {}), (256, {"task": "sft"}))
     ]
     assert found == [1, 0, 0]
     without = bridge(
         "NeMo container 25.11", **of_model, model__moe={"num_experts": 256, **moe}, cluster__device="gb300"
     )
-    assert job_of_run(without).model.mtp_num_layers == 0  # as its table says
+    assert question_of_run(without).job.model.mtp_num_layers == 0  # as its table says
 
 
 def test_what_recipes_set_is_told() -> None:
-    assert "as its recipe says: gradients reduced in bf16" in job_of_run(bridge()).notes
+    assert "as its recipe says: gradients reduced in bf16" in question_of_run(bridge()).notes
     assert all(recipe.settings and recipe.source for recipe in RECIPES)
 
 
@@ -87,9 +95,9 @@ def test_a_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], o
     """Its recipe has it, for other plans: the run is predicted without, and says so."""
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": "mxfp8"}
     changes = {f"plan__{key}": value for key, value in plan.items()}
-    job = job_of_run(bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes))
-    assert job.software.expert_overlap is overlaps
-    said = [note for note in job.notes if note.startswith("no exchanges for experts beside another microbatch")]
+    question = question_of_run(bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes))
+    assert question.job.software.expert_overlap is overlaps
+    said = [note for note in question.notes if note.startswith("no exchanges for experts beside another microbatch")]
     assert said == ([] if why is None else [f"{BESIDE}: megatron-bridge refuses them with {why}"])
 
 
@@ -114,10 +122,12 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
     version: str, device: str, precision: str, found: tuple[str, bool, bool]
 ) -> None:
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen, **BESIDE_ANOTHER))
-    software = job.software
+    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen, **BESIDE_ANOTHER))
+    software = question.job.software
     assert (software.expert_dispatch, software.expert_overlap, software.fused_experts) == found
-    told = [note for note in job.notes if note.startswith("as its recipe says: tokens brought to experts by hybridep")]
+    told = [
+        note for note in question.notes if note.startswith("as its recipe says: tokens brought to experts by hybridep")
+    ]
     assert bool(told) is (found[0] == "hybridep")
 
 
@@ -143,16 +153,16 @@ def test_graphs_are_those_of_the_recipe_in_the_container(
 ) -> None:
     """Qwen3 30B: QWEN3_30B_A3B_* of qwen3_workload_base_configs.py, by release."""
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
-    assert job.software.cuda_graphs == found
-    notes = [note for note in job.notes if note.startswith("as its recipe says: CUDA graphs of ")]
+    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    assert question.job.software.cuda_graphs == found
+    notes = [note for note in question.notes if note.startswith("as its recipe says: CUDA graphs of ")]
     assert bool(notes) is bool(found)
 
 
 def test_graphs_of_dense_models_are_those_of_the_recipe() -> None:
     def graphs(version: str, device: str, precision: str, **changes: Any) -> tuple[str, ...]:
         fields = {"model__name": "llama3-8b", "cluster__device": device, "plan__precision": precision, **changes}
-        return job_of_run(bridge(version, **fields)).software.cuda_graphs
+        return question_of_run(bridge(version, **fields)).job.software.cuda_graphs
 
     assert graphs("25.09", "b200-sxm", "mxfp8") == ("attn", "mlp")
     assert graphs("25.09", "gb200", "fp8") == ()
@@ -172,6 +182,6 @@ def test_graphs_of_dense_models_are_those_of_the_recipe() -> None:
 )
 def test_attention_is_in_8_bits_where_the_recipe_has_it(version: str, device: str, precision: str, found: bool) -> None:
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    job = job_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
-    assert job.software.fp8_dot_product_attention is found
-    assert ("as its recipe says: attention in 8 bits" in job.notes) is found
+    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    assert question.job.software.fp8_dot_product_attention is found
+    assert ("as its recipe says: attention in 8 bits" in question.notes) is found

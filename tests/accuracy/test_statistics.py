@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from simplan.accuracy.choosing import choices
 from simplan.accuracy.floor import constant_utilization, step_flops
-from simplan.accuracy.job import job_of_run
+from simplan.accuracy.question import question_of_run
 from simplan.accuracy.result import Figures
 from simplan.accuracy.statistics import memory_figures, step_time_figures, verdicts
 from tests.accuracy.runs import outcome, run
@@ -102,7 +101,7 @@ def test_flops_of_a_step_are_those_of_the_megatron_formula() -> None:
     model, batch = published.model, published.plan.global_batch_size
     s, h, layers, v = model.seq_len, model.hidden_size, model.num_hidden_layers, model.vocab_size
     formula = 96 * batch * s * layers * h**2 * (1 + s / (12 * h) + v / (16 * layers * h))
-    assert step_flops(job_of_run(published)) == pytest.approx(formula, rel=1e-3)
+    assert step_flops(question_of_run(published).job) == pytest.approx(formula, rel=1e-3)
 
 
 def test_flops_of_a_step_count_the_blocks_that_run_again() -> None:
@@ -110,10 +109,10 @@ def test_flops_of_a_step_count_the_blocks_that_run_again() -> None:
     published = run(plan__recompute="none", plan__pp=2)
     model, batch = published.model, published.plan.global_batch_size
     s, h, i = model.seq_len, model.hidden_size, model.intermediate_size
-    job = job_of_run(published)
-    assert job.model.num_blocks > 2
-    first = job.plan.model_copy(update={"recompute": "full", "recompute_layers": 1})
-    again = step_flops(replace(job, plan=first)) - step_flops(job)
+    question = question_of_run(published)
+    assert question.job.model.num_blocks > 2
+    first = question.job.plan.model_copy(update={"recompute": "full", "recompute_layers": 1})
+    again = step_flops(question.job.with_plan(first)) - step_flops(question.job)
     assert again == pytest.approx(2 * batch * (2 * s * (4 * h**2 + 2 * h * i) + 2 * s**2 * h), rel=1e-9)
 
 

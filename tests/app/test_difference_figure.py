@@ -21,8 +21,7 @@ def found() -> Difference:
     explanations = []
     for name in ("1f1b", "gpipe"):
         asked = load_scenario(SCENARIOS / f"{name}.yaml")
-        parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-        explanations.append(explain(predict(asked.name, *parts)))
+        explanations.append(explain(predict(asked.job, name=asked.name)))
     return difference(*explanations)
 
 

@@ -39,8 +39,8 @@ def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None
     (tmp_path / "scenario.yaml").write_text(
         document_text({**SMALL, "model": {"hf_config": "config.json", "seq_len": 1024}})
     )
-    loaded = load_scenario(tmp_path / "scenario.yaml").model
-    assert parse_scenario(document_text(document)).model == loaded.model_copy(update={"name": "someone/tiny"})
+    loaded = load_scenario(tmp_path / "scenario.yaml").job.model
+    assert parse_scenario(document_text(document)).job.model == loaded.model_copy(update={"name": "someone/tiny"})
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def data_of(name: str) -> dict:
 def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
     text = text_of("pipeline-ddp")
     asked = parse_scenario(text)
-    found = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
+    found = predict(asked.job, name=asked.name)
     points = sweep(text, axis, False)
     now = place_on(asked, axis)
     [here] = [point for point in points if point.value == now]
@@ -45,7 +45,7 @@ def test_weak_scaling_keeps_what_each_device_does() -> None:
     asked = parse_scenario(text)
     points = [point for point in sweep(text, "devices", True) if not point.refused]
     assert len(points) > 2
-    each = asked.training.global_batch_size / asked.cluster.num_devices
+    each = asked.job.training.global_batch_size / asked.job.cluster.num_devices
     assert [point.samples_per_s * point.step_time_s / point.num_devices for point in points] == pytest.approx(
         [each] * len(points)
     )
@@ -54,7 +54,7 @@ def test_weak_scaling_keeps_what_each_device_does() -> None:
 def test_a_slow_rank_costs_something_and_at_most_its_delay() -> None:
     found = slow_ranks(text_of("1f1b"), 0.2)
     asked = parse_scenario(text_of("1f1b"))
-    assert sorted(rank for one in found for rank in one.ranks) == list(range(asked.cluster.num_devices))
+    assert sorted(rank for one in found for rank in one.ranks) == list(range(asked.job.cluster.num_devices))
     assert all(0 < one.relative_change <= 0.2 + 1e-9 for one in found)
     assert len(checked(slow_figure(found, 0.2)).data[0].x) == len(found)
 

@@ -113,7 +113,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
     document = basket.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
-    assert parse_scenario(yaml.safe_dump(document)).plan == plan
+    assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 
 def numbers(least: float, most: float) -> st.SearchStrategy[Any]:

@@ -31,8 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @cache
 def made() -> tuple[bytes, bytes]:
     asked = load_scenario(ROOT / "scenarios" / "1f1b.yaml")
-    parts = (asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    found = predict(asked.name, *parts)
+    found = predict(asked.job, name=asked.name)
     return json.dumps(found.to_json()).encode(), measure(found, 1.1).model_dump_json().encode()
 
 

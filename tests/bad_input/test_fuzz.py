@@ -54,7 +54,7 @@ def load(path: Path) -> None:
 def test_the_valid_file_loads(tmp_path: Path) -> None:
     path = tmp_path / "valid.yaml"
     path.write_text(VALID)
-    assert load_scenario(path).plan.stage_layers == (2, 2)
+    assert load_scenario(path).job.plan.stage_layers == (2, 2)
 
 
 @pytest.mark.timeout(120)

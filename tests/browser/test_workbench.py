@@ -50,7 +50,7 @@ def test_a_download_is_the_scenario_that_was_asked(page: Any, served: str, tmp_p
     file = tmp_path / "scenario.yaml"
     waiting.value.save_as(file)
     scenario = load_scenario(file)
-    assert (scenario.plan.pp, scenario.plan.dp_replicate, scenario.cluster.num_devices) == (2, 2, 4)
+    assert (scenario.job.plan.pp, scenario.job.plan.dp_replicate, scenario.job.cluster.num_devices) == (2, 2, 4)
 
 
 @pytest.mark.parametrize(("format_", "starts"), [("SVG", b"<svg"), ("PNG", b"\x89PNG")])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.kernel_cost import kernel_cost
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Message, Phase
 from simplan.spec import catalogue
@@ -58,6 +59,8 @@ def test_a_device_of_an_unknown_architecture_is_unsure_enough_to_be_a_known_one(
     unknown = known.device.model_copy(update={"architecture": "other", "kernels": kernels, "matmul_flop_per_s": {}})
     asked = (TrainingSpec(global_batch_size=16), ParallelPlan(dp_shard=8), catalogue.software("torchtitan"))
     model = catalogue.model("llama3-8b")
-    low_s, high_s = predict("", model, known.model_copy(update={"device": unknown}), *asked).step_time_interval_s
+    low_s, high_s = predict(
+        Job(model, known.model_copy(update={"device": unknown}), *asked), name=""
+    ).step_time_interval_s
     assert known.device.id == name
-    assert low_s < predict("", model, known, *asked).step_time_s < high_s
+    assert low_s < predict(Job(model, known, *asked), name="").step_time_s < high_s

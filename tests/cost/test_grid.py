@@ -15,6 +15,7 @@ from simplan.cost.calibration import Calibration, CommunicationTiming, KernelNam
 from simplan.cost.grid import KernelGrid
 from simplan.cost.grid_cost import GridCost
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
@@ -171,14 +172,14 @@ def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration()
     model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
     training, software = TrainingSpec(global_batch_size=16, precision="bf16"), catalogue.software("torch")
     one = catalogue.cluster("dgx-h100", num_devices=8)
-    found = predict("x", model, one, training, ParallelPlan(dp_shard=8), software, CALIBRATION)
+    found = predict(Job(model, one, training, ParallelPlan(dp_shard=8), software), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in found.terms}
     assert by_name["block forward"] == "calibrated"
     assert by_name["all_gather over 8 ranks"] == "calibrated"
     assert found.memory[0].device_bytes - found.memory[0].reserved_bytes == 10**9
     assert not any("datasheet" in text for text in found.assumptions)
     two = catalogue.cluster("dgx-h100", num_devices=16)
-    found = predict("x", model, two, training, ParallelPlan(dp_shard=16), software, CALIBRATION)
+    found = predict(Job(model, two, training, ParallelPlan(dp_shard=16), software), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in found.terms}
     assert by_name["block forward"] == "calibrated"
     assert by_name["all_gather over 16 ranks"] == "published"
@@ -202,7 +203,11 @@ def test_a_calibration_of_another_device_is_refused(changes: dict[str, Any], clu
     training = TrainingSpec(global_batch_size=2, precision="bf16")
     asked = catalogue.cluster(cluster, num_devices=2)
     with pytest.raises(SpecError, match=told):
-        predict("x", model, asked, training, ParallelPlan(dp_replicate=2), catalogue.software("torch"), other)
+        predict(
+            Job(model, asked, training, ParallelPlan(dp_replicate=2), catalogue.software("torch")),
+            name="x",
+            calibration=other,
+        )
 
 
 def test_another_precision_is_refused_in_a_sentence() -> None:

@@ -17,20 +17,21 @@ from executor.recorder import Recorder
 from executor.rehearse import fake_account
 from executor.trainer import Trainer
 from simplan.program.action import Action, format_table
-from simplan.program.job import Job
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program
+from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table
 from simplan.sim.memory import MemoryPeak, memory_peak
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 from tests.executor.conftest import MakeJob
+from tests.jobs import job_to_lower
 
 __all__ = ["SilentRecorder", "account", "fake_trainer", "peaks", "predicted_peak", "predicted_program"]
 
 
-def predicted_program(job: Job, *, gloo: bool = False) -> Program:
+def predicted_program(job: RunSpec, *, gloo: bool = False) -> Program:
     """What an account is compared with; all tensors are in the memory of this process, those on the host among them.
 
     Args:
@@ -38,18 +39,20 @@ def predicted_program(job: Job, *, gloo: bool = False) -> Program:
         gloo: With what gloo copies and DDP's second buckets, neither of which there is in the fake process group.
     """
     how = Lowering(host_waits=gloo)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    program = lower(
+        job_to_lower(job.model, job.training, job.plan, job.software), job.assignment, job.parsed_table(), how
+    )
     if not gloo:
         program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))
     return replace(program, one_memory=True)
 
 
-def predicted_peak(job: Job, rank: int, *, gloo: bool = False) -> MemoryPeak:
+def predicted_peak(job: RunSpec, rank: int, *, gloo: bool = False) -> MemoryPeak:
     """The peak of one rank; arguments as above."""
     return memory_peak(predicted_program(job, gloo=gloo), rank)
 
 
-def account(job: Job, rank: int) -> Account:
+def account(job: RunSpec, rank: int) -> Account:
     """Torch's own memory of a rank in a step."""
     return fake_account(job, rank)
 
@@ -77,7 +80,7 @@ def peaks(
 
 
 @contextmanager
-def fake_trainer(job: Job, rank: int, make_recorder: MakeRecorder) -> Iterator[Trainer]:
+def fake_trainer(job: RunSpec, rank: int, make_recorder: MakeRecorder) -> Iterator[Trainer]:
     """A rank's trainer on fake tensors, alone in this process."""
     with fake_rank(job, rank, make_recorder) as built:
         yield built

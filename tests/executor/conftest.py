@@ -13,8 +13,8 @@ import torch
 import executor.launch
 from executor.run import run_job
 from simplan.program.action import Action, format_table
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
+from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
@@ -29,7 +29,7 @@ NUM_MICROBATCHES = 4
 MICROBATCH_SIZE = 2
 
 MakeModel = Callable[..., ModelSpec]
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., RunSpec]
 
 
 def _model(family: str = "gpt", **fields: Any) -> ModelSpec:
@@ -46,7 +46,7 @@ def _model(family: str = "gpt", **fields: Any) -> ModelSpec:
     return ModelSpec(**{**sizes, **fields})
 
 
-def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec | None = None, **fields: Any) -> Job:
+def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec | None = None, **fields: Any) -> RunSpec:
     model = _model() if model is None else model
     plan = ParallelPlan(
         **{
@@ -72,7 +72,7 @@ def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec |
         "profile_memory": False,
         "timeout_s": 60.0,
     }
-    return Job(**{**values, **fields})
+    return RunSpec(**{**values, **fields})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,7 +116,7 @@ def make_job() -> MakeJob:
 class Run:
     """A finished run in float64 by ``dumping_worker``."""
 
-    job: Job
+    job: RunSpec
     measurement: Measurement
     out_dir: Path
 
@@ -125,7 +125,7 @@ class Run:
         return self.job.parsed_table()
 
 
-CASES: dict[str, Callable[[], Job]] = {
+CASES: dict[str, Callable[[], RunSpec]] = {
     "one-device-gpt-tied": lambda: _job(dtype="fp64"),
     "ddp2-gpt-tied": lambda: _job(dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
     "ddp2-every-microbatch-llama": lambda: _job(

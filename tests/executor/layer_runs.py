@@ -14,7 +14,7 @@ from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.run import run_job
 from simplan.program.footprint import layer_footprint
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
@@ -90,7 +90,7 @@ def assert_kept_and_peak(spec: ModelSpec, index: int, recompute: Recompute, prec
     assert wanted + footprint.backward_workspace == pytest.approx(peak, rel=PEAK) or is_head
 
 
-def assert_ranks_equal_one_process(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_ranks_equal_one_process(job: RunSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients of every step in float64; and ranks issued what Level 2 says, twice as wide as in fp32."""
     monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     measurement = run_job(job, folder, rank_module="dumping_worker")

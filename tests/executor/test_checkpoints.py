@@ -15,8 +15,8 @@ from executor.checkpoint_folder import newest_checkpoint
 from executor.run import run_job
 from simplan.errors import RunError, SpecError
 from simplan.program.checkpoint import CheckpointHeader, Checkpointing
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
+from simplan.program.run_spec import RunSpec
 from simplan.spec.training import TrainingSpec
 from tests.executor.conftest import RANK_PROGRAMS
 
@@ -24,18 +24,18 @@ NUM_STEPS = 6
 """All of them: one warm-up step and the steady ones."""
 
 
-def with_checkpoints(job: Job, folder: Path, num_steps: int = NUM_STEPS, **asked: Any) -> Job:
+def with_checkpoints(job: RunSpec, folder: Path, num_steps: int = NUM_STEPS, **asked: Any) -> RunSpec:
     checkpointing = Checkpointing(**{"folder": str(folder), "every": 2, **asked})
     return job.model_copy(update={"checkpointing": checkpointing, "num_steps": num_steps - (job.num_warmup_steps or 0)})
 
 
-def in_two_parts(job: Job, other: Job, folder: Path) -> tuple[Measurement, Measurement]:
+def in_two_parts(job: RunSpec, other: RunSpec, folder: Path) -> tuple[Measurement, Measurement]:
     """The first four steps as ``job``, the others as ``other``, which goes on from their checkpoint."""
     first = run_job(with_checkpoints(job, folder / "kept", 4), folder / "first")
     return first, run_job(with_checkpoints(other, folder / "kept", resume=True), folder / "second")
 
 
-def undisturbed(job: Job, folder: Path) -> Measurement:
+def undisturbed(job: RunSpec, folder: Path) -> Measurement:
     return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
 
 
@@ -76,10 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) -> Job:
+def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) -> RunSpec:
     tied = case.get("schedule") != "interleaved_1f1b"
     model = make_model(vocab_size=96, num_hidden_layers=4, tied_embeddings=tied)
-    job: Job = make_job(model=model, **{**case, **fields})
+    job: RunSpec = make_job(model=model, **{**case, **fields})
     return job
 
 
@@ -114,7 +114,7 @@ def test_other_ranks_go_on(
     """The same samples, summed in another order."""
     training = TrainingSpec(global_batch_size=16, precision="fp32")
 
-    def job(case: dict[str, Any]) -> Job:
+    def job(case: dict[str, Any]) -> RunSpec:
         """Four microbatches on every data-parallel rank."""
         made = job_of(make_job, make_model, case, dtype="fp64", training=training)
         plan = made.plan.model_copy(update={"microbatch_size": 4 // made.plan.dp})

@@ -13,7 +13,7 @@ from executor import compiling
 from executor.compiling import compile_blocks
 from executor.run import run_job
 from simplan.program.footprint import layer_footprint
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.spec import catalogue
 from simplan.spec.layer_style import LayerStyle, styled
 from simplan.spec.plan import Recompute
@@ -57,7 +57,7 @@ BLOCKS = [
 ]
 
 
-def compiled_job(make_job: MakeJob, make_model: MakeModel, name: str, **fields: Any) -> Job:
+def compiled_job(make_job: MakeJob, make_model: MakeModel, name: str, **fields: Any) -> RunSpec:
     schedule, family, plan = PLANS[name]
     model = make_model(family, vocab_size=96)
     return make_job(schedule, model=model, plan=plan, software=COMPILED, **fields)

@@ -13,7 +13,7 @@ from executor.loss import cross_entropy
 from executor.model import build_stage, own_weights
 from executor.parallel import Parallel, Peers
 from executor.run import run_job
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 from simplan.spec.training import TrainingSpec
 from tests.executor.conftest import Run
@@ -22,7 +22,7 @@ from tests.executor.reference_optimizers import reference_optimizer
 RELATIVE = 1e-9
 
 
-def one_process(job: Job, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then the update."""
     model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
     optimizer = reference_optimizer(job.training, list(model.parameters()))
@@ -50,7 +50,7 @@ def largest_relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> fl
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def own_part(job: Job, rank: int, name: str, whole: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """What a tensor-parallel rank has of a gradient."""
     parallel = Parallel(job.plan.shard, tp=Peers(job.plan.tp, RankMapping.of(job.plan).place(rank).tp))
     return own_weights(whole, name.split(".", 2)[2], tuple(found.shape), job.model, parallel)

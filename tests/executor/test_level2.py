@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from executor.run import run_job
-from simplan.predict import job_of, predict
+from simplan.job import Job
+from simplan.predict import predict, run_spec_of
 from simplan.program.measurement import Measurement
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
@@ -53,14 +54,16 @@ def case(name: str) -> Any:
 def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
     model, plan, batch, precision = CASES[name]
     prediction = predict(
-        name,
-        model,
-        catalogue.cluster("dgx-a100-80gb", num_devices=plan.num_devices),
-        TrainingSpec(global_batch_size=batch, precision=precision),
-        plan,
-        catalogue.software("torch"),
+        Job(
+            model,
+            catalogue.cluster("dgx-a100-80gb", num_devices=plan.num_devices),
+            TrainingSpec(global_batch_size=batch, precision=precision),
+            plan,
+            catalogue.software("torch"),
+        ),
+        name=name,
     )
-    job = job_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
     assert len(job.predicted_memory_bytes) == job.plan.num_devices
     measurement = run_job(job, tmp_path)
     assert compare(prediction.to_json(), measurement).structure_equal

@@ -17,9 +17,9 @@ import pytest
 from executor.run import run_job
 from simplan.program.action import format_table
 from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
+from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table
 from simplan.spec.training import TrainingSpec
 from tests.executor.conftest import MakeJob
@@ -45,7 +45,7 @@ def table_of(plan: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(row) for row in format_table(plan_table(plan, number)))
 
 
-def elastic(job: Job, folder: Path, num_nodes: int, fewer: Sequence[int], **asked: Any) -> Job:
+def elastic(job: RunSpec, folder: Path, num_nodes: int, fewer: Sequence[int], **asked: Any) -> RunSpec:
     """The job in float64 with a common batch, that goes on with some numbers of nodes."""
     job = job.model_copy(
         update={
@@ -65,7 +65,7 @@ def elastic(job: Job, folder: Path, num_nodes: int, fewer: Sequence[int], **aske
 
 
 def start_on(
-    made: Sequence[Host], job: Job, folder: Path, *, number: int | None = None, **asked: Any
+    made: Sequence[Host], job: RunSpec, folder: Path, *, number: int | None = None, **asked: Any
 ) -> list[subprocess.Popen[str]]:
     """Starts a job on hosts, or on the first few of them, each with a folder of its own; ``asked`` as of ``Nodes``."""
     (folder / "job.json").write_text(job.model_dump_json())
@@ -110,7 +110,7 @@ def finished(started: Sequence[subprocess.Popen[str]], folder: Path) -> list[tup
     return [(process.returncode, messages) for process, (_, messages) in zip(started, ended, strict=True)]
 
 
-def undisturbed(job: Job, folder: Path) -> Measurement:
+def undisturbed(job: RunSpec, folder: Path) -> Measurement:
     return run_job(job.model_copy(update={"checkpointing": None, "fewer_nodes": ()}), folder)
 
 

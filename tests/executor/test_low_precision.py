@@ -18,7 +18,7 @@ from executor.model import build_stage
 from executor.precision import Autocast
 from executor.run import run_job
 from simplan.errors import NotModelledError
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table
 from simplan.spec.model import ModelSpec
 from simplan.spec.training import TrainingSpec
@@ -84,17 +84,17 @@ def tiny(family: str) -> ModelSpec:
     return ModelSpec(family=family, intermediate_size=96, seq_len=24, **sizes)
 
 
-def job_of(make_job: Any, model: ModelSpec, plan: dict[str, Any], num_microbatches: int, **fields: Any) -> Job:
+def job_of(make_job: Any, model: ModelSpec, plan: dict[str, Any], num_microbatches: int, **fields: Any) -> RunSpec:
     ranks = plan.get("dp_replicate", 1) * plan.get("dp_shard", 1)
     microbatch_size = plan.get("microbatch_size", 2)
     training = TrainingSpec(global_batch_size=num_microbatches * microbatch_size * ranks, precision="fp8")
     schedule = "1f1b" if "pp" in plan else "none"
-    job: Job = make_job(schedule, model=model, plan=plan, training=training, dtype="bf16", **fields)
+    job: RunSpec = make_job(schedule, model=model, plan=plan, training=training, dtype="bf16", **fields)
     table = tuple(tuple(map(str, row)) for row in plan_table(job.plan, num_microbatches))
     return job.model_copy(update={"table": table})
 
 
-def one_process(job: Job, num_steps: int, *, casts_weights: bool) -> list[float]:
+def one_process(job: RunSpec, num_steps: int, *, casts_weights: bool) -> list[float]:
     """Mean losses of steps over the microbatches of all ranks.
 
     Args:

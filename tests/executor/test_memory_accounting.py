@@ -13,8 +13,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from executor.run import run_job
 from simplan.program.action import format_table
-from simplan.program.job import Job
 from simplan.program.program import MemoryCategory
+from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -148,7 +148,7 @@ def cases() -> list[Any]:
 
 def job_of(
     make_job: MakeJob, name: str, changes: dict[str, Any], num_microbatches: int, precision: Any, **fields: Any
-) -> Job:
+) -> RunSpec:
     plan = ParallelPlan(**{"microbatch_size": 2, **changes})
     size = num_microbatches * plan.microbatch_size * plan.dp
     return make_job(
@@ -162,14 +162,14 @@ def job_of(
     )
 
 
-def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) -> tuple[Job, int]:
+def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) -> tuple[RunSpec, int]:
     """A job, and the rank to look at."""
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
     job = job_of(make_job, name, changes, num_microbatches, precision)
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 
-def predicted_in(job: Job, rank: int, action: str) -> dict[MemoryCategory, int]:
+def predicted_in(job: RunSpec, rank: int, action: str) -> dict[MemoryCategory, int]:
     """The worst moment of one action, where two actions need almost as much."""
     program = predicted_program(job)
     held = Counter(dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank])

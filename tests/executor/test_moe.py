@@ -13,8 +13,8 @@ from executor.model import own_weights
 from executor.parallel import Parallel, Peers
 from executor.run import run_job
 from simplan.errors import RunError
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
+from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 from simplan.validate.structure import (
     issued_as_predicted,
@@ -138,7 +138,7 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Run:
-    job: Job
+    job: RunSpec
     measurement: Measurement
     out_dir: Path
 

@@ -16,8 +16,8 @@ import pytest
 
 from executor.heartbeat import read_beat
 from executor.rank import RankFiles
-from simplan.program.job import Job
 from simplan.program.nodes import Nodes
+from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.executor.test_faults import wait_until_gone
@@ -31,7 +31,7 @@ TIMEOUT_S = 60.0
 """Of jobs: ranks may take so long to start, on a busy machine."""
 
 
-def start_on(made: Sequence[Host], job: Job, folder: Path) -> list[subprocess.Popen[str]]:
+def start_on(made: Sequence[Host], job: RunSpec, folder: Path) -> list[subprocess.Popen[str]]:
     """Starts a job on hosts, one rank on each, each with a folder of its own."""
     (folder / "job.json").write_text(job.model_dump_json())
     nodes = Nodes(num_nodes=len(made), ranks_per_node=1, host=made[0].address, port=PORT)

@@ -30,9 +30,9 @@ from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest
 from simplan.cost.store import load
 from simplan.errors import SpecError
-from simplan.program.job import Job
 from simplan.program.nodes import Nodes
 from simplan.program.refusal import Refusal
+from simplan.program.run_spec import RunSpec
 from simplan.spec.layer import CollectiveKind
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.hosts import BURST_BYTES, Host, hosts
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT = 29417
 CLOCK_ERROR_S = 1.0  # where the clocks are a thousand seconds apart; on a loaded machine an answer may take long
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., RunSpec]
 
 
 def free_port() -> int:
@@ -63,7 +63,7 @@ def start(host: Host | None, *args: object, python: Sequence[str] = ("-m", "exec
     )
 
 
-def run_on(made: Sequence[Host], job: Job, folder: Path, **fields: Any) -> list[tuple[int, str]]:
+def run_on(made: Sequence[Host], job: RunSpec, folder: Path, **fields: Any) -> list[tuple[int, str]]:
     """Runs a job on hosts, each with a folder of its own; exit code and messages of each node."""
     ranks = job.plan.num_devices // len(made)
     (folder / "job.json").write_text(job.model_dump_json())

@@ -15,6 +15,7 @@ from simplan.program.measurement import MeasuredCollective, RankMeasurement
 from simplan.program.timeline import SpanKind
 from simplan.sim.memory import memory_peak
 from simplan.spec.plan import Place, RankMapping
+from tests.jobs import job_to_lower
 
 MESSAGES = {
     ActionKind.SEND_F: ("send", 1),
@@ -82,7 +83,9 @@ def test_forward_that_runs_again_is_timed_inside_of_backward(finished_run: Any) 
     """Once for every block that does, or its attention core, in the action in which Level 2 has it."""
     job = finished_run.job
     how = Lowering(level=2)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    program = lower(
+        job_to_lower(job.model, job.training, job.plan, job.software), job.assignment, job.parsed_table(), how
+    )
     for rank in finished_run.measurement.ranks:
         again = [op for op in program.ops if op.rank == rank.rank and op.kind is SpanKind.RECOMPUTE]
         wanted = Counter(action for action, _ in {(str(op.action), op.name) for op in again})
@@ -122,7 +125,9 @@ def test_microbatches_in_flight_are_those_predicted(finished_run: Any) -> None:
     if job.plan.pp == 1:
         return
     how = Lowering(level=1)
-    program = lower(job.model, job.training, job.plan, job.software, job.assignment, job.parsed_table(), how)
+    program = lower(
+        job_to_lower(job.model, job.training, job.plan, job.software), job.assignment, job.parsed_table(), how
+    )
     for rank in program.ranks:
         held = torch.load(finished_run.out_dir / f"in_flight.rank{rank}.pt")
         assert held == memory_peak(program, rank).activations_in_flight

@@ -31,15 +31,15 @@ from executor.waiting_room import WaitingRoom
 from simplan.errors import RunError
 from simplan.program.checkpoint import CheckpointHeader, Checkpointing, CheckpointTiming
 from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
-from simplan.program.job import Job
 from simplan.program.nodes import Nodes
+from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob
 
 PATIENCE_S = 60.0
 LOST = "node 1 (b, 10.0.0.2) cannot be reached: nothing has been heard of it for 10 s"
 
 
-def parts(job: Job, folder: Path, fewer: list[int]) -> list[Part]:
+def parts(job: RunSpec, folder: Path, fewer: list[int]) -> list[Part]:
     """Of four nodes, each in its own folder; those that are in ``fewer`` may go on."""
     kept = folder / "kept" / "step-00000030"
     kept.mkdir(parents=True)

@@ -10,8 +10,8 @@ import pytest
 from executor.rehearse import rehearse
 from executor.run import run_job
 from simplan.errors import NotModelledError, SpecError
-from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective
+from simplan.program.run_spec import RunSpec
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.validate.structure import TIMED_KINDS, predicted_messages
@@ -43,7 +43,7 @@ QUICK = ("1f1b",)
 TOLERANCE = 0.03
 
 
-def job_of(make_job: MakeJob, name: str, **fields: Any) -> Job:
+def job_of(make_job: MakeJob, name: str, **fields: Any) -> RunSpec:
     asked = {**PLANS[name], **fields}
     if asked.get("dtype") == "bf16":
         asked["training"] = {"global_batch_size": 4 * 2 * 4, "precision": "bf16", "optimizer": "adamw"}

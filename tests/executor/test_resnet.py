@@ -19,7 +19,8 @@ from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.run import run_job
 from simplan.errors import NotModelledError
-from simplan.predict import job_of, predict
+from simplan.job import Job
+from simplan.predict import predict, run_spec_of
 from simplan.program.action import format_table
 from simplan.program.footprint import layer_footprint
 from simplan.program.table import plan_table
@@ -199,8 +200,8 @@ def test_ranks_in_bf16_issue_what_is_predicted(plan: dict[str, Any], tmp_path: P
     made = ParallelPlan(**plan)
     cluster = catalogue.cluster("dgx-a100-80gb", num_devices=made.num_devices)
     training = TrainingSpec(global_batch_size=4 * made.dp, precision="bf16")
-    prediction = predict("resnet", model(), cluster, training, made, catalogue.software("torch"))
-    job = job_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    prediction = predict(Job(model(), cluster, training, made, catalogue.software("torch")), name="resnet")
+    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
     measurement = run_job(job, tmp_path)
     assert issued_as_predicted(measurement)
     shape = job.model.layers[job.boundaries[1] - 1].output_shapes[0]

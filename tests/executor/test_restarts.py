@@ -13,8 +13,8 @@ from executor.heartbeat import read_beat
 from executor.rank import RankFiles
 from executor.run import run_job
 from simplan.errors import RunError
-from simplan.program.job import Job
 from simplan.program.measurement import Measurement
+from simplan.program.run_spec import RunSpec
 from tests.executor.forked import forked_ranks
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.executor.test_faults import wait_until_gone
@@ -24,7 +24,7 @@ NUM_STEPS = 60
 """Enough that a rank which is hit after some of them has not finished."""
 
 
-def run_and_hit(job: Job, number: signal.Signals, times: int, out_dir: Path, rank: int) -> Measurement:
+def run_and_hit(job: RunSpec, number: signal.Signals, times: int, out_dir: Path, rank: int) -> Measurement:
     """A run of which a rank gets a signal, some times, each time when all ranks have done some more steps."""
     hit: list[int] = []
 
@@ -40,11 +40,11 @@ def run_and_hit(job: Job, number: signal.Signals, times: int, out_dir: Path, ran
     return measurement
 
 
-def with_restarts(job: Job, folder: Path, max_restarts: int) -> Job:
+def with_restarts(job: RunSpec, folder: Path, max_restarts: int) -> RunSpec:
     return with_checkpoints(job, folder, NUM_STEPS, every=5, max_restarts=max_restarts)
 
 
-def undisturbed(job: Job, folder: Path) -> Measurement:
+def undisturbed(job: RunSpec, folder: Path) -> Measurement:
     with forked_ranks():
         return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
 

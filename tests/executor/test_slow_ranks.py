@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from executor.recorder import StepRecord
 from executor.run import run_job
 from executor.slow_ranks import LEAST_FACTOR, compute_s, find_slow_ranks, told
-from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRank
+from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind
 from tests.executor.conftest import RANK_PROGRAMS
 
@@ -67,7 +67,7 @@ def test_only_what_a_rank_computes_counts() -> None:
     assert compute_s(record(10.0), buckets=True, cuda=True) == 10.0
 
 
-def found(job: Job, times_s: Any) -> tuple[SlowRank, ...]:
+def found(job: RunSpec, times_s: Any) -> tuple[SlowRank, ...]:
     return find_slow_ranks(job, [tuple(record(float(x)) for x in step) for step in times_s], cuda=False)
 
 

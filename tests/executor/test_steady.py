@@ -13,11 +13,11 @@ from executor.rank import RankFiles
 from executor.recorder import StepRecord
 from executor.results import gather
 from executor.steady import LEAST_STEADY, steady_from
-from simplan.program.job import Job
+from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob
 
 
-def write_steps(job: Job, times_s: list[float], folder: Path) -> None:
+def write_steps(job: RunSpec, times_s: list[float], folder: Path) -> None:
     """What a rank of a run would have written."""
     lines = []
     for step, time_s in enumerate(times_s):

@@ -18,7 +18,8 @@ from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.run import run_job
 from executor.t5 import relative_buckets
-from simplan.predict import job_of, predict
+from simplan.job import Job
+from simplan.predict import predict, run_spec_of
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
@@ -257,8 +258,8 @@ def test_pipelines_in_bf16_send_what_is_predicted(plan: dict[str, Any], tmp_path
     made = ParallelPlan(**plan)
     cluster = catalogue.cluster("dgx-a100-80gb", num_devices=made.num_devices)
     training = TrainingSpec(global_batch_size=4 * made.dp, precision="bf16")
-    prediction = predict("t5", model(gated=True), cluster, training, made, catalogue.software("torch"))
-    job = job_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    prediction = predict(Job(model(gated=True), cluster, training, made, catalogue.software("torch")), name="t5")
+    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
     measurement = run_job(job, tmp_path)
     assert issued_as_predicted(measurement)
     sent = {c.num_bytes for rank in measurement.ranks for c in rank.collectives if c.kind == "send"}

@@ -17,8 +17,7 @@ from fit.robust import minimize
 from fit.rows import Prices, Row, _row, load_rows
 from fit.spread import Spread
 from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
-from simplan.accuracy.job import job_of_run
-from simplan.job import Job
+from simplan.accuracy.question import question_of_run
 from simplan.predict.step_summary import step_terms, summarize_step
 from simplan.spec import catalogue
 
@@ -31,7 +30,7 @@ LEFT_OUT = yaml.safe_load(LEFT_OUT_FILE.read_text(encoding="utf-8"))
 def rows() -> list[Row]:
     """Small runs of one file: three devices' worth of shapes, no pipeline."""
     found = load_rows([FOLDER / "megatron_sc21_and_2020.yaml"], {}, jobs=1)
-    return [row for row in found if row.job.plan.pp == 1 and not row.job.plan.shards_parameters]
+    return [row for row in found if row.question.job.plan.pp == 1 and not row.question.job.plan.shards_parameters]
 
 
 @pytest.mark.parametrize("name", ["zb-09", "zb-39", "korthikanti-3", "torchtitan-12", "simumax-27", "mosaic-041"])
@@ -40,10 +39,9 @@ def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
     files = {"zb": "zero_bubble", "korthikanti": "korthikanti_2022_megatron_a100", "torchtitan": "torchtitan"}
     files |= {"simumax": "simumax_b200", "mosaic": "mosaic_llm_foundry_mpt"}
     [(_, run)] = sampled_runs(FOLDER, {files[name.partition("-")[0]]: [name]})
-    job = job_of_run(run)
-    asked = (job.model, job.cluster, job.training, job.plan, job.software)
-    terms = step_terms(Job(*asked), steps_overlap=job.steps_overlap)
-    whole_s = summarize_step(Job(*asked), steps_overlap=job.steps_overlap).step_time_s
+    question = question_of_run(run)
+    terms = step_terms(question.job, steps_overlap=question.steps_overlap)
+    whole_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
     assert sum(term.seconds * term.times for term in terms) == pytest.approx(whole_s, rel=2e-4)
     backwards_s = -sum(term.seconds * term.times for term in terms if term.times < 0)  # by what replaces a wait
     assert backwards_s < 0.01 * whole_s
@@ -132,13 +130,12 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     [(_, run)] = sampled_runs(FOLDER, {name: ["vtrain-multi-023"]})  # tensor parallelism across nodes
     row = _row(name, run, {})
     assert row is not None
-    job = row.job
-    asked = (job.model, job.cluster, job.training, job.plan, job.software)
-    brief = summarize_step(Job(*asked), steps_overlap=job.steps_overlap)
-    rates, own = job.cluster.device.kernels, job.software.rates.relative_std
+    question = row.question
+    brief = summarize_step(question.job, steps_overlap=question.steps_overlap)
+    rates, own = question.job.cluster.device.kernels, question.job.software.rates.relative_std
     assert own is not None
     assert rates.between_nodes_std is not None
-    spread = Spread({job.software.id: own}, 0.0, rates.between_nodes_std)
+    spread = Spread({question.job.software.id: own}, 0.0, rates.between_nodes_std)
     [part] = parts_of([row], {}, jobs=1)
     assert part.longer[-1] > 0.3
     [[down], [up]] = spread.half_widths([part])

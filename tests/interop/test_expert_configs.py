@@ -193,6 +193,6 @@ def test_a_scenario_says_what_is_left_out(
         f"training: {{global_batch_size: 8}}\nsoftware: {software}\nplan: {{dp_replicate: 8}}\n"
     )
     asked = load_scenario(tmp_path / "case.yaml")
-    found = predict(asked.name, asked.model, asked.cluster, asked.training, asked.plan, asked.software)
-    assert asked.model.mtp_num_layers == depths
+    found = predict(asked.job, name=asked.name)
+    assert asked.job.model.mtp_num_layers == depths
     assert [sentence for sentence in found.assumptions if "second token" in sentence] == said

@@ -193,7 +193,7 @@ def scenario(folder: Path, config: object) -> Path:
 
 
 def test_a_scenario_names_a_config_relative_to_itself(tmp_path: Path) -> None:
-    found = load_scenario(scenario(tmp_path, LLAMA3)).model
+    found = load_scenario(scenario(tmp_path, LLAMA3)).job.model
     assert (found.num_parameters, found.seq_len, found.name) == (8_030_261_248, 512, "llama")
 
 

@@ -15,6 +15,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 SOFTWARE = SoftwareSpec(
     id="test",
@@ -37,10 +38,9 @@ def step_time_s(p: int, v: int, m: int, forward_s: float, backward_s: float, sen
         tied_embeddings=False,
     )
     found = lower(
-        model,
-        TrainingSpec(global_batch_size=m, precision="fp32"),
-        ParallelPlan(pp=p, virtual_stages=v),
-        SOFTWARE,
+        job_to_lower(
+            model, TrainingSpec(global_batch_size=m, precision="fp32"), ParallelPlan(pp=p, virtual_stages=v), SOFTWARE
+        ),
         assign_stage_layers([1] * (p * v)),
         complete_table(interleaved_1f1b(PipelineShape(p, m, v))),
         Lowering(1),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.predict.build import cost_model
 from simplan.predict.evaluate import predict
 from simplan.prediction import Prediction
@@ -28,7 +29,7 @@ def predicted(model: ModelSpec, *graphs: str, num_devices: int = 8, **fields: An
     where = catalogue.cluster("dgx-h100", num_devices=num_devices)
     plan = ParallelPlan.model_validate({"microbatch_size": 2, "zero_stage": 1, **fields})
     software = catalogue.software("megatron-core").model_copy(update={"cuda_graphs": graphs})
-    return predict("graphs", model, where, TRAINING, plan, software)
+    return predict(Job(model, where, TRAINING, plan, software), name="graphs")
 
 
 def test_a_step_saves_a_launch_for_every_kernel_but_one_of_each_graph() -> None:
@@ -50,7 +51,7 @@ def test_what_graphs_give_stays_in_their_buffers() -> None:
     fields = {"dp_shard": 2, "pp": 4, "ep": 2}
     plain, found = (predicted(DEEPSEEK, *graphs, **fields) for graphs in ((), ("attn", "moe_router")))
     hidden_bytes = 2 * DEEPSEEK.seq_len * DEEPSEEK.hidden_size * 2
-    blocks = [found.software.layers_of(DEEPSEEK, found.plan)[i] for i in found.assignment.layer_range(0)]
+    blocks = [found.job.software.layers_of(DEEPSEEK, found.job.plan)[i] for i in found.assignment.layer_range(0)]
     with_experts = sum(any(kernel.name == "router" for kernel in layer.kernels) for layer in blocks)
     more_bytes = found.memory[0].allocated_bytes - plain.memory[0].allocated_bytes
     held_bytes = 4 * with_experts * hidden_bytes
@@ -76,4 +77,4 @@ def test_a_calibration_says_nothing_of_graphs() -> None:
     software = catalogue.software("megatron-core").model_copy(update={"cuda_graphs": ("attn",)})
     cluster = CLUSTER.model_copy(update={"cores_per_node": 2})
     with pytest.raises(SpecError, match="cannot be told from a calibration, whose kernels were launched one by one"):
-        cost_model(cluster, TRAINING, ParallelPlan(), software, CALIBRATION)
+        cost_model(Job(LLAMA, cluster, TRAINING, ParallelPlan(), software), CALIBRATION)

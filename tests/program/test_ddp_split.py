@@ -10,6 +10,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 
 def test_every_gradient_is_reduced_once_after_the_last_second_part() -> None:
@@ -25,7 +26,9 @@ def test_every_gradient_is_reduced_once_after_the_last_second_part() -> None:
     plan = ParallelPlan(pp=2, dp_replicate=2, schedule="zb-h1")
     software = catalogue.software("torch").model_copy(update={"ddp_splits": True})
     training = TrainingSpec(global_batch_size=8, precision="fp32")
-    program = lower(model, training, plan, software, assign_stage_layers((2, 2)), plan_table(plan, 4), Lowering(2))
+    program = lower(
+        job_to_lower(model, training, plan, software), assign_stage_layers((2, 2)), plan_table(plan, 4), Lowering(2)
+    )
     reduced = dict.fromkeys(program.ranks, 0)
     for op in program.ops:
         if op.stream is Stream.DATA:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from simplan.cost.pricing import price_program
+from simplan.job import Job
 from simplan.predict import cost_model
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import Excess, Message, Op, Program, Stream
@@ -25,13 +26,14 @@ M = 4
 
 
 TRAINING = TrainingSpec(global_batch_size=M * PLAN.dp, precision="fp32")
-COST = cost_model(catalogue.cluster("dgx-a100-80gb", num_devices=4), TRAINING, PLAN, catalogue.software("torch"), None)
+CLUSTER = catalogue.cluster("dgx-a100-80gb", num_devices=4)
+COST = cost_model(Job(MODEL, CLUSTER, TRAINING, PLAN, catalogue.software("torch")), None)
 
 
 def program(*, overlap: bool, level: int = 2, expand_all: bool = True, way: str = "copies") -> Program:
     software = catalogue.software("torch").model_copy(update={"expert_overlap": overlap, "expert_dispatch": way})
     how = Lowering(level, None, expand_all=expand_all)
-    return lower(MODEL, TRAINING, PLAN, software, StageAssignment((0, 2, 5)), plan_table(PLAN, M), how)
+    return lower(Job(MODEL, CLUSTER, TRAINING, PLAN, software), StageAssignment((0, 2, 5)), plan_table(PLAN, M), how)
 
 
 def exchanges(found: Program, rank: int) -> list[Op]:

@@ -14,6 +14,7 @@ from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 GPT2 = ModelSpec(
     family="gpt", num_hidden_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257, seq_len=1024
@@ -32,7 +33,7 @@ def software(state: StateBytes, **changes: bool) -> SoftwareSpec:
 
 def resting(training: TrainingSpec, plan: ParallelPlan, framework: SoftwareSpec) -> dict[MemoryCategory, int]:
     table, assignment = plan_table(plan, 1), StageAssignment((0, len(GPT2.layers)))
-    return lower(GPT2, training, plan, framework, assignment, table, Lowering(level=1)).resting_bytes[0]
+    return lower(job_to_lower(GPT2, training, plan, framework), assignment, table, Lowering(level=1)).resting_bytes[0]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 FORWARD_S, BACKWARD_S, BATCH_S = 1.0, 2.0, 0.25
 
@@ -47,11 +48,13 @@ def test_a_step_is_longer_by_the_batches_that_one_rank_or_the_ends_wait_for(wait
     m, stages = 2 * p, p * v
     shape = PipelineShape(p, m, v)
     program = lower(
-        model(stages),
-        TrainingSpec(global_batch_size=m, precision="fp16"),
-        ParallelPlan(pp=p, virtual_stages=v),
-        catalogue.software("megatron-lm-2022").model_copy(
-            update={"waits_for_batch": waits, "synchronous_schedules": (), "trainer": False}
+        job_to_lower(
+            model(stages),
+            TrainingSpec(global_batch_size=m, precision="fp16"),
+            ParallelPlan(pp=p, virtual_stages=v),
+            catalogue.software("megatron-lm-2022").model_copy(
+                update={"waits_for_batch": waits, "synchronous_schedules": (), "trainer": False}
+            ),
         ),
         assign_stage_layers([1] * stages),
         complete_table(one_f_one_b(shape) if v == 1 else interleaved_1f1b(shape)),
@@ -86,7 +89,7 @@ def test_predictions_hold_them_as_time_of_the_host(software: str, plan: dict[str
     found, asked = catalogue.software(software), ParallelPlan(**plan)
     training = TrainingSpec(global_batch_size=8, precision="fp16")
     cluster = catalogue.cluster("dgx-a100-80gb", asked.num_devices)
-    whole = predict("host", model(8), cluster, training, asked, found)
+    whole = predict(Job(model(8), cluster, training, asked, found), name="host")
     brief = summarize_step(Job(model(8), cluster, training, asked, found))
     assert brief.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
     kernels = cluster.device.kernels

@@ -17,6 +17,7 @@ from simplan.spec.layer import CollectiveKind, Gemm
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 from tests.program.test_lower_moe import EXPERT, EXPERTS, MODEL, TOKENS, WIDTH, H, messages, program
 from tests.test_random_plans import keeps_the_laws
 
@@ -120,7 +121,7 @@ def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: 
     )
     training = TrainingSpec(global_batch_size=8)
     assignment = StageAssignment((0, len(MODEL.layers)))
-    found = lower(MODEL, training, plan, software, assignment, plan_table(plan, 2), Lowering(level=2))
+    found = lower(job_to_lower(MODEL, training, plan, software), assignment, plan_table(plan, 2), Lowering(level=2))
     layers = MODEL.layers_of(plan.shard)
     own = sum(p.num_elements for layer in layers for p in layer.parameters if p.expert)
     rest = sum(p.num_elements for layer in layers for p in layer.parameters) - own

@@ -14,6 +14,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 TORCH = catalogue.software("torch")
 
@@ -36,7 +37,7 @@ def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, **fields: Any) ->
     found = model(**fields)
     boundaries = tuple(range(0, 5, 4 // plan.num_stages))
     table = plan_table(plan, m)
-    return lower(found, training, plan, TORCH, StageAssignment(boundaries), table, Lowering(level))
+    return lower(job_to_lower(found, training, plan, TORCH), StageAssignment(boundaries), table, Lowering(level))
 
 
 def issued(found: Program, rank: int = 0) -> list[str]:
@@ -172,7 +173,9 @@ def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
 def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
     plan, training = ParallelPlan(dp_shard=4), TrainingSpec(global_batch_size=4, precision="fp32")
     software = TORCH.model_copy(update={"copies_units": copies})
-    found = lower(model(), training, plan, software, StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2))
+    found = lower(
+        job_to_lower(model(), training, plan, software), StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2)
+    )
     phases = {work.phase for op in found.ops for work in op.work if isinstance(work, LayerWork)}
     assert ({Phase.GATHER_COPY, Phase.REDUCE_COPY} <= phases) == copies
     assert copies or not {Phase.GATHER_COPY, Phase.REDUCE_COPY} & phases
@@ -183,7 +186,7 @@ def _with_lists(limit: int | None, **plan: Any) -> Program:
     software = TORCH.model_copy(update={"lists_of_shards": True, "live_elements": limit})
     found, training = model(), TrainingSpec(global_batch_size=4, precision="fp32")
     how = ParallelPlan(dp_shard=4, **plan)
-    return lower(found, training, how, software, StageAssignment((0, 4)), plan_table(how, 1), Lowering(2))
+    return lower(job_to_lower(found, training, how, software), StageAssignment((0, 4)), plan_table(how, 1), Lowering(2))
 
 
 def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError
+from simplan.job import Job
 from simplan.predict.build import cost_model
 from simplan.program.folding import fold
 from simplan.program.low_precision_footprint import keeping_quantized, kept_weight_bytes, resting_weight_bytes
@@ -23,6 +24,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 from tests.test_random_plans import keeps_the_laws
 
 TORCH = catalogue.software("torch")
@@ -51,7 +53,7 @@ def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = Fa
     boundaries = tuple(round(stage * last / plan.num_stages) for stage in range(plan.num_stages + 1))
     folding = fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0) if folded else None
     how = Lowering(level, folding)
-    return lower(model, training, plan, TORCH, StageAssignment(boundaries), plan_table(plan, m), how)
+    return lower(job_to_lower(model, training, plan, TORCH), StageAssignment(boundaries), plan_table(plan, m), how)
 
 
 def messages(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Message]]:
@@ -226,14 +228,14 @@ def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
     keeps_the_laws(MODEL, "dgx-h100", plan.num_devices, training, plan, software)
     last = len(MODEL.layers)
     assignment = StageAssignment(tuple(round(stage * last / pp) for stage in range(pp + 1)))
-    found = lower(MODEL, training, plan, software, assignment, plan_table(plan, 4), Lowering(level=2))
+    found = lower(job_to_lower(MODEL, training, plan, software), assignment, plan_table(plan, 4), Lowering(level=2))
     states = sum(resting[MemoryCategory.OPTIMIZER] for resting in found.resting_bytes.values())
     assert states == 12 * MODEL.num_parameters * replicas - 12 * (replicas - 1) * 2 * EXPERTS * EXPERT
     last_rank = messages(found, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
     reduced = {message for _, message in last_rank if message.kind is CollectiveKind.REDUCE_SCATTER}
     assert {len(message.ranks) for message in reduced} == {plan.dp // 2}
     with pytest.raises(NotModelledError, match="sharding one expert over several"):
-        check_plan(MODEL, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH)
+        check_plan(Job(MODEL, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH))
 
 
 @pytest.mark.parametrize("ep", [1, 2, EXPERTS])
@@ -269,7 +271,7 @@ def test_experts_in_8_bits_are_the_software_s_choice() -> None:
     low: dict[str, int] = {}
     for name in ("megatron-bridge", "torch"):
         software = catalogue.software(name)
-        cost = cost_model(cluster, training, plan, software, None)
+        cost = cost_model(Job(MODEL, cluster, training, plan, software), None)
         work = LayerWork(software.layers_of(MODEL, plan)[2], Phase.FORWARD, 1, 0)
         text = cost.compute(work).formula
         low[name] = int(text.split(" casts")[0].split()[-1])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict import cost_model, predict
 from simplan.predict.build import assign_layers
 from simplan.program.footprint import layer_footprint
@@ -41,9 +42,9 @@ DEPTH = BLOCK + 2 * H * H + 3 * H  # with the norm of its head
 def program(plan: ParallelPlan, depths: int, **fields: Any) -> Program:
     model = MODEL.model_copy(update={"mtp_num_layers": depths, **fields})
     training = TrainingSpec(global_batch_size=4 * plan.dp, precision="bf16")
-    cost = cost_model(catalogue.cluster("dgx-h100", plan.num_devices), training, plan, CORE, None)
-    assignment = assign_layers(model, plan, CORE, cost)
-    return lower(model, training, plan, CORE, assignment, plan_table(plan, 4), Lowering(2))
+    job = Job(model, catalogue.cluster("dgx-h100", plan.num_devices), training, plan, CORE)
+    assignment = assign_layers(job, cost_model(job, None))
+    return lower(job, assignment, plan_table(plan, 4), Lowering(2))
 
 
 def held(found: Program, rank: int) -> list[int]:
@@ -82,7 +83,7 @@ def test_a_stage_may_have_no_block_beside_them() -> None:
     plan = ParallelPlan(pp=2, virtual_stages=2, stage_layers=(2, 2, 2, 0))
     training = TrainingSpec(global_batch_size=4, precision="bf16")
     model = MODEL.model_copy(update={"mtp_num_layers": 1})
-    found = predict("x", model, catalogue.cluster("dgx-h100", 2), training, plan, CORE)
+    found = predict(Job(model, catalogue.cluster("dgx-h100", 2), training, plan, CORE), name="x")
     assert [b - a for a, b in pairwise(found.assignment.boundaries)] == [3, 2, 2, 2]
     assert {"mtp forward", "mtp backward"} <= {term.name for term in found.terms}
 

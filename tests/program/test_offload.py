@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict.build import cost_model
 from simplan.predict.simulated import simulate_program
 from simplan.program.action import Action
@@ -21,6 +22,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=6, hidden_size=64, num_attention_heads=4, vocab_size=512, seq_len=32)
 BLOCK_ELEMENTS = 12 * 64 * 64 + 13 * 64
@@ -35,7 +37,9 @@ def program(microbatches: int = 1, level: int = 2, **plan: Any) -> Program:
     layers = {1: (6,), 2: (3, 3)}[spec.num_stages]
     how = Lowering(level=level)
     table = plan_table(spec, microbatches)
-    return lower(GPT, training, spec, catalogue.software("torch"), assign_stage_layers(layers), table, how)
+    return lower(
+        job_to_lower(GPT, training, spec, catalogue.software("torch")), assign_stage_layers(layers), table, how
+    )
 
 
 def copies(found: Program, rank: int = 0) -> list[Op]:
@@ -185,7 +189,7 @@ def test_copies_are_priced_by_the_host_link() -> None:
     cluster = catalogue.cluster("dgx-a100-80gb", num_devices=1)
     plan = ParallelPlan(offload_optimizer=True)
     training = TrainingSpec(global_batch_size=1, precision="fp32")
-    cost = cost_model(cluster, training, plan, catalogue.software("torch"), None)
+    cost = cost_model(Job(GPT, cluster, training, plan, catalogue.software("torch")), None)
     assert cluster.host_link is not None
     # PCIe 4 at four fifths of 31 GB/s, each way
     assert cost.host_copy(HostCopy(31 * 10**9, to_host=True)).seconds == pytest.approx(1.25, rel=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict.evaluate import predict
 from simplan.prediction import Prediction
 from simplan.spec import catalogue
@@ -21,7 +22,7 @@ MODULES: tuple[RecomputeModule, ...] = ("mla_up_proj", "layernorm", "moe_act", "
 
 def predicted(model: ModelSpec, software: str = "megatron-core", **fields: object) -> Prediction:
     plan = ParallelPlan.model_validate({"dp_shard": 2, "pp": 4, "zero_stage": 1, "microbatch_size": 2, **fields})
-    return predict("recompute", model, CLUSTER, TRAINING, plan, catalogue.software(software))
+    return predict(Job(model, CLUSTER, TRAINING, plan, catalogue.software(software)), name="recompute")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -29,12 +30,12 @@ def test_a_module_that_runs_again_saves_what_it_keeps_of_every_microbatch_in_fli
     """Of the first rank, which has four microbatches in flight in 1F1B, and one more while one runs backward."""
     plain = predicted(DEEPSEEK, ep=2)
     found = predicted(DEEPSEEK, ep=2, recompute="selective", recompute_modules=(module,))
-    layers = found.software.layers_of(found.model, found.plan)
+    layers = found.job.software.layers_of(found.job.model, found.job.plan)
     saved_bytes = []
     for layer in (layers[i] for i in found.assignment.layer_range(0)):
-        kept = recomputation(layer, found.plan.recompute, modules=found.plan.recompute_modules).saved
+        kept = recomputation(layer, found.job.plan.recompute, modules=found.job.plan.recompute_modules).saved
         gone = [tensor for tensor in layer.saved if tensor not in kept]
-        saved_bytes.append(found.plan.microbatch_size * sum(tensor.num_bytes(2, 2) for tensor in gone))
+        saved_bytes.append(found.job.plan.microbatch_size * sum(tensor.num_bytes(2, 2) for tensor in gone))
     less = plain.memory[0].allocated_bytes - found.memory[0].allocated_bytes
     # of one block it may have been made again at the worst moment; the allocator rounds
     assert 4 * sum(saved_bytes) - 1.001 * max(saved_bytes) <= less <= 4.001 * sum(saved_bytes)

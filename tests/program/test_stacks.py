@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError
+from simplan.job import Job
 from simplan.program.footprint import layer_footprint
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.lower import Lowering, lower
@@ -26,6 +27,7 @@ from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
+from tests.jobs import job_to_lower
 
 S, B, H, A, L, T = 2048, 4, 6144, 64, 48, 8
 GPT_22B = ModelSpec(
@@ -114,7 +116,7 @@ def test_bytes_per_parameter_of_frameworks(name: str, precision: str, plan: dict
     software, found = catalogue.software(name), ParallelPlan(**plan)
     training = TrainingSpec(global_batch_size=4, precision=precision)  # type: ignore[arg-type]
     assignment = StageAssignment((0, len(TINY.layers)))
-    program = lower(TINY, training, found, software, assignment, plan_table(found, 1), Lowering(level=1))
+    program = lower(job_to_lower(TINY, training, found, software), assignment, plan_table(found, 1), Lowering(level=1))
     states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
     held = sum(program.resting_bytes[0][category] for category in states)
     assert held == formula * TINY.num_parameters
@@ -125,7 +127,9 @@ def test_gradients_in_16_bits_are_widened_for_the_step() -> None:
     plan = ParallelPlan(dp_shard=4, zero_stage=1)
     assignment, table = StageAssignment((0, len(TINY.layers))), plan_table(ParallelPlan(), 1)
     training = TrainingSpec(global_batch_size=4, precision="fp16")
-    program = lower(TINY, training, plan, catalogue.software("megatron-lm-2022"), assignment, table, Lowering(level=1))
+    program = lower(
+        job_to_lower(TINY, training, plan, catalogue.software("megatron-lm-2022")), assignment, table, Lowering(level=1)
+    )
     [update] = [op for op in program.ops if op.rank == 0 and op.memory and op.name == "0OPTIM"]
     assert [effect.during_bytes for effect in update.memory] == [4 / 4 * TINY.num_parameters]
 
@@ -135,7 +139,9 @@ def lowered(software: SoftwareSpec, num_microbatches: int, level: int = 2, **pla
     boundaries = (0, 2, len(TINY.layers)) if found.pp == 2 else (0, len(TINY.layers))
     training = TrainingSpec(global_batch_size=num_microbatches * found.dp, precision="bf16")
     table = plan_table(found, num_microbatches)
-    return lower(TINY, training, found, software, StageAssignment(boundaries), table, Lowering(level=level))
+    return lower(
+        job_to_lower(TINY, training, found, software), StageAssignment(boundaries), table, Lowering(level=level)
+    )
 
 
 def step_time_s(program: Program, seconds: Callable[[Op], float]) -> float:
@@ -242,7 +248,7 @@ def test_quantized_weights_are_held_once_however_many_microbatches_are_under_way
     resting = []
     for precision in ("bf16", "fp8"):
         training = TrainingSpec(global_batch_size=4, precision=precision)
-        program = lower(TINY, training, plan, software, assignment, table, Lowering(level=1))
+        program = lower(job_to_lower(TINY, training, plan, software), assignment, table, Lowering(level=1))
         resting.append(program.resting_bytes[0][MemoryCategory.PARAMETERS])
     state = software.state(training, plan)
     block = keeping_quantized(software.layers_of(TINY, plan)[1], state.linear, joined=True)
@@ -307,7 +313,9 @@ def test_inputs_scaled_as_a_whole_are_gathered_in_8_bits(recipe: Fp8Recipe, widt
     software, plan = catalogue.software("torchtitan-2025"), ParallelPlan(tp=2, dp_shard=2)
     training = TrainingSpec(global_batch_size=2, precision="fp8", fp8_recipe=recipe)
     how = Lowering(level=2)
-    program = lower(TINY, training, plan, software, StageAssignment((0, len(TINY.layers))), plan_table(plan, 1), how)
+    program = lower(
+        job_to_lower(TINY, training, plan, software), StageAssignment((0, len(TINY.layers))), plan_table(plan, 1), how
+    )
     moved = {
         (op.message.kind, op.message.num_bytes)
         for op in program.ops
@@ -327,7 +335,7 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     fields = catalogue.model("llama3-8b").model_dump(exclude_defaults=True)
     model = ModelSpec(**fields, lora_rank=16, lora_targets=("qkv",))
     training = TrainingSpec(global_batch_size=1, precision="fp8", task="lora")
-    check_plan(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, software)
+    check_plan(Job(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, software))
     block = software.layers_of(model, plan)[2]
     state = software.state(training, plan)
     assert keeping_quantized(block, state.linear, joined=True) == block
@@ -335,7 +343,9 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     stored = state.linear is not None and state.linear.weights == "stored"
     assert resting_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
     with pytest.raises(NotModelledError, match="a frozen matrix in low precision under torch with adapters"):
-        check_plan(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, catalogue.software("torch"))
+        check_plan(
+            Job(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, catalogue.software("torch"))
+        )
 
 
 @pytest.mark.parametrize(("name", "divided"), [("torch", True), ("megatron-core", False), ("torchtitan", True)])

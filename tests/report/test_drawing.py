@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
@@ -110,7 +111,7 @@ def test_recomputation_and_other_actions_in_between() -> None:
 def prediction() -> Prediction:
     plan = ParallelPlan(pp=2, dp_shard=4, virtual_stages=2)
     asked = (catalogue.model("llama3-8b"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=16), plan)
-    return predict("small", *asked, catalogue.software("torch"))
+    return predict(Job(*asked, catalogue.software("torch")), name="small")
 
 
 def test_a_prediction_is_drawn_as_its_table_says(prediction: Prediction) -> None:

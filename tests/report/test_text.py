@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
@@ -24,7 +25,7 @@ from simplan.validate.rows import ComparisonRow
 def prediction() -> Prediction:
     plan = ParallelPlan(pp=2, dp_replicate=4, microbatch_size=2)
     asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=64), plan)
-    return predict("small", *asked, catalogue.software("torch"))
+    return predict(Job(*asked, catalogue.software("torch")), name="small")
 
 
 def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
@@ -65,16 +66,20 @@ def test_mfu_shows_a_numerator_and_a_denominator_that_give_it(prediction: Predic
 
 def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
     larger = TrainingSpec(global_batch_size=64 * 1024)  # 1024 times 55.2 TFLOP
-    line = next(line for line in prediction_text(replace(prediction, training=larger)).splitlines() if "MFU" in line)
+    line = next(
+        line
+        for line in prediction_text(replace(prediction, job=replace(prediction.job, training=larger))).splitlines()
+        if "MFU" in line
+    )
     assert re.search(r" = \d\d,\d{3} TFLOP ", line)
 
 
 def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
     asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=64))
     torch = catalogue.software("torch")
-    found = predict("", *asked, ParallelPlan(dp_replicate=8, zero_stage=3), torch).assumptions
+    found = predict(Job(*asked, ParallelPlan(dp_replicate=8, zero_stage=3), torch), name="").assumptions
     assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1: dp_shard = 8 in place of dp_replicate shards"
-    assert "shards nothing" not in " ".join(predict("", *asked, ParallelPlan(dp_shard=8), torch).assumptions)
+    assert "shards nothing" not in " ".join(predict(Job(*asked, ParallelPlan(dp_shard=8), torch), name="").assumptions)
 
 
 def test_sequences_longer_than_the_model_takes_are_noted() -> None:
@@ -82,7 +87,9 @@ def test_sequences_longer_than_the_model_takes_are_noted() -> None:
     model = catalogue.model("llama3-8b").model_copy(update={"num_hidden_layers": 2, "max_position_embeddings": 4096})
     torch, said = catalogue.software("torch"), []
     for update in ({"seq_len": 4096}, {"seq_len": 8192}, {"seq_len": 8192, "document_lengths": (4096, 4096)}):
-        found = predict("", model.model_copy(update=update), *asked, ParallelPlan(dp_replicate=8), torch).assumptions
+        found = predict(
+            Job(model.model_copy(update=update), *asked, ParallelPlan(dp_replicate=8), torch), name=""
+        ).assumptions
         said.append(any("a sequence of 8,192 tokens is longer than the model takes" in text for text in found))
     assert said == [False, True, False]
 
@@ -91,7 +98,10 @@ def test_options_without_effect_are_noted() -> None:
     bridge = catalogue.software("megatron-bridge").model_copy(update={"expert_dispatch": "deepep"})
     small = catalogue.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
     asked = (small, catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
-    found = [predict("", *asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge).assumptions for ep in (1, 8)]
+    found = [
+        predict(Job(*asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge), name="").assumptions
+        for ep in (1, 8)
+    ]
     note = "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
     assert note in found[0]
     assert note not in found[1]
@@ -100,7 +110,7 @@ def test_options_without_effect_are_noted() -> None:
 def test_what_sources_say_of_a_device_is_noted() -> None:
     cluster = catalogue.cluster("dgx-h100").model_copy(update={"device": catalogue.device("h20-sxm-96gb")})
     asked = (catalogue.model("gpt2-124m"), cluster, TrainingSpec(global_batch_size=8))
-    found = predict("", *asked, ParallelPlan(dp_replicate=8), catalogue.software("torch")).assumptions
+    found = predict(Job(*asked, ParallelPlan(dp_replicate=8), catalogue.software("torch")), name="").assumptions
     assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in found)
 
 
@@ -109,14 +119,16 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
     asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=32))
     torch, held, said = catalogue.software("torch"), [], []
     for grad_sync in ("step", "microbatch"):
-        found = predict("", *asked, ParallelPlan.model_validate({"dp_shard": 8, "grad_sync": grad_sync}), torch)
+        found = predict(
+            Job(*asked, ParallelPlan.model_validate({"dp_shard": 8, "grad_sync": grad_sync}), torch), name=""
+        )
         held.append(found.memory[0].by_category[MemoryCategory.GRADIENTS])
         said.append([text for text in found.assumptions if text.startswith("gradients of 4 microbatches add up whole")])
     assert held[0] - held[1] > 0.8 * 4 * 124.4e6
     assert [len(texts) for texts in said] == [1, 0]
-    once = predict("", *asked[:2], TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8), torch)
+    once = predict(Job(*asked[:2], TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8), torch), name="")
     assert not any("add up whole" in text for text in once.assumptions)
-    each = predict("", *asked, ParallelPlan(dp_shard=8), catalogue.software("torchtitan"))
+    each = predict(Job(*asked, ParallelPlan(dp_shard=8), catalogue.software("torchtitan")), name="")
     assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
     assert "sharded gradients are reduced after each of 4 microbatches, as torchtitan does" in each.assumptions
 
@@ -126,7 +138,9 @@ def test_fp16_says_what_of_the_loss_scaler_is_missing(software: str) -> None:
     asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"))
     for precision in ("fp16", "bf16"):
         training = TrainingSpec(global_batch_size=64, precision=precision)
-        found = predict("", *asked, training, ParallelPlan(dp_replicate=8), catalogue.software(software)).assumptions
+        found = predict(
+            Job(*asked, training, ParallelPlan(dp_replicate=8), catalogue.software(software)), name=""
+        ).assumptions
         assert any("of the loss scaler" in text for text in found) == (precision == "fp16")
 
 

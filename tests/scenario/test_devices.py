@@ -21,7 +21,7 @@ H100 = catalogue.device("h100-sxm-80gb")
 def device(folder: Path, written: str) -> DeviceSpec:
     path = folder / "case.yaml"
     path.write_text(SCENARIO.format(written))
-    return load_scenario(path).cluster.device
+    return load_scenario(path).job.cluster.device
 
 
 def test_another_peak_drops_what_was_measured_of_the_old_one(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def load(folder: Path) -> Scenario:
 def test_a_file_of_lengths(tmp_path: Path) -> None:
     """Of documents that all are as long, three fill a sequence, and 62 of 512 tokens are padding."""
     (tmp_path / "lengths.csv").write_text("150\n150\n\n 150 \n")
-    model = load(tmp_path).model
+    model = load(tmp_path).job.model
     assert model.document_lengths == (150, 150, 150)
     assert model.segments == (150, 150, 150, 62)
     assert model.packs is not None

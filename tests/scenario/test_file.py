@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.scenario import Scenario, load_scenario
 from simplan.spec import catalogue, machine
 from simplan.spec.plan import ParallelPlan
@@ -38,18 +39,20 @@ def test_the_defaults_are_those_of_the_design(tmp_path: Path) -> None:
     scenario = load(tmp_path, MODEL + TWO + REST)
     assert scenario.name == "case"
     assert scenario.file == str(tmp_path / "case.yaml")
-    assert scenario.model == catalogue.model("gpt2-124m")
-    assert scenario.cluster == catalogue.cluster("dgx-a100-80gb", 2)
-    assert scenario.training == TrainingSpec(global_batch_size=24, precision="bf16", optimizer="adamw", task="pretrain")
-    assert scenario.software == catalogue.software("torch")
-    assert scenario.plan == ParallelPlan(dp_replicate=2)
-    assert scenario.num_microbatches == 12
+    assert scenario.job.model == catalogue.model("gpt2-124m")
+    assert scenario.job.cluster == catalogue.cluster("dgx-a100-80gb", 2)
+    assert scenario.job.training == TrainingSpec(
+        global_batch_size=24, precision="bf16", optimizer="adamw", task="pretrain"
+    )
+    assert scenario.job.software == catalogue.software("torch")
+    assert scenario.job.plan == ParallelPlan(dp_replicate=2)
+    assert scenario.job.num_microbatches == 12
     assert scenario.expect == ()
 
 
 def test_fields_override_a_model_preset_and_derived_ones_follow(tmp_path: Path) -> None:
     text = MODEL.replace("gpt2-124m", "gpt2-124m, hidden_size: 384, seq_len: 256") + TWO + REST
-    model = load(tmp_path, text).model
+    model = load(tmp_path, text).job.model
     assert (model.hidden_size, model.head_dim, model.intermediate_size, model.seq_len) == (384, 32, 1536, 256)
     assert model.max_position_embeddings == 1024
 
@@ -59,7 +62,7 @@ def test_an_inline_model(tmp_path: Path) -> None:
         "model: {family: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, \n"
         "        num_key_value_heads: 2, intermediate_size: 128, vocab_size: 100, seq_len: 32}\n"
     )
-    model = load(tmp_path, text + TWO + REST).model
+    model = load(tmp_path, text + TWO + REST).job.model
     block = 2 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
     assert model.num_parameters == 2 * block + 2 * 100 * 64 + 64
     assert (
@@ -73,7 +76,7 @@ def test_an_inline_cluster(tmp_path: Path) -> None:
         "cluster:\n  device: {preset: a100-sxm-80gb, memory_bytes: 60000000000}\n  devices_per_node: 1\n"
         "  intra_link: pcie4\n  inter_link_gbit_per_device: 100\n  num_nodes: 2\n"
     )
-    cluster = load(tmp_path, MODEL + text + REST).cluster
+    cluster = load(tmp_path, MODEL + text + REST).job.cluster
     assert (cluster.id, cluster.num_devices, cluster.num_nodes) == ("inline", 2, 2)
     assert cluster.device.memory_bytes == 60_000_000_000
     assert cluster.device.sources["memory_bytes"] == "the scenario"
@@ -81,7 +84,7 @@ def test_an_inline_cluster(tmp_path: Path) -> None:
     assert cluster.inter_link is not None
     assert cluster.inter_link.bytes_per_s == 12.5e9
     one_node = text.replace("devices_per_node: 1", "devices_per_node: 2").replace("num_nodes: 2", "num_nodes: 1")
-    assert load(tmp_path, MODEL + one_node + REST).cluster.intra_link == catalogue.link("pcie4")
+    assert load(tmp_path, MODEL + one_node + REST).job.cluster.intra_link == catalogue.link("pcie4")
 
 
 def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
         "cluster:\n  device: {id: mine, memory_bytes: 1000000000, peak_flop_per_s: {bf16: 1e14}}\n"
         "  devices_per_node: 2\n  intra_link: {bytes_per_s: 1e10, latency_s: 5e-6}\n"
     )
-    cluster = load(tmp_path, MODEL + text + REST).cluster
+    cluster = load(tmp_path, MODEL + text + REST).job.cluster
     assert cluster.device.id == "mine"
     assert cluster.intra_link is not None
     assert (cluster.intra_link.bytes_per_s, cluster.intra_link.latency_s) == (1e10, 5e-6)
@@ -98,15 +101,17 @@ def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_network_by_name(tmp_path: Path) -> None:
     efa = "cluster: {preset: dgx-h100, inter_link: efa-400gbit, devices_per_node: 1, num_devices: 2}\n"
-    assert load(tmp_path, MODEL + efa + REST).cluster.inter_link == catalogue.link("efa-400gbit")
+    assert load(tmp_path, MODEL + efa + REST).job.cluster.inter_link == catalogue.link("efa-400gbit")
     own = efa.replace("efa-400gbit", "{bytes_per_s: 1e9, latency_s: 1e-5, bandwidth_share: 0.5}")
-    found = load(tmp_path, MODEL + own + REST).cluster.inter_link
+    found = load(tmp_path, MODEL + own + REST).job.cluster.inter_link
     assert found is not None
     assert (found.bytes_per_s, found.bandwidth_share) == (1e9, 0.5)
 
 
 def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
-    cluster = load(tmp_path, MODEL + TWO.replace("num_devices", "device: v100-sxm2-32gb, num_devices") + REST).cluster
+    cluster = load(
+        tmp_path, MODEL + TWO.replace("num_devices", "device: v100-sxm2-32gb, num_devices") + REST
+    ).job.cluster
     assert cluster.device.id == "v100-sxm2-32gb"
     assert cluster.intra_link == catalogue.link("nvlink2")
 
@@ -114,10 +119,10 @@ def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_machine")
 def test_this_machine(tmp_path: Path) -> None:
     rest = REST.replace("24}", "24, precision: fp32}")
-    here = load(tmp_path, MODEL + "cluster: {preset: this-machine}\n" + rest).cluster
+    here = load(tmp_path, MODEL + "cluster: {preset: this-machine}\n" + rest).job.cluster
     assert (here.id, here.num_devices, here.device.kind, here.cores_per_node) == ("this-machine", 2, "cpu", 2)
     gpu = "cluster: {preset: this-machine, device: h200-sxm, num_devices: 2}\n"
-    there = load(tmp_path, MODEL + gpu + REST).cluster
+    there = load(tmp_path, MODEL + gpu + REST).job.cluster
     assert (there.id, there.num_devices, there.device.id, there.cores_per_node) == ("this-machine", 2, "h200-sxm", None)
     assert there.intra_link == catalogue.link("nvlink4")
 
@@ -205,24 +210,23 @@ def test_a_preset_and_a_config_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_a_scenario_made_in_code_is_checked() -> None:
-    parts = {
-        "name": "code",
-        "model": catalogue.model("gpt2-124m"),
-        "cluster": catalogue.cluster("dgx-h100", 2),
-        "training": TrainingSpec(global_batch_size=8),
-        "software": catalogue.software("torch"),
-    }
-    assert Scenario(**parts, plan=ParallelPlan(pp=2)).num_microbatches == 8  # type: ignore[arg-type]
+    model, cluster, software = (
+        catalogue.model("gpt2-124m"),
+        catalogue.cluster("dgx-h100", 2),
+        catalogue.software("torch"),
+    )
+    job = Job(model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2), software)
+    assert Scenario(name="code", job=job).job.num_microbatches == 8
     with pytest.raises(NotModelledError, match=r"plan.prefetch_depth = 2: another depth of prefetching"):
-        Scenario(**parts, plan=ParallelPlan(dp_replicate=2, prefetch_depth=2))  # type: ignore[arg-type]
+        Scenario(name="code", job=job.with_plan(ParallelPlan(dp_replicate=2, prefetch_depth=2)))
     with pytest.raises(SpecError, match="the plan needs 4 devices and the cluster has 2"):
-        Scenario(**parts, plan=ParallelPlan(pp=4))  # type: ignore[arg-type]
+        Scenario(name="code", job=job.with_plan(ParallelPlan(pp=4)))
 
 
 def test_software_with_an_option(tmp_path: Path) -> None:
     text = MODEL + TWO + REST
-    assert load(tmp_path, text + "software: {preset: torch, compiled: true}").software.compiled
-    assert load(tmp_path, text + "software: {preset: torch}").software == catalogue.software("torch")
+    assert load(tmp_path, text + "software: {preset: torch, compiled: true}").job.software.compiled
+    assert load(tmp_path, text + "software: {preset: torch}").job.software == catalogue.software("torch")
     for software, said in (
         ("{preset: torch, compiled: 3}", "software.compiled = 3"),
         ("{preset: torch, bucket_bytes: 1}", "software.bucket_bytes = 1: is no option of torch; its options are"),
@@ -285,7 +289,7 @@ def test_options_that_could_change_nothing_are_refused(
 def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> None:
     path = tmp_path / "case.yaml"
     path.write_text(f"model: {model}\n" + TWO + REST)
-    assert load_scenario(path).model.num_experts == 8
+    assert load_scenario(path).job.model.num_experts == 8
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "Adafactor", "paged_adamw_32bit", "muon"])

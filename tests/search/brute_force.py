@@ -22,7 +22,7 @@ def every_plan(job: Job, space: SearchSpace) -> tuple[Row, ...]:
     """All plans of a space that keep the rules, by ``predict``."""
     found = []
     for plan in plans_of(job, space):
-        one = predict("x", job.model, job.cluster, job.training, plan, job.software)
+        one = predict(job.with_plan(plan))
         found.append((plan, max(rank.wanted_bytes for rank in one.memory), rounded(one.step_time_s)))
     return tuple(found)
 

@@ -60,7 +60,7 @@ def table_of(plan: ParallelPlan) -> Candidates:
 @given(jobs())
 @settings(max_examples=120, deadline=None)
 def test_no_prediction_is_below_its_bounds(job: Job) -> None:
-    one = predict("x", job.model, job.cluster, job.training, job.plan, job.software)
+    one = predict(job)
     table = table_of(job.plan)
     assert table.plan(0) == job.plan
     [num_bytes], [seconds] = Bounds(job).of(table)

@@ -24,7 +24,7 @@ def changes_of(asked: Job, space: SearchSpace) -> dict[str, Change]:
 
 
 def needs(asked: Job, plan: ParallelPlan) -> int:
-    one = predict("x", asked.model, asked.cluster, asked.training, plan, asked.software)
+    one = predict(asked.with_plan(plan))
     return one.worst_memory.device_bytes
 
 

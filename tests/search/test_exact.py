@@ -10,7 +10,7 @@ import pytest
 
 from simplan.job import Job
 from simplan.search import Progress, SearchResult, SearchSpace, search
-from simplan.search.api import Evaluator
+from simplan.search.evaluate import Evaluator
 from simplan.spec import catalogue
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
@@ -198,5 +198,5 @@ def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.
 
 def test_software_without_a_zero_stage_is_searched_without_it() -> None:
     job = replace(asked_for(), software=catalogue.software("megatron-core"))
-    found = search(job, SearchSpace(microbatch_size=1, recompute="none"), explain=False)
+    found = search(job, SearchSpace(microbatch_size=(1,), recompute=("none",)), explain=False)
     assert {ranked.plan.zero_stage for ranked in found.ranked} <= {0, 1}

@@ -19,10 +19,10 @@ def test_predict_confirms_the_best_plan(family: str) -> None:
     result = search(asked, space)
     best = result.best
     assert best is not None
-    one = predict("x", asked.model, asked.cluster, asked.training, best.plan, asked.software)
+    one = predict(asked.with_plan(best.plan))
     assert best.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
     assert best.device_bytes == one.worst_memory.device_bytes
-    assert best.headroom_bytes == one.cluster.device.memory_bytes - best.device_bytes  # type: ignore[operator]
+    assert best.headroom_bytes == one.job.cluster.device.memory_bytes - best.device_bytes  # type: ignore[operator]
     per_step = one.samples_per_s_per_device if result.unit == "images" else one.tokens_per_s_per_device
     assert best.tokens_per_s_per_device == pytest.approx(per_step)
     why = best.explanation

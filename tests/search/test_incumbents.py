@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from simplan.search.candidates import plan_order
 
+from simplan.search.candidates import plan_order
 from simplan.search.incumbents import NOISE, Incumbents, Timed
 from simplan.search.objective import Goal
 from simplan.search.space import Objective

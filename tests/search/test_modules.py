@@ -44,7 +44,7 @@ def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:
     assert result.space.rejected["split_backward_recompute"] > 0
     assert result.space.rejected["memory"] > 0, "modules decide what fits"
     for plan in result.ranked:
-        alone = predict("x", asked.model, asked.cluster, asked.training, plan.plan, asked.software)
+        alone = predict(asked.with_plan(plan.plan))
         assert plan.step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
         assert plan.device_bytes == pytest.approx(alone.worst_memory.wanted_bytes, rel=1e-3)
 
@@ -55,7 +55,7 @@ def test_what_rules_let_pass_is_a_plan() -> None:
     rejected: Counter[str] = Counter()
     passed = [table.plan(row) for table in enumeration.tables(rejected) for row in range(len(table))]
     for one in passed:
-        check_plan(asked.model, asked.cluster, asked.training, one, asked.software)
+        check_plan(asked.with_plan(one))
     assert len(passed) + rejected.total() == enumeration.total
     assert {*rejected} <= {*RULES}
 

@@ -62,7 +62,7 @@ def every(software: str) -> tuple[tuple[ParallelPlan, int, float], ...]:
     rows = []
     for candidate in plans_of(asked, SearchSpace.model_validate(SPACE)):
         for one in variants(candidate):
-            found = predict("x", asked.model, asked.cluster, asked.training, one, asked.software)
+            found = predict(asked.with_plan(one))
             if found.worst_memory.wanted_bytes <= CAPACITIES[software]:
                 rows.append((one, found.worst_memory.wanted_bytes, rounded(found.step_time_s)))
     return tuple(rows)
@@ -79,7 +79,7 @@ def wanted(software: str) -> list[Row]:
             rows.append((one, size, seconds))
         elif family.model_copy(update={"recompute": "none"}) not in fitting:
             known = least.get(family)
-            if known is None or one.recompute_layers < known[0].recompute_layers:
+            if known is None or one.recompute_layers < (known[0].recompute_layers or BLOCKS):
                 least[family] = one, size, seconds
     alike = {(family, seconds) for family, _, seconds in every(software)}
     rows += [(one, size, s) for family, (one, size, s) in least.items() if (family, s) not in alike]

@@ -27,7 +27,7 @@ from tests.search.jobs import FAMILIES, plain_plan, plans_of, small_job
 
 def is_plan(asked: Job, candidate: ParallelPlan) -> bool:
     try:
-        check_plan(asked.model, asked.cluster, asked.training, candidate, asked.software)
+        check_plan(asked.with_plan(candidate))
     except SpecError:
         return False
     return True

@@ -21,6 +21,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 from tests.program.tables import compute_tables, makespan_s
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -47,10 +48,12 @@ def program(
         tied_embeddings=False,
     )
     return lower(
-        model,
-        TrainingSpec(global_batch_size=m * dp, precision="fp32"),
-        ParallelPlan(pp=p, dp_replicate=dp),
-        SOFTWARE,
+        job_to_lower(
+            model,
+            TrainingSpec(global_batch_size=m * dp, precision="fp32"),
+            ParallelPlan(pp=p, dp_replicate=dp),
+            SOFTWARE,
+        ),
         assign_stage_layers([layers_per_stage] * num_stages),
         complete_table(compute),
         Lowering(level, host_waits=host_waits),

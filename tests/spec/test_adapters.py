@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -49,11 +50,13 @@ def refusals(model: ModelSpec, training: dict[str, Any], **plan: Any) -> str:
     layout = ParallelPlan(**plan)
     with pytest.raises((SpecError, NotModelledError)) as caught:
         check_plan(
-            model,
-            catalogue.cluster("dgx-a100-80gb", num_devices=layout.num_devices),
-            TrainingSpec(global_batch_size=8, **training),
-            layout,
-            catalogue.software("torch"),
+            Job(
+                model,
+                catalogue.cluster("dgx-a100-80gb", num_devices=layout.num_devices),
+                TrainingSpec(global_batch_size=8, **training),
+                layout,
+                catalogue.software("torch"),
+            )
         )
     return str(caught.value)
 
@@ -99,4 +102,4 @@ def test_software_that_has_no_states_for_adapters_says_so() -> None:
     training = TrainingSpec(global_batch_size=8, precision="fp16", task="lora")
     cluster, profile = catalogue.cluster("dgx-a100-80gb", num_devices=1), catalogue.software("nemo-2022")
     with pytest.raises(NotModelledError, match=r"training.task = lora: training adapters with nemo-2022 is not model"):
-        check_plan(GPT, cluster, training, ParallelPlan(), profile)
+        check_plan(Job(GPT, cluster, training, ParallelPlan(), profile))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.expert_rules import expert_overlap_rules
 from simplan.spec.plan import ParallelPlan
@@ -29,9 +30,9 @@ def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
     made = ParallelPlan(ep=2, dp_replicate=2, **plan)
     parts = model_of(), catalogue.cluster("dgx-h100", made.num_devices), TrainingSpec(global_batch_size=8), made
     profile = catalogue.software("megatron-bridge")
-    check_plan(*parts, profile)
+    check_plan(Job(*parts, profile))
     with pytest.raises(SpecError, match=said):
-        check_plan(*parts, profile.model_copy(update=software))
+        check_plan(Job(*parts, profile.model_copy(update=software)))
 
 
 def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
@@ -48,4 +49,4 @@ def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_
     assert fields(ParallelPlan(ep=2, dp_replicate=2, pp=2), "fp32") == ["plan.virtual_stages", "training.precision"]
     assert fields(ParallelPlan(ep=1, dp_replicate=2, pp=2)) == ["plan.ep"]
     several = ParallelPlan(ep=2, dp_replicate=2, pp=2, virtual_stages=2)
-    check_plan(model_of(), cluster, TrainingSpec(global_batch_size=8), several, profile)
+    check_plan(Job(model_of(), cluster, TrainingSpec(global_batch_size=8), several, profile))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
@@ -214,7 +215,7 @@ def test_groups_of_expert_parallel_ranks_are_neighbours() -> None:
 def check(model: ModelSpec, **plan: Any) -> None:
     made = ParallelPlan.model_validate(plan)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_plan(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch"))
+    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
@@ -27,11 +28,13 @@ def check(
 ) -> None:
     spec = ParallelPlan(**plan)
     check_plan(
-        catalogue.model(model) if isinstance(model, str) else model,
-        cluster or catalogue.cluster("dgx-a100-80gb", num_devices=spec.num_devices),
-        TrainingSpec(**{"global_batch_size": 16, **training}),
-        spec,
-        catalogue.software("torch"),
+        Job(
+            catalogue.model(model) if isinstance(model, str) else model,
+            cluster or catalogue.cluster("dgx-a100-80gb", num_devices=spec.num_devices),
+            TrainingSpec(**{"global_batch_size": 16, **training}),
+            spec,
+            catalogue.software("torch"),
+        )
     )
 
 

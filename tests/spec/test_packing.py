@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec import packing as packing_module
 from simplan.spec.layer import Attention
@@ -175,7 +176,7 @@ def checked(model: ModelSpec, software: str = "torch", **plan: Any) -> None:
     cluster = catalogue.cluster("dgx-h100", 8)
     plan = {"dp_replicate": 8, **plan}
     spec = catalogue.software(software)
-    check_plan(model, cluster, TrainingSpec(global_batch_size=8, task="sft"), ParallelPlan(**plan), spec)
+    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=8, task="sft"), ParallelPlan(**plan), spec))
 
 
 @pytest.mark.parametrize("name", REFUSED)

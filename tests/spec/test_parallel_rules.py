@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -29,9 +30,9 @@ MODEL = ModelSpec(
 def test_buckets_are_refused_where_nothing_is_reduced_in_buckets() -> None:
     plan = ParallelPlan(dp_replicate=2, bucket_bytes=1000)
     asked = (MODEL, catalogue.cluster("dgx-h100", num_devices=2), TrainingSpec(global_batch_size=24), plan)
-    check_plan(*asked, catalogue.software("megatron-bridge"))
+    check_plan(Job(*asked, catalogue.software("megatron-bridge")))
     with pytest.raises(SpecError) as caught:
-        check_plan(*asked, catalogue.software("megatron-core"))
+        check_plan(Job(*asked, catalogue.software("megatron-core")))
     assert str(caught.value) == (
         "plan.bucket_bytes = 1000: is about reducing gradients while backward runs, "
         "and megatron-core reduces all of them after it; remove it"
@@ -42,7 +43,7 @@ def check(plan: dict[str, Any], **fields: Any) -> None:
     made = ParallelPlan.model_validate(plan)
     model = MODEL.model_copy(update=fields)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_plan(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch"))
+    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.program.low_precision_footprint import keeping_quantized
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerSpec
@@ -205,4 +206,4 @@ def test_delayed_scaling_makes_nothing_again() -> None:
 def check(model: ModelSpec, plan: ParallelPlan, software: str | SoftwareSpec, **training: str) -> None:
     fields = {"global_batch_size": 32, "precision": "bf16", "optimizer": "adamw", **training}
     named = catalogue.software(software) if isinstance(software, str) else software
-    check_plan(model, catalogue.cluster("dgx-h100"), TrainingSpec.model_validate(fields), plan, named)
+    check_plan(Job(model, catalogue.cluster("dgx-h100"), TrainingSpec.model_validate(fields), plan, named))

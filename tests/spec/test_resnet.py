@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.program.lower import Lowering, lower
@@ -19,6 +20,7 @@ from simplan.spec.models.resnet import block_forms
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
+from tests.jobs import job_to_lower
 
 GFLOPS = {"resnet-18": 1.814, "resnet-34": 3.664, "resnet-50": 4.089, "resnet-101": 7.801, "resnet-152": 11.514}
 """Multiply-adds of an image, in 10^9, as torchvision documents its weights (``_ops``)."""
@@ -28,7 +30,7 @@ def check(plan: dict[str, Any], **training: Any) -> None:
     made = ParallelPlan(**plan)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
     trained = TrainingSpec(**{"global_batch_size": 32, "precision": "fp32", **training})
-    check_plan(catalogue.model("resnet-50"), cluster, trained, made, catalogue.software("torch"))
+    check_plan(Job(catalogue.model("resnet-50"), cluster, trained, made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize("name", GFLOPS)
@@ -51,7 +53,9 @@ def test_boundaries_carry_what_the_block_before_them_gives() -> None:
     spec, plan = catalogue.model("resnet-50"), ParallelPlan(pp=4, microbatch_size=2)
     training = TrainingSpec(global_batch_size=8, precision="bf16")
     assignment = assign_stage_layers((3, 4, 6, 3))
-    program = lower(spec, training, plan, catalogue.software("torch"), assignment, plan_table(plan, 4), Lowering())
+    program = lower(
+        job_to_lower(spec, training, plan, catalogue.software("torch")), assignment, plan_table(plan, 4), Lowering()
+    )
     for stage, (pixels, channels) in enumerate([(56, 256), (28, 512), (14, 1024)]):
         work = [item for op in program.ops if str(op.action) == f"{stage}SEND_F0" for item in op.work]
         assert [item.num_bytes for item in work if isinstance(item, Message)] == [2 * 2 * channels * pixels**2]
@@ -60,7 +64,7 @@ def test_boundaries_carry_what_the_block_before_them_gives() -> None:
 def test_throughput_is_in_images() -> None:
     cluster, training = catalogue.cluster("dgx-a100-80gb", num_devices=2), TrainingSpec(global_batch_size=64)
     plan = ParallelPlan(dp_replicate=2, microbatch_size=32)
-    found = predict("x", catalogue.model("resnet-50"), cluster, training, plan, catalogue.software("torch"))
+    found = predict(Job(catalogue.model("resnet-50"), cluster, training, plan, catalogue.software("torch")), name="x")
     assert found.samples_per_s_per_device == pytest.approx(32 / found.step_time_s)
     assert found.tokens_per_s_per_device == 0
 
@@ -114,4 +118,4 @@ def test_blocks_must_be_said() -> None:
     plan, cluster = ParallelPlan(), catalogue.cluster("dgx-h100", num_devices=1)
     empty = ModelSpec(family="resnet", depths=())
     with pytest.raises(SpecError, match="must name the blocks of one stage or more"):
-        check_plan(empty, cluster, TrainingSpec(global_batch_size=1), plan, catalogue.software("torch"))
+        check_plan(Job(empty, cluster, TrainingSpec(global_batch_size=1), plan, catalogue.software("torch")))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.program.schedules import SCHEDULES
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
@@ -29,11 +30,13 @@ def check(
 ) -> None:
     made = ParallelPlan.model_validate(plan)
     check_plan(
-        model,
-        cluster or catalogue.cluster("dgx-h100", num_devices or made.num_devices),
-        TrainingSpec.model_validate({"global_batch_size": 24, **(training or {})}),
-        made,
-        TORCH,
+        Job(
+            model,
+            cluster or catalogue.cluster("dgx-h100", num_devices or made.num_devices),
+            TrainingSpec.model_validate({"global_batch_size": 24, **(training or {})}),
+            made,
+            TORCH,
+        )
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.problems import parse_model
 from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
@@ -18,6 +19,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import check_plan
 from simplan.spec.training import Precision, TrainingSpec
+from tests.jobs import job_to_lower
 
 SIZES: dict[str, Any] = {
     "family": "t5",
@@ -38,7 +40,7 @@ def model(**fields: Any) -> ModelSpec:
 
 def check(plan: ParallelPlan, **fields: Any) -> None:
     cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
-    check_plan(model(**fields), cluster, TrainingSpec(global_batch_size=24), plan, catalogue.software("torch"))
+    check_plan(Job(model(**fields), cluster, TrainingSpec(global_batch_size=24), plan, catalogue.software("torch")))
 
 
 def test_flops_are_those_of_the_paper() -> None:
@@ -82,7 +84,9 @@ def program_of(precision: Precision) -> Program:
     spec, plan = model(tied_embeddings=False), ParallelPlan(pp=4, microbatch_size=2)
     assignment = assign_stage_layers((1, 1, 3, 3))
     training = TrainingSpec(global_batch_size=8, precision=precision)
-    return lower(spec, training, plan, catalogue.software("torch"), assignment, plan_table(plan, 4), Lowering())
+    return lower(
+        job_to_lower(spec, training, plan, catalogue.software("torch")), assignment, plan_table(plan, 4), Lowering()
+    )
 
 
 def messages(program: Program, action: str) -> list[tuple[int, int]]:

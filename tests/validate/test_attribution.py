@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import format_table
-from simplan.program.job import Job
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind, Timeline
 from simplan.report.comparison_drawing import draw_comparison
 from simplan.report.comparison_svg import comparison_html, comparison_svg
@@ -31,7 +32,9 @@ def predicted(plan: ParallelPlan) -> Prediction:
     sizes = {"num_hidden_layers": 4, "vocab_size": 50304, "tied_embeddings": False}
     model = catalogue.model("gpt2-124m").model_copy(update=sizes)
     cluster = catalogue.cluster("dgx-h100", num_devices=2)
-    return predict("<two & two>", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
+    return predict(
+        Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name="<two & two>"
+    )
 
 
 def measured(
@@ -41,12 +44,12 @@ def measured(
     step_s: float,
     reruns: tuple[MeasuredSpan, ...] | None = (),
 ) -> Measurement:
-    job = Job(
+    job = RunSpec(
         name=found.name,
-        model=found.model,
-        training=found.training,
-        plan=found.plan,
-        software=found.software,
+        model=found.job.model,
+        training=found.job.training,
+        plan=found.job.plan,
+        software=found.job.software,
         boundaries=found.assignment.boundaries,
         table=tuple(tuple(row) for row in format_table(found.table)),
     )

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from simplan.errors import SpecError
+from simplan.job import Job
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.measurement import Measurement
@@ -25,7 +26,9 @@ def prediction() -> Prediction:
     plan = ParallelPlan(pp=2, stage_layers=(2, 2))
     model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 4, "tied_embeddings": False})
     cluster = catalogue.cluster("dgx-h100", num_devices=2)
-    return predict("test", model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch"))
+    return predict(
+        Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name="test"
+    )
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.5, False)])

@@ -19,6 +19,7 @@ from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.accuracy.standing_in import with_stand_ins, without_refused_overlap
 from simplan.errors import Problem, SpecError
+from simplan.job import Job
 from simplan.problems import parse_model
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
@@ -29,7 +30,7 @@ from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["RunJob", "job_of_run"]
+__all__ = ["RunQuestion", "question_of_run"]
 
 _NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 25, "tpu-v5p": 50, "tpu-v6e": 100})
 """Data-centre network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
@@ -46,26 +47,22 @@ _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_h
 
 
 @dataclass(frozen=True, slots=True)
-class RunJob:
+class RunQuestion:
     """What ``predict`` is asked about a run.
 
     Attributes:
-        model, cluster, training, plan, software: As for any prediction.
+        job: As for any prediction.
         steps_overlap: Every pipeline rank goes on to its next step by itself, so that a step takes as long as the
             busiest rank is at it, not from the first start to the last end.
         notes: What was filled in, and what of the run is not in the prediction.
     """
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    plan: ParallelPlan
-    software: SoftwareSpec
+    job: Job
     steps_overlap: bool
     notes: tuple[str, ...]
 
 
-def job_of_run(run: PublishedRun) -> RunJob:
+def question_of_run(run: PublishedRun) -> RunQuestion:
     """The question behind a run.
 
     Raises:
@@ -76,12 +73,9 @@ def job_of_run(run: PublishedRun) -> RunJob:
     notes += [f"as its recipe says: {recipe.settings}" for recipe in recipes_of(run)]
     model, cluster, training = _model(run, software, notes), _cluster(run, notes), _training(run, software, notes)
     plan = _plan(run, notes)
-    return RunJob(
-        model=model,
-        cluster=cluster,
-        training=training,
-        plan=plan,
-        software=without_refused_overlap(software, training, plan, notes),
+    software = without_refused_overlap(software, training, plan, notes)
+    return RunQuestion(
+        job=Job(model, cluster, training, plan, software),
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
         notes=tuple(notes),
     )

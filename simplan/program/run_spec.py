@@ -15,15 +15,13 @@ from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["JOB_SCHEMA_VERSION", "Job"]
-
-JOB_SCHEMA_VERSION = 1
+__all__ = ["RunSpec"]
 
 _USUAL_WARMUP = 5
 """Steps that are run beside those asked for, where it is left open how many do not count."""
 
 
-class Job(Spec):
+class RunSpec(Spec):
     """A job file: everything the ranks need, decided beforehand.
 
     Attributes:
@@ -73,7 +71,7 @@ class Job(Spec):
         """Which layers each stage holds."""
         return StageAssignment(self.boundaries)
 
-    def on_nodes(self, fewer: FewerNodes) -> Job:
+    def on_nodes(self, fewer: FewerNodes) -> RunSpec:
         """The job as so many nodes go on with it."""
         keys = ("plan", "boundaries", "table", "predicted_memory_bytes")
         return self.model_copy(update={key: getattr(fewer, key) for key in keys})
