@@ -63,7 +63,7 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     scenario = load_search(file)
     space = _space(scenario, options)
     refuse_unneeded(scenario, calibration_file)
-    calibration = read(calibration_file) if scenario.cluster.cores_per_node is not None else None
+    calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None
     if options.largest is not None:
         return _largest(scenario, space, calibration, options, as_json=as_json)
     if note := slow_search(scenario.job, space):
@@ -186,7 +186,7 @@ def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions
         return []
     if options.save_plan is None:
         return [f"simplan search {as_argument(scenario.file)} --save-plan plan.yaml"]
-    here = scenario.cluster.id == THIS_MACHINE
+    here = scenario.job.cluster.id == THIS_MACHINE
     return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
 
 

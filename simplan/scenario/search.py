@@ -25,11 +25,7 @@ from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["SearchScenario", "load_search", "plan_document", "plan_section", "search_of"]
 
@@ -40,25 +36,17 @@ class SearchScenario:
 
     Attributes:
         name: For people.
-        model, cluster, training, software: What is asked.
+        job: What is asked; its plan has nothing but defaults.
         space: The plans to choose from.
         document: The file's data, of which a plan makes a scenario.
         file: The file it was read from.
     """
 
     name: str
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    software: SoftwareSpec
+    job: Job
     space: SearchSpace
     document: dict[str, Any]
     file: str
-
-    @property
-    def job(self) -> Job:
-        """What is asked, with a plan of nothing but defaults."""
-        return Job(self.model, self.cluster, self.training, ParallelPlan(), self.software)
 
     def search(self, calibration: Calibration | None = None, *, jobs: int = 1) -> SearchResult:
         """The best plans of the space.
@@ -108,10 +96,7 @@ def search_of(parts: Parts) -> SearchScenario:
         raise NotModelledError(sorted(placed, key=in_file_order), file=sections.file) from None
     return SearchScenario(
         name=parts.name,
-        model=model,
-        cluster=cluster,
-        training=training,
-        software=software,
+        job=Job(model, cluster, training, ParallelPlan(), software),
         space=space,
         document=data,
         file=sections.file,
@@ -131,7 +116,7 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
     if "hf_config" in model:
         config = folder_of(scenario.file) / model["hf_config"]
         document["model"] = model | {"hf_config": os.path.relpath(config, folder)}
-    if plan.num_devices != scenario.cluster.num_devices:
+    if plan.num_devices != scenario.job.cluster.num_devices:
         kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}
         document["cluster"] = kept | {"num_devices": plan.num_devices}
     return {"name": scenario.name, **document, "plan": plan_section(plan)}

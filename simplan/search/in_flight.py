@@ -77,7 +77,7 @@ def _few(schedule: str, pp: int, num_microbatches: int) -> int:
     facts = SCHEDULE_FACTS.get(schedule)
     if pp == 1:
         return min(num_microbatches, 3)
-    if facts is None or facts.needs_times:
+    if facts is None:
         return num_microbatches
     if facts.virtual_stages is None:  # rounds are as long as they are in the long step, or one shorter
         num_rounds = max(1, num_microbatches // pp)

@@ -9,6 +9,7 @@ from simplan.job import Job
 from simplan.search.candidates import Candidates, Column
 from simplan.search.in_flight import Instants, rank_instants
 from simplan.search.layer_sums import Floats, StageSums
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import StateBytes
 
 __all__ = ["MemoryBound"]
@@ -79,6 +80,9 @@ class MemoryBound:
         most = (held + self._reserve * largest).max(axis=1)
         schedule = rows.values["schedule"][int(rows["schedule"][0])]
         pipeline = schedule if num_ranks > 1 else "naive"
+        facts = SCHEDULE_FACTS.get(pipeline)
+        if facts is not None and facts.needs_times:  # nobody knows its order here
+            return np.asarray(self._context_bytes + most.astype(np.int64))
         fullest = int(np.argmax([kept[0, placement == rank].sum() for rank in range(num_ranks)]))
         ranks = tuple(sorted({0, fullest, num_ranks - 1}))
         for instants in rank_instants(pipeline, num_ranks, many, int(rows["virtual_stages"][0]), ranks):

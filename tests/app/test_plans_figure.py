@@ -20,7 +20,8 @@ SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    return search(small_job(num_devices=4), SPACE)
+    asked = small_job(num_devices=4)
+    return search(asked, SPACE)
 
 
 def points(figure: Any) -> list[tuple[float, float]]:
