@@ -21,9 +21,8 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind, Exchange
-from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.plan import RankMapping, StageAssignment
 from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
 
 __all__ = [
     "assign_layers",
@@ -126,17 +125,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         cluster=cluster,
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.traffic,
-        messages_take=_messages_take(plan, software),
     )
-
-
-def _messages_take(plan: ParallelPlan, software: SoftwareSpec) -> bool:
-    """Whether it counts what messages take of a device from what is computed beside them.
-
-    Not in torch's pipelines: gradients are reduced there beside one microbatch of many, parameters gathered before the
-    first, and a search prices thousands of them in machine code that does not know of it.
-    """
-    return plan.pp == 1 or not software.holds_sends
 
 
 def _datasheet_cost(job: Job) -> AnalyticCost:
@@ -154,7 +143,6 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
             num_microbatches=job.num_microbatches,
         ),
         software.rates,
-        messages_take=_messages_take(plan, software),
     )
 
 
