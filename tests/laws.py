@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
-from simplan.sim.compiled import compile_program
+from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, peak_position
 from simplan.spec.layer import CollectiveKind
@@ -149,7 +148,7 @@ def check_times(simulated: Simulated) -> None:
         assert len({(start_s[index], end_s[index]) for index in indices}) == 1, program.ops[indices[0]]
 
 
-def check_engines(program: Program, durations_s: Sequence[float]) -> None:
+def check_engines(program: Program, durations_s: Durations) -> None:
     """Compiled is as simulated: the times of all operations to the last bit, and every rank's peak of memory.
 
     Args:

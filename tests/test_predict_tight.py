@@ -89,11 +89,12 @@ def test_what_is_short_adds_up() -> None:
     """By hand: 10 blocks allocated, 16 reserved, and the context of the driver."""
     block, software = 2 * MIB, SOFTWARE.model_copy(update={"reserve_fraction": 1.0, "flat_updates": False})
     peaks = RankPeaks(resting=4 * block, rebuild=0, passes=6 * block - 1, update=0)
-    wanted = device_memory(peaks, with_memory(None), software)
+    wanted = device_memory(peaks, Job(MODEL, with_memory(None), TRAINING, PLAN, software))
     context = wanted.device_bytes - wanted.reserved_bytes
     assert (wanted.allocated_bytes, wanted.reserved_bytes) == (10 * block - 1, 16 * block)
     for blocks, short in ((22, 0), (16, 0), (14, 2), (10, 6), (9, 6)):
-        found = device_memory(peaks, with_memory(context + blocks * block), software)
+        small = with_memory(context + blocks * block)
+        found = device_memory(peaks, Job(MODEL, small, TRAINING, PLAN, software))
         assert found.short_bytes == short * block
         assert found.wanted_bytes == wanted.wanted_bytes
         assert found.device_bytes - found.reserved_bytes == context

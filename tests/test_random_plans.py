@@ -142,9 +142,7 @@ def keeps_the_laws(
         made = lower(job, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, found)
         check_memory(made)
-        _check_stamped(
-            made, lambda: lower(model, training, plan, software, prediction.assignment, prediction.table, how)
-        )
+        _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))
         check_times(simulated)
         check_engines(made, simulated.pricing.durations_s)
         return simulated

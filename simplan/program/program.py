@@ -243,6 +243,14 @@ class Op:
             return self.work[0]
         return None
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The message of an operation that is one, and those of the same kind that follow upon it."""
+        first = self.message
+        if first is None:
+            return ()
+        return tuple(part for part in self.work if isinstance(part, Message) and part.kind is first.kind)
+
 
 STREAMS = tuple(Stream)
 SPAN_KINDS = tuple(SpanKind)

@@ -116,6 +116,20 @@ class RankWriter:
             action, stream, name, SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
         )
 
+    def collectives(
+        self,
+        action: Action,
+        stream: Stream,
+        name: str,
+        group: tuple[int, ...],
+        messages: tuple[Work, ...],
+        waits: Sequence[int | None],
+    ) -> int:
+        """Collectives of one group that follow upon each other, as one operation: all members meet once."""
+        members = self._folding.members(group)
+        meeting = (stream, members) if len(members) > 1 else None
+        return self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), meeting, ())
+
     def exposed(self, action: Action, stream: Stream, name: str, messages: tuple[Work, ...]) -> None:
         """Messages among equal ranks, one after the other, that the next computation waits for."""
         waits = (*self.blocking, self.last_compute)

@@ -227,7 +227,7 @@ class _Spans(Sequence[Span]):
         num_bytes, peer = 0, None
         message = op.message
         if message is not None:
-            num_bytes = message.num_bytes
+            num_bytes = sum(each.num_bytes for each in op.messages)
             if message.kind is CollectiveKind.SEND:
                 peer = next(rank for rank in message.ranks if rank != op.rank)
         start_s, end_s = float(self._times.start_s[index]), float(self._times.end_s[index])
