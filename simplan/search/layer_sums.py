@@ -138,11 +138,8 @@ class LayerSumsCache:
 
     def prices(self, plan: ParallelPlan) -> Prices:
         """Prices of what a plan does."""
-        job = self._job
-        return Prices(
-            cost_model(job.with_plan(plan), self._calibration),
-            sends=job.cluster.cores_per_node is None,
-        )
+        job = self._job.with_plan(plan)
+        return Prices(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
 
     def _split_of(self, plan: ParallelPlan) -> Hashable:
         """What the layers of a rank depend on; the number of microbatches where weights are quantized once for all."""

@@ -20,8 +20,7 @@ SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    asked = small_job(num_devices=4)
-    return search(asked, SPACE)
+    return search(small_job(num_devices=4), SPACE)
 
 
 def points(figure: Any) -> list[tuple[float, float]]:

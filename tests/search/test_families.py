@@ -19,7 +19,7 @@ def test_predict_confirms_the_best_plan(family: str) -> None:
     result = search(asked, space)
     best = result.best
     assert best is not None
-    one = predict(asked.with_plan(best.plan))
+    one = predict(asked.with_plan(best.plan), name="x")
     assert best.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
     assert best.device_bytes == one.worst_memory.device_bytes
     assert best.headroom_bytes == one.job.cluster.device.memory_bytes - best.device_bytes  # type: ignore[operator]
