@@ -161,11 +161,3 @@ def test_engines_of_a_torus_take_nothing(device: str, link: str, taken: bool) ->
     job = Job(catalogue.model("gpt2-124m"), cluster, training, ParallelPlan(), catalogue.software("torch"))
     cost = cost_model(job, None)
     assert (cost.taken_share > 0) is taken
-
-
-@pytest.mark.parametrize(("software", "pp", "taken"), [("torch", 1, True), ("torch", 2, False), ("nemo", 2, True)])
-def test_nothing_is_taken_in_pipelines_of_torch(software: str, pp: int, taken: bool) -> None:
-    asked = TrainingSpec(global_batch_size=16, precision="bf16"), ParallelPlan(pp=pp, dp_replicate=8 // pp)
-    cluster = catalogue.cluster("dgx-h100", num_devices=8)
-    cost = cost_model(Job(catalogue.model("gpt2-124m"), cluster, *asked, catalogue.software(software)), None)
-    assert (cost.taken_share > 0) is taken

@@ -38,7 +38,8 @@ class Instants(NamedTuple):
         adding_up: 1 where gradients of some microbatches, but not of all, have been made, else 0.
         forwards, backwards: Passes that are over, backwards as far as they make what is sent on.
         begins: 1 for the stage whose whole backward begins, else 0.
-        wanted: 1 for the next three different stages of the rank, which FSDP gathers ahead, else 0.
+        used: 1 for a stage that something is still to be computed of, else 0.
+        wanted: 1 for the next three of these, which FSDP gathers ahead, else 0.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Instants(NamedTuple):
     forwards: _Integers
     backwards: _Integers
     begins: _Integers
+    used: _Integers
     wanted: _Integers
 
 
@@ -118,11 +120,12 @@ def _instants(rank: int, kinds: _Integers, stages: _Integers, more: int) -> Inst
     ]
     forwards, wholes, inputs, weights = done
     completed = wholes + weights
-    begins, wanted = (np.zeros((len(times), len(own)), np.int64) for _ in range(2))
+    begins, used, wanted = (np.zeros((len(times), len(own)), np.int64) for _ in range(3))
     for row, time in enumerate(times):
         begins[row, place[time]] = kinds[time] == _B
-        ahead = dict.fromkeys(place[time:].tolist())
-        wanted[row, list(ahead)[:_AHEAD]] = 1
+        ahead = list(dict.fromkeys(place[time:].tolist()))
+        used[row, ahead] = 1
+        wanted[row, ahead[:_AHEAD]] = 1
     adding_up = (completed > 0) & (completed < forwards.max())
     # what follows an instant of the second half is the same in both steps
     late = np.array([[2 * time >= len(kinds)] for time in times])
@@ -136,5 +139,6 @@ def _instants(rank: int, kinds: _Integers, stages: _Integers, more: int) -> Inst
         forwards + extra,
         wholes + inputs + more * late * (not forwards_first),
         begins,
+        used,
         wanted,
     )

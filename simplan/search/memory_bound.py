@@ -65,7 +65,7 @@ class MemoryBound:
 
         trained, experts, frozen = map(of_ranks, (stages.trained, stages.experts, stages.frozen))
         held = self._state_bytes(rows, state, trained, experts, frozen)
-        kept, during = stages.kept_bytes, stages.backward_bytes
+        kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
         received = np.zeros_like(kept)  # by stage, what it gets from other ranks for a microbatch, there and back
         into = np.where(crosses, stages.output_bytes[:, :-1], 0.0)
@@ -73,8 +73,9 @@ class MemoryBound:
             kept = np.maximum(0, kept - stages.input_bytes)
             received[:, 1:] += into
             received[:, :-1] += into
-            during = during.copy()
-            during[:, :-1] -= into
+            gradients = np.hstack([into, np.zeros((len(into), 1))])
+            between = np.maximum(0, between - stages.input_bytes - gradients)
+            during = np.maximum(0, during - gradients)
             held = held + many * of_ranks(received)
         largest = np.stack([kept[:, placement == rank].max(axis=1) for rank in range(num_ranks)], axis=1)[ways]
         most = (held + self._reserve * largest).max(axis=1)
@@ -86,7 +87,7 @@ class MemoryBound:
         fullest = int(np.argmax([kept[0, placement == rank].sum() for rank in range(num_ranks)]))
         ranks = tuple(sorted({0, fullest, num_ranks - 1}))
         for instants in rank_instants(pipeline, num_ranks, many, int(rows["virtual_stages"][0]), ranks):
-            passing = self._passing_bytes(rows, stages, (kept, during), ways, into, instants, state)
+            passing = self._passing_bytes(rows, stages, (kept, between, during), ways, into, instants, state)
             most = np.maximum(most, held[:, instants.rank] + self._reserve * passing)
         return np.asarray(self._context_bytes + most.astype(np.int64))
 
@@ -117,18 +118,18 @@ class MemoryBound:
         self,
         rows: Candidates,
         stages: StageSums,
-        own_bytes: tuple[Floats, Floats],
+        own_bytes: tuple[Floats, Floats, Floats],
         ways: Column,
         into: Floats,
         instants: Instants,
         state: StateBytes,
     ) -> Floats:
         """``(rows,)`` What comes and goes on one rank, at the worst instant."""
-        own, (kept, during) = instants.stages, own_bytes
+        own, (kept, between, during) = instants.stages, own_bytes
         if state.linear is not None:
             return np.asarray((kept[:, own] @ np.minimum(instants.in_flight, 1).T)[ways].max(axis=1))
-        passing = kept[:, own] @ instants.in_flight.T + stages.between_bytes[:, own] @ instants.between.T
-        passing += np.maximum(0, during[:, own]) @ instants.begins.T
+        passing = kept[:, own] @ instants.in_flight.T + between[:, own] @ instants.between.T
+        passing += during[:, own] @ instants.begins.T
         if self._job.software.holds_sends and int(rows["pp"][0]) > 1:
             none = np.zeros((len(into), 1))
             sent, sent_back = np.hstack([into, none])[:, own], np.hstack([none, into])[:, own]
@@ -147,7 +148,7 @@ class MemoryBound:
         found = np.where(reduces_every[:, None], 0, trained @ instants.adding_up.T * state.accumulated)
         if software.lists_of_shards:
             return found
-        all_stages = trained.sum(axis=1)[:, None] * np.ones(len(instants.begins))
+        all_stages = trained @ instants.used.T
         frees = (rows["zero_stage"] == 3) & (rows["reshard_after_forward"] == 1)
         window = trained @ instants.wanted.T if in_pipeline else np.zeros_like(all_stages)
         gathered = np.where(frees[:, None], window, all_stages) * state.gathered
