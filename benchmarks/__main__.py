@@ -19,7 +19,7 @@ from benchmarks.compiled_speed import compiled_speed
 from benchmarks.engine_speed import engine_speed
 from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
-from benchmarks.pipeline_speed import pipeline_speed
+from benchmarks.predict_speed import predict_speed
 from benchmarks.search_speed import search_speed
 from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, Row, to_markdown
@@ -30,8 +30,8 @@ _ALL: dict[str, Callable[[], Iterable[Row]]] = {
     "closed-forms": closed_forms,
     "engine-speed": engine_speed,
     "compiled-speed": compiled_speed,
-    "pipeline-speed": pipeline_speed,
     "executor-speed": executor_speed,
+    "predict-speed": predict_speed,
     "search-speed": search_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,

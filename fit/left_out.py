@@ -22,7 +22,7 @@ from fit.rows import Row, Values, fold_of, question_at
 from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
-from simplan.predict.brief import predict_brief
+from simplan.predict.step_summary import summarize_step
 
 __all__ = ["FOLDS", "LEFT_OUT_FILE", "left_out_text", "sample_errors", "sampled_runs"]
 
@@ -88,7 +88,7 @@ def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
     question = question_of_run(run)
     values = folds[fold_of(question.job, len(folds))]
     question = question_at(question, values)
-    predicted_s = predict_brief(question.job, steps_overlap=question.steps_overlap).step_time_s
+    predicted_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
     measured_s = run.measured.step_time_s
     assert measured_s is not None
     return abs(predicted_s / measured_s - 1)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from fit.rows import Prices, Row, Values, between_nodes, question_at
 from simplan.accuracy.question import RunQuestion
 from simplan.cost.pricing import Pricing
-from simplan.predict.abridged import AbridgedStep
-from simplan.predict.simulated import source_of
-from simplan.program.program import Excess, LayerWork, Message, Op, Program, Work
+from simplan.predict.simulated import sources_of_error
+from simplan.predict.step_summary import summarized_step
+from simplan.program.program import Excess, LayerWork, Message, Program, Work
 
 __all__ = ["BETWEEN", "Parts", "parts_of"]
 
@@ -71,22 +71,22 @@ def _messages_of(work: Work) -> tuple[Message, ...]:
 def _moves(question: RunQuestion) -> tuple[tuple[float, ...], tuple[float, ...]]:
     cluster = question.job.cluster
 
-    def crosses(op: Op) -> bool:
-        return any(between_nodes(cluster, message) for work in op.work for message in _messages_of(work))
+    def crosses(works: tuple[Work, ...]) -> bool:
+        return any(between_nodes(cluster, message) for work in works for message in _messages_of(work))
 
     def moved(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
-        durations_s = np.array(pricing.durations_s)
+        durations_s = pricing.durations_s
         own = np.divide(pricing.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
-        sources = np.array([source_of(op) for op in program.ops])
-        are_between = np.array([crosses(op) for op in program.ops])
-        messages = np.where(sources == "messages", own, 0.0)
+        sources = sources_of_error(program)
+        are_between = np.array([crosses(works) for works in program.works])[program.columns.work]
+        messages = np.where(sources["messages"], own, 0.0)
         factors = [1 + np.where(are_between, std, messages) for std in BETWEEN]
-        factors.append(1 + np.where(sources == "host", own, 0.0))
+        factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
-    step = AbridgedStep(question.job, moved)
-    written = step.written(*step.extent(steps_overlap=question.steps_overlap))
-    _, (plain_s, *moved_s) = step.whole(written, steps_overlap=question.steps_overlap)
+    plain_s, *moved_s = summarized_step(question.job, steps_overlap=question.steps_overlap).seconds(
+        moved, steps_overlap=question.steps_overlap
+    )
     logs = np.log(np.array(moved_s) / plain_s).reshape(2, -1)
     longer, shorter = (tuple(map(float, np.hypot(side[:-1], side[-1]))) for side in logs)
     return longer, shorter

@@ -18,7 +18,7 @@ from simplan.cost.compute import KernelCost
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import SimplanError
 from simplan.job import Job
-from simplan.predict.brief import Taken, Term, brief_terms
+from simplan.predict.step_summary import OverlapSlowdown, StepTerm, step_terms
 from simplan.program.program import Excess, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
 from simplan.spec.rates import AttentionKernel
@@ -53,7 +53,7 @@ class Row:
     source: str
     run: PublishedRun
     question: RunQuestion
-    terms: tuple[Term, ...]
+    terms: tuple[StepTerm, ...]
 
     @property
     def architecture(self) -> str:
@@ -88,7 +88,7 @@ class Prices:
         self._kernels: dict[tuple[object, ...], KernelCost] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, job: Job, term: Term) -> float:
+    def seconds(self, job: Job, term: StepTerm) -> float:
         """Of one term."""
         match term.work:
             case LayerWork():
@@ -99,7 +99,7 @@ class Prices:
                 assert not taken, "no fitted run has exchanges for experts beside another microbatch"
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s * self._slowdown(job, messages[0]) - self._of_layer(job, beside))
-            case Taken():
+            case OverlapSlowdown():
                 return self._values.get("taken_share", term.seconds)
             case HostWait(reason=reason):
                 return self._values.get(f"{reason}_s", term.seconds)
@@ -221,7 +221,7 @@ def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
         return None
     question = question_at(question, values)
     try:
-        terms = brief_terms(question.job, steps_overlap=question.steps_overlap)
+        terms = step_terms(question.job, steps_overlap=question.steps_overlap)
     except SimplanError:
         return None
     return Row(source, run, question, terms)

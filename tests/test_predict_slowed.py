@@ -71,7 +71,7 @@ def moving(seconds: int, *waits: int) -> Op:
 
 def step(*ops: Op) -> tuple[Times, Times]:
     """With nothing taken, and with half of the device."""
-    program = Program(2, (), ops, (0,), (0,), {}, {})
+    program = Program.from_ops(2, (), ops, (0,), (0,), {}, {})
     alone = price_program(program, Tariff())
     pricing = slowed(program, alone, partial(simulate, program))
     assert pricing.deviations_s == pytest.approx([0.1 * seconds for seconds in pricing.durations_s])
@@ -80,7 +80,7 @@ def step(*ops: Op) -> tuple[Times, Times]:
 
 def test_what_is_computed_beside_a_message_takes_longer_by_half_of_its_time() -> None:
     alone, later = step(computing(1), moving(1, 0), computing(3))
-    assert alone.end_s == [1.0, 2.0, 4.0]
+    assert alone.end_s.tolist() == [1.0, 2.0, 4.0]
     assert later.end_s == pytest.approx([1.0, 2.0, 4.5])
 
 
@@ -160,12 +160,4 @@ def test_engines_of_a_torus_take_nothing(device: str, link: str, taken: bool) ->
     training = TrainingSpec(global_batch_size=16)
     job = Job(catalogue.model("gpt2-124m"), cluster, training, ParallelPlan(), catalogue.software("torch"))
     cost = cost_model(job, None)
-    assert (cost.taken_share > 0) is taken
-
-
-@pytest.mark.parametrize(("software", "pp", "taken"), [("torch", 1, True), ("torch", 2, False), ("nemo", 2, True)])
-def test_nothing_is_taken_in_pipelines_of_torch(software: str, pp: int, taken: bool) -> None:
-    asked = TrainingSpec(global_batch_size=16, precision="bf16"), ParallelPlan(pp=pp, dp_replicate=8 // pp)
-    cluster = catalogue.cluster("dgx-h100", num_devices=8)
-    cost = cost_model(Job(catalogue.model("gpt2-124m"), cluster, *asked, catalogue.software(software)), None)
     assert (cost.taken_share > 0) is taken

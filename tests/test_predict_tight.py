@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from simplan.explain.explanation import explain
 from simplan.job import Job
 from simplan.predict import predict
-from simplan.predict.brief import Brief, predict_brief
-from simplan.predict.evaluate import within_device
-from simplan.prediction import Prediction, RankMemory
+from simplan.predict.memory import RankPeaks, device_memory
+from simplan.predict.step_summary import StepSummary, evaluate_step, summarize_step
+from simplan.prediction import Prediction
 from simplan.report.text import verdict
-from simplan.search.candidate import Candidate
-from simplan.search.question import Question
-from simplan.search.reference import ReferenceEvaluator
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.plan import ParallelPlan
@@ -38,8 +33,8 @@ def on_device(memory_bytes: int | None) -> Prediction:
     return predict(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE), name="small")
 
 
-def brief(memory_bytes: int | None) -> Brief:
-    return predict_brief(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE))
+def brief(memory_bytes: int | None) -> StepSummary:
+    return summarize_step(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE))
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +77,8 @@ def test_tensors_and_context_decide(roomy: Prediction, missing_bytes: int) -> No
 
 
 def test_a_search_keeps_room_for_the_reserve(roomy: Prediction) -> None:
-    tight = with_memory(least_bytes(roomy))
-    evaluator = ReferenceEvaluator(Question(MODEL, tight, TRAINING, SOFTWARE))
-    candidate = Candidate(**{name: getattr(PLAN, name) for name in Candidate._fields})
-    assert evaluator.device_bytes([candidate]) == [roomy.worst_memory.device_bytes]
+    num_bytes, _ = evaluate_step(Job(MODEL, with_memory(least_bytes(roomy)), TRAINING, PLAN, SOFTWARE))
+    assert num_bytes == roomy.worst_memory.device_bytes
 
 
 def test_a_device_of_unknown_size_gives_all(roomy: Prediction) -> None:
@@ -93,13 +86,15 @@ def test_a_device_of_unknown_size_gives_all(roomy: Prediction) -> None:
 
 
 def test_what_is_short_adds_up() -> None:
-    """By hand: 10 blocks allocated, 16 reserved, 3 of context."""
-    block = 2 * MIB
-    wanted = RankMemory(0, {}, 10 * block - 1, 16 * block, 19 * block, "", {})
-    for blocks, short in ((25, 0), (19, 0), (17, 2), (13, 6), (12, 6)):
-        found = within_device(wanted, blocks * block)
+    """By hand: 10 blocks allocated, 16 reserved, and the context of the driver."""
+    block, software = 2 * MIB, SOFTWARE.model_copy(update={"reserve_fraction": 1.0, "flat_updates": False})
+    peaks = RankPeaks(resting=4 * block, rebuild=0, passes=6 * block - 1, update=0)
+    wanted = device_memory(peaks, Job(MODEL, with_memory(None), TRAINING, PLAN, software))
+    context = wanted.device_bytes - wanted.reserved_bytes
+    assert (wanted.allocated_bytes, wanted.reserved_bytes) == (10 * block - 1, 16 * block)
+    for blocks, short in ((22, 0), (16, 0), (14, 2), (10, 6), (9, 6)):
+        small = with_memory(context + blocks * block)
+        found = device_memory(peaks, Job(MODEL, small, TRAINING, PLAN, software))
         assert found.short_bytes == short * block
         assert found.wanted_bytes == wanted.wanted_bytes
-        assert found.device_bytes - found.reserved_bytes == 3 * block
-        assert within_device(found, blocks * block) == found
-        assert replace(found, reserved_bytes=16 * block, device_bytes=19 * block, short_bytes=0) == wanted
+        assert found.device_bytes - found.reserved_bytes == context

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count, product
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -12,7 +15,10 @@ from hypothesis import strategies as st
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.predict import Simulated, cost_model, folding_of, predict, simulate_again, simulate_program
-from simplan.program.lower import Lowering, lower
+from simplan.program import lower as lower_module
+from simplan.program.lower import Lowering, _RankLowering, lower
+from simplan.program.program import Program
+from simplan.program.rows import ActionVariant, RowEntry, row_entries
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -94,6 +100,26 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
+    """Actions that are lowered once and stamped are the actions lowered one by one."""
+    number = count()
+
+    def every_one_alone(*args: Any, **options: Any) -> tuple[list[RowEntry], list[ActionVariant]]:
+        entries, variants = row_entries(*args, **options)
+        alone = [entry._replace(variant=place) for place, entry in enumerate(entries)]
+        return alone, [variants[entry.variant]._replace(action=entry.action) for entry in entries]
+
+    with (
+        mock.patch.object(lower_module, "row_entries", every_one_alone),
+        mock.patch.object(_RankLowering, "_template_key", side_effect=number),
+    ):
+        one_by_one = lowered()
+    assert len(one_by_one) == len(stamped)
+    for ours, theirs in zip(stamped.ops, one_by_one.ops, strict=True):
+        assert replace(ours, meeting=None) == replace(theirs, meeting=None)
+    assert list(stamped.meetings.values()) == list(one_by_one.meetings.values())
+
+
 SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
 
 
@@ -116,6 +142,7 @@ def keeps_the_laws(
         made = lower(job, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, found)
         check_memory(made)
+        _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))
         check_times(simulated)
         check_engines(made, simulated.pricing.durations_s)
         return simulated

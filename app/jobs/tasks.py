@@ -45,16 +45,7 @@ def search_plans(text: str, tell: Tell) -> SearchResult:
             told_s, had = time.monotonic(), found
             tell(Update(progress.done, progress.total, progress.doing, _known(progress) if found else None))
 
-    return search(
-        asked.model,
-        asked.cluster,
-        asked.training,
-        asked.software,
-        asked.space,
-        name=asked.name,
-        soon=True,
-        on_progress=on_progress,
-    )
+    return search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
 
 
 def _known(progress: Progress) -> SearchResult:

@@ -1,12 +1,10 @@
-"""Step time and memory alone, in milliseconds, by what a search uses; equal to ``predict`` up to rounding."""
+"""Step time and memory alone, by what a search uses: sooner than a whole prediction, and equal to it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from simplan.scenario import Scenario
-from simplan.search.candidate import Candidate
-from simplan.search.question import Question
 
 __all__ = ["Quick", "quick"]
 
@@ -24,20 +22,15 @@ class Quick(NamedTuple):
 
 
 def quick(asked: Scenario) -> Quick | None:
-    """The numbers of a plan that a search knows; None for others, which have to be simulated.
+    """The numbers of a plan; None where they need a calibration.
 
     Raises:
         SpecError: A price cannot be had.
     """
-    from simplan.search.fast import FastEvaluator, covers_job  # brings numba
+    from simplan.search.evaluate import evaluate  # brings numba
 
-    plan = asked.job.plan
-    candidate = Candidate(**{name: getattr(plan, name) for name in Candidate._fields})
-    question = Question(asked.job.model, asked.job.cluster, asked.job.training, asked.job.software)
-    if candidate.plan() != plan or not covers_job(question):
+    if asked.job.cluster.cores_per_node is not None:
         return None
-    evaluator = FastEvaluator(question)
-    if not evaluator.covers(candidate):
-        return None
-    [step_time_s], [device_bytes] = evaluator.step_times_s([candidate]), evaluator.device_bytes([candidate])
+    device_bytes, step_time_s = evaluate(asked.job)
+    assert step_time_s is not None, "there is no limit"
     return Quick(step_time_s, device_bytes)

@@ -12,8 +12,8 @@ from app.state import document_text
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.predict import Resource, marginal_values, predict_step
-from simplan.predict.brief import predict_brief
 from simplan.predict.sensitivity import MarginalValue, improved
+from simplan.predict.step_summary import summarize_step
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 
@@ -167,7 +167,7 @@ def _with_rate(asked: Scenario, resource: Resource, factor: float) -> Point:
 def _point(value: float, scenario: Callable[[], Scenario]) -> Point:
     try:
         asked = scenario()
-        found = predict_brief(asked.job)
+        found = summarize_step(asked.job)
     except SpecError as error:
         return Point(value, "; ".join(problem.sentence() for problem in error.problems))
     samples_per_s = asked.job.training.global_batch_size / found.step_time_s

@@ -215,7 +215,7 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Box
     for group in groups:
         first = ops[group[0]]
         recompute_s = sum(
-            times.end_s[index] - times.start_s[index] for index in group if ops[index].kind is SpanKind.RECOMPUTE
+            float(times.end_s[index] - times.start_s[index]) for index in group if ops[index].kind is SpanKind.RECOMPUTE
         )
         found.append(
             Box(
@@ -223,8 +223,8 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Box
                 label=first.name if layers else str(first.action),
                 stage=first.action.stage,
                 microbatch=first.action.microbatch,
-                start_s=times.start_s[group[0]],
-                end_s=max(times.end_s[index] for index in group),
+                start_s=float(times.start_s[group[0]]),
+                end_s=float(max(times.end_s[index] for index in group)),
                 recompute_s=recompute_s,
                 formula=_formula(simulated, (ops[index] for index in group)),
             )
@@ -236,7 +236,7 @@ def _messages(simulated: Simulated, rank: int) -> list[Box]:
     ops, times = simulated.program.ops, simulated.times
     found = []
     for index in simulated.program.by_rank[rank]:
-        op, start_s, end_s = ops[index], times.start_s[index], times.end_s[index]
+        op, start_s, end_s = ops[index], float(times.start_s[index]), float(times.end_s[index])
         if op.stream is Stream.COMPUTE or end_s <= start_s:
             continue
         message = op.message

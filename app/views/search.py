@@ -109,7 +109,7 @@ def _warm() -> None:
 
 def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
     st.info(
-        f"**{escaped(asked.name)}**: every split of {asked.cluster.num_devices:,} devices into tensor, context, "
+        f"**{escaped(asked.name)}**: every split of {asked.job.cluster.num_devices:,} devices into tensor, context, "
         "pipeline and data parallelism, every ZeRO stage, schedule, microbatch size and recomputation. What a rule "
         "forbids or memory cannot hold is counted under its reason; the best is exactly the best of what "
         "`simplan predict` says."

@@ -13,7 +13,7 @@ from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SimplanError, SpecError
-from simplan.predict.brief import predict_brief
+from simplan.predict.step_summary import summarize_step
 from simplan.units import GIB
 
 __all__ = ["OnProgress", "predict_runs", "sentences"]
@@ -133,7 +133,7 @@ def _predict_some(part: Sequence[tuple[str, RunQuestion]]) -> list[tuple[str, Pr
 
 def _predict(question: RunQuestion) -> Predicted | str:
     try:
-        brief = predict_brief(question.job, steps_overlap=question.steps_overlap)
+        brief = summarize_step(question.job, steps_overlap=question.steps_overlap)
     except Exception as error:
         return sentences(error)
     return Predicted(

@@ -65,13 +65,13 @@ def refuse_unneeded(search: SearchScenario, file: Path | None) -> None:
     Raises:
         SpecError: The search would not use it; or the file is missing or is no calibration.
     """
-    if file is None or is_needed(search.cluster):
+    if file is None or is_needed(search.job.cluster):
         return
     read(file)
     problem = Problem(
         field="--calibration",
         value=str(file),
-        rule=f"a search on {search.cluster.device.id} devices is not priced from a calibration in this version",
+        rule=f"a search on {search.job.cluster.device.id} devices is not priced from a calibration in this version",
         fix="leave the option out; `simplan predict --calibration FILE` prices single plans from it",
     )
     raise SpecError(problem, file=search.file)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from simplan.cli.calibrations import read, refuse_unneeded
@@ -19,13 +20,14 @@ from simplan.cli.progress import Progress as Bar
 from simplan.cost.calibration import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
 from simplan.io import as_argument, read_yaml, write_text
+from simplan.job import Job
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
-from simplan.search import Progress, Question, SearchResult, SearchSpace, largest, search
+from simplan.search import Progress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluators import abridges
 from simplan.search.inverse import QUANTITIES
+from simplan.search.jobs import check_without_plan
 from simplan.spec.machine import THIS_MACHINE
 from simplan.spec.plan import ParallelPlan
 from simplan.units import format_time
@@ -61,18 +63,14 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     scenario = load_search(file)
     space = _space(scenario, options)
     refuse_unneeded(scenario, calibration_file)
-    calibration = read(calibration_file) if scenario.cluster.cores_per_node is not None else None
+    calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None
     if options.largest is not None:
         return _largest(scenario, space, calibration, options, as_json=as_json)
-    question = Question(scenario.model, scenario.cluster, scenario.training, scenario.software, calibration)
-    if note := slow_search(question, space):
+    if note := slow_search(scenario.job, space):
         say(note)
     with _Watch() as watch:
         result = search(
-            scenario.model,
-            scenario.cluster,
-            scenario.training,
-            scenario.software,
+            scenario.job,
             space,
             name=scenario.name,
             calibration=calibration,
@@ -93,21 +91,15 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     return NoFeasiblePlanError.exit_code if result.best is None else 0
 
 
-def slow_search(question: Question, space: SearchSpace) -> str:
-    """What to say before a long search: each plan on cores that ranks share is simulated alone; empty for no such one.
+def slow_search(job: Job, space: SearchSpace) -> str:
+    """What to say before a long search: steps on cores that ranks share are simulated whole; empty for no such one.
 
     Raises:
-        SpecError: No plan could mend what is wrong with the question.
+        SpecError: No plan could mend what is wrong with the job.
     """
-    question.check()
-    total = Enumeration(space, question).total
-    if total < _MANY:
-        return ""
-    if abridges(question):
-        return ""
-    from simplan.search.fast import covers_job  # brings numba
-
-    if covers_job(question):
+    check_without_plan(job, space)
+    total = Enumeration(space, job).total
+    if total < _MANY or job.cluster.cores_per_node is None:
         return ""
     return (
         f"{total:,} plans are simulated one by one, all of a step: this may take tens of minutes. "
@@ -128,9 +120,14 @@ def _largest(
     if quantity not in QUANTITIES:
         fix = did_you_mean(str(quantity), QUANTITIES)
         raise SpecError(Problem(field="--largest", value=quantity, rule="is not a quantity to make large", fix=fix))
-    question = Question(scenario.model, scenario.cluster, scenario.training, scenario.software, calibration)
     with _Watch() as watch:
-        found = largest(question, space, quantity, watch.trying)  # type: ignore[arg-type] # checked above
+        found = largest(
+            scenario.job,
+            space,
+            quantity,  # type: ignore[arg-type] # checked above
+            watch.trying,
+            calibration=calibration,
+        )
     if options.save_plan is not None:
         what = f"A plan that fits with {quantity} = {found.value:,}, the largest that `simplan search "
         what += f"{as_argument(scenario.file)} --largest {quantity}` found; there may be faster ones"
@@ -189,7 +186,7 @@ def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions
         return []
     if options.save_plan is None:
         return [f"simplan search {as_argument(scenario.file)} --save-plan plan.yaml"]
-    here = scenario.cluster.id == THIS_MACHINE
+    here = scenario.job.cluster.id == THIS_MACHINE
     return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
 
 
@@ -203,17 +200,17 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     if not isinstance(data, dict) or "search" not in data or "plan" in data:
         return [load_scenario(file)]
     asked = load_search(file)
-    question = Question(asked.model, asked.cluster, asked.training, asked.software)
-    question.check()
-    enumeration = Enumeration(asked.space, question)
+    check_without_plan(asked.job, asked.space)
+    enumeration = Enumeration(asked.space, asked.job)
     one_of: dict[object, ParallelPlan] = {}
-    for candidate in enumeration.candidates(enumeration.meshes, Counter()):
-        c = candidate
-        cut = (c.tp, c.sequence_parallel, c.cp, c.cp_comm, c.ep, c.microbatch_size, c.shards_parameters)
-        ways = (c.dp_replicate > 1, c.dp_shard > 1, c.zero_stage, c.pp > 1)  # other collectives
-        if (cut, ways) not in one_of:
-            one_of[cut, ways] = candidate.plan()
-    return [Scenario(name=asked.name, job=question.job(plan), file=asked.file) for plan in one_of.values()]
+    for table in enumeration.tables(Counter()):
+        cut = [table[name] for name in ("tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size")]
+        groups = [table[name] > 1 for name in ("dp_replicate", "dp_shard", "pp")]  # which have other collectives
+        keys = np.stack([*cut, table["zero_stage"], table.shards_parameters, *groups], axis=1)
+        for row, key in enumerate(map(tuple, keys.tolist())):
+            if key not in one_of:
+                one_of[key] = table.plan(row)
+    return [Scenario(name=asked.name, job=asked.job.with_plan(plan), file=asked.file) for plan in one_of.values()]
 
 
 class _Watch:

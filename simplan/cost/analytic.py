@@ -27,7 +27,6 @@ class AnalyticCost:
         cluster: Where messages go.
         kernels: What they take on a device.
         stack: How messages fare in training with a framework; by default as where they were timed alone.
-        messages_take: They take part of a device from what is computed beside them.
     """
 
     def __init__(
@@ -35,13 +34,10 @@ class AnalyticCost:
         cluster: ClusterSpec,
         kernels: KernelCost,
         stack: StackRates | None = None,
-        *,
-        messages_take: bool = True,
     ) -> None:
         self._cluster = cluster
         self._kernels = kernels
         self._stack = stack or StackRates()
-        self._messages_take = messages_take
         self._routes: dict[tuple[int, ...], Route] = {}
 
     @property
@@ -49,7 +45,7 @@ class AnalyticCost:
         """See ``CostModel``: nothing where no kernels move them, as on a torus of TPUs."""
         link = self._cluster.intra_link or self._cluster.inter_link
         by_kernels = link is not None and link.library == "nccl"
-        return self._cluster.device.kernels.taken_share if self._messages_take and by_kernels else 0.0
+        return self._cluster.device.kernels.taken_share if by_kernels else 0.0
 
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``."""

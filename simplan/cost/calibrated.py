@@ -53,7 +53,6 @@ class CalibratedCost:
             one machine.
         otherwise: Prices messages and copies that were not timed, of devices that the catalogue knows.
         traffic: As of ``GridCost``.
-        messages_take: As of ``AnalyticCost``.
     """
 
     def __init__(
@@ -67,12 +66,10 @@ class CalibratedCost:
         cluster: ClusterSpec | None = None,
         otherwise: CostModel | None = None,
         traffic: float = 1.0,
-        messages_take: bool = True,
     ) -> None:
         self._calibration = calibration
         self._dtype = dtype
         self._num_ranks = num_ranks
-        self._messages_take = messages_take
         self._cluster = cluster
         self._otherwise = otherwise
         self._grid_timings = timed = _grid_timings(calibration, dtype, num_ranks)
@@ -135,7 +132,7 @@ class CalibratedCost:
     @property
     def taken_share(self) -> float:
         """See ``CostModel``: as measured, else as without a calibration; nothing on CPUs, whose cores ranks share."""
-        if self._calibration.device_kind != "gpu" or not self._messages_take:
+        if self._calibration.device_kind != "gpu":
             return 0.0
         slowdown = self.compute_slowdown
         if slowdown is not None:

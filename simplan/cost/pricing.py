@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.cost.base import CostModel, Price
 from simplan.cost.host_calls import host_calls_price
-from simplan.program.program import Excess, HostCalls, HostCopy, HostWait, LayerWork, Op, Program, Work
+from simplan.program.program import (
+    SPAN_KINDS,
+    Excess,
+    HostCalls,
+    HostCopy,
+    HostWait,
+    LayerWork,
+    Program,
+    Work,
+)
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 from simplan.units import format_percent, format_time
@@ -32,20 +44,20 @@ class PricedTerm:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pricing:
     """Durations of a Program's operations and where they come from.
 
     Attributes:
-        durations_s: By operation, in the order of ``Program.ops``.
-        deviations_s: One standard deviation of each.
+        durations_s: (num_ops,) Seconds of operations.
+        deviations_s: (num_ops,) One standard deviation of each.
         by_work: What was priced, in order of first occurrence.
         taken_share: Part of a device that messages take from what is computed beside them.
         beside: What that lengthens durations by, mean over ranks; None where they are as of what is done alone.
     """
 
-    durations_s: tuple[float, ...]
-    deviations_s: tuple[float, ...]
+    durations_s: NDArray[np.float64]
+    deviations_s: NDArray[np.float64]
     by_work: Mapping[Work, PricedTerm]
     taken_share: float
     beside: PricedTerm | None = None
@@ -62,62 +74,38 @@ def price_program(program: Program, cost: CostModel) -> Pricing:
     Layers of one operation are as wrong together as alone (their prices share a source), so deviations add. All is
     priced as if it was done alone.
     """
+    columns = program.columns
+    used, first, counts = np.unique(columns.work, return_index=True, return_counts=True)
+    duration_s, deviation_s = np.zeros(len(program.works)), np.zeros(len(program.works))
     terms: dict[Work, PricedTerm] = {}
-    sums: dict[int, _Sum] = {}
-    durations_s, deviations_s = [], []
-    for op in program.ops:
-        key = id(op.work)  # the work of many layers is long to hash, and all microbatches share one tuple of it
-        found = sums.get(key)
-        if found is None:
-            found = sums[key] = _sum(op, terms, cost)
-        durations_s.append(found.duration_s)
-        deviations_s.append(found.deviation_s)
-        found.count += 1
-    for total in sums.values():
-        for part in total.parts:
-            terms[part].count += total.count
-    return Pricing(tuple(durations_s), tuple(deviations_s), terms, cost.taken_share)
+    for place in np.argsort(first).tolist():
+        entry, kind = int(used[place]), SPAN_KINDS[columns.kind[first[place]]]
+        for part in program.works[entry]:
+            term = terms.get(part)
+            if term is None:
+                term = terms[part] = _term(part, kind, cost)
+            duration_s[entry] += term.price.seconds
+            deviation_s[entry] += term.price.seconds * term.price.relative_std
+            term.count += int(counts[place])
+    return Pricing(duration_s[columns.work], deviation_s[columns.work], terms, cost.taken_share)
 
 
-@dataclass(slots=True)
-class _Sum:
-    """The parts of an operation's work, added up, and how many operations do it."""
-
-    parts: tuple[Work, ...]
-    duration_s: float
-    deviation_s: float
-    count: int = 0
-
-
-def _sum(op: Op, terms: dict[Work, PricedTerm], cost: CostModel) -> _Sum:
-    """Adds an operation's work up, and what is new of it to the terms."""
-    for part in op.work:
-        if part not in terms:
-            terms[part] = _term(part, op, cost)
-    prices = [terms[part].price for part in op.work]
-    return _Sum(
-        op.work,
-        sum(price.seconds for price in prices),
-        sum(price.seconds * price.relative_std for price in prices),
-    )
-
-
-def _term(part: Work, op: Op, cost: CostModel) -> PricedTerm:
+def _term(part: Work, kind: SpanKind, cost: CostModel) -> PricedTerm:
     if isinstance(part, LayerWork):
-        return PricedTerm(_name(part), op.kind, cost.compute(part))
+        return PricedTerm(_name(part), kind, cost.compute(part))
     if isinstance(part, HostCopy):
-        return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", op.kind, cost.host_copy(part))
+        return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", kind, cost.host_copy(part))
     if isinstance(part, HostCalls):
         how = "copied" if part.copies else "listed"
-        return PricedTerm(f"parts of matrices, {how} by the host", op.kind, host_calls_price(part))
+        return PricedTerm(f"parts of matrices, {how} by the host", kind, host_calls_price(part))
     if isinstance(part, HostWait):
         name = "host, once a step" if part.reason == "step" else "host, the batch of a forward"
-        return PricedTerm(name, op.kind, cost.host_wait(part))
+        return PricedTerm(name, kind, cost.host_wait(part))
     if isinstance(part, Excess):
         names = " and ".join(dict.fromkeys(message.kind for message in part.messages))
-        return PricedTerm(f"{names} beyond {_name(part.beside)}", op.kind, _excess(part, cost))
+        return PricedTerm(f"{names} beyond {_name(part.beside)}", kind, _excess(part, cost))
     alone = part.kind is CollectiveKind.SEND
-    return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", op.kind, cost.message(part))
+    return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", kind, cost.message(part))
 
 
 def _excess(part: Excess, cost: CostModel) -> Price:

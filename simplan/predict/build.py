@@ -21,9 +21,8 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind, Exchange
-from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.spec.plan import RankMapping, StageAssignment
 from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
 
 __all__ = [
     "assign_layers",
@@ -33,6 +32,7 @@ __all__ = [
     "folding_of",
     "sharing_of",
     "stages_and_table",
+    "table_of",
 ]
 
 _MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only what communicates; its time is the same
@@ -48,7 +48,9 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
     """
     job = prediction.job
     folding = folding_of(job) if folded else unfolded(RankMapping.of(job.plan))
-    how = Lowering(level, folding, expands_all(job, folding), host_waits=job.cluster.device.kind == "cpu")
+    num_microbatches = 1 + max(action.microbatch or 0 for row in prediction.table for action in row)
+    expand_all = expands_all(job, folding, num_microbatches)
+    how = Lowering(level, folding, expand_all, host_waits=job.cluster.device.kind == "cpu")
     return lower(job, prediction.assignment, prediction.table, how)
 
 
@@ -123,17 +125,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         cluster=cluster,
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.traffic,
-        messages_take=_messages_take(plan, software),
     )
-
-
-def _messages_take(plan: ParallelPlan, software: SoftwareSpec) -> bool:
-    """Whether it counts what messages take of a device from what is computed beside them.
-
-    Not in torch's pipelines: gradients are reduced there beside one microbatch of many, parameters gathered before the
-    first, and a search prices thousands of them in machine code that does not know of it.
-    """
-    return plan.pp == 1 or not software.holds_sends
 
 
 def _datasheet_cost(job: Job) -> AnalyticCost:
@@ -151,7 +143,6 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
             num_microbatches=job.num_microbatches,
         ),
         software.rates,
-        messages_take=_messages_take(plan, software),
     )
 
 
@@ -210,15 +201,27 @@ def stages_and_table(job: Job, cost: CostModel) -> tuple[StageAssignment, Table]
         cost: Prices, for the balanced split and for schedules that are found from the times of stages.
     """
     assignment = assign_layers(job, cost)
+    return assignment, table_of(job, assignment, cost, job.num_microbatches)
+
+
+def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:
+    """What every pipeline rank does in a step.
+
+    Args:
+        job: What is asked.
+        assignment: Which layers each stage holds.
+        cost: Prices, for schedules that are found from the times of stages.
+        num_microbatches: Of the step.
+    """
     facts = SCHEDULE_FACTS.get(job.plan.schedule)
     timed = facts is not None and facts.needs_times
     found = stage_times(job, assignment, cost) if timed else ()
-    return assignment, plan_table(job.plan, job.num_microbatches, *found)
+    return plan_table(job.plan, num_microbatches, *found)
 
 
-def expands_all(job: Job, folding: Folding) -> bool:
+def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
     """Whether Level 2 is small enough to write every layer out."""
     model, plan = job.model, job.plan
     columns = len(folding.ranks) // plan.pp
     pieces = max(1 + 2 * sum(isinstance(k, Exchange) for k in layer.kernels) for layer in model.layers_of(plan.shard))
-    return 2 * len(model.layers) * pieces * job.num_microbatches * columns <= _MOST_OPERATIONS
+    return 2 * len(model.layers) * pieces * num_microbatches * columns <= _MOST_OPERATIONS

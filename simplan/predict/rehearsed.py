@@ -83,7 +83,7 @@ def rehearsed_step(prediction: Prediction, rehearsal: Rehearsal, calibration: Ca
     stands_for = program.stands_for[rehearsal.rank]
     return Rehearsed(
         step_time_s=times.step_time_s,
-        step_time_interval_s=interval_s(times.step_time_s, engine.step_times_s([some.tolist() for some in moved])),
+        step_time_interval_s=interval_s(times.step_time_s, engine.step_times_s(moved)),
         split=split_of_rank(spans.by_rank()[stands_for], times.step_time_s),
         kinds=tuple(kinds.values()),
         measured_share=measured_share,
@@ -126,7 +126,7 @@ def _repriced(
     place = mapping.place(rehearsal.rank).pp
     of_kind = _ratios_by_kind(kinds)
     program, pricing = simulated.program, simulated.alone
-    durations_s, deviations_s = list(pricing.durations_s), list(pricing.deviations_s)
+    durations_s, deviations_s = pricing.durations_s.copy(), pricing.deviations_s.copy()
     measured_s = total_s = 0.0
     for index, op in enumerate(program.ops):
         if not _computes(op, prediction):
@@ -142,7 +142,7 @@ def _repriced(
             deviations_s[index] = kinds[key].relative_std * computing_s
             measured_s += computing_s
         total_s += computing_s
-    repriced = replace(pricing, durations_s=tuple(durations_s), deviations_s=tuple(deviations_s))
+    repriced = replace(pricing, durations_s=durations_s, deviations_s=deviations_s)
     return repriced, measured_s / total_s if total_s else 0.0
 
 

@@ -16,15 +16,16 @@ from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import build_program, cost_model, sharing_of
 from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
-from simplan.program.program import HostCalls, HostCopy, HostWait, Op, Program
+from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
 from simplan.sim.engine import CoreUse, Times
 from simplan.spec.hardware import ClusterSpec
 
-__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program", "source_of"]
+__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program", "sources_of_error"]
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
+ErrorSource = Literal["computing", "host", "messages"]
 _NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
 
 
@@ -78,19 +79,19 @@ def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.flo
     Returns:
         Once longer for each source, then once shorter for each: by as large a factor, as prices cannot be negative.
     """
-    durations_s, deviations_s = np.array(pricing.durations_s), np.array(pricing.deviations_s)
+    durations_s, deviations_s = pricing.durations_s, pricing.deviations_s
     longer_s = durations_s + deviations_s
     shorter_s = np.divide(durations_s**2, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
-    named = np.array([source_of(op) for op in program.ops])
-    sources = [named == source for source in np.unique(named)]
+    sources = [own for own in sources_of_error(program).values() if own.any()]
     return [np.where(own, moved_s, durations_s) for moved_s in (longer_s, shorter_s) for own in sources]
 
 
-def source_of(op: Op) -> Literal["computing", "messages", "host"]:
-    """Operations of which a source prices: these err together."""
-    if op.kind is SpanKind.COMMUNICATION:
-        return "messages"
-    return "host" if op.work and all(isinstance(work, _OF_HOST) for work in op.work) else "computing"
+def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
+    """By source of errors, ``(num_ops,)`` whether it prices operations: these err together."""
+    messages = program.of_kind(SpanKind.COMMUNICATION)
+    by_host = np.array([bool(work) and all(isinstance(part, _OF_HOST) for part in work) for work in program.works])
+    host = by_host[program.columns.work] & ~messages
+    return {"computing": ~messages & ~host, "host": host, "messages": messages}
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:

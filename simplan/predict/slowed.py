@@ -7,7 +7,7 @@ of their time; where they take longer it is they that the step waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,7 @@ __all__ = ["slowed"]
 _Floats = npt.NDArray[np.float64]
 
 
-def slowed(program: Program, pricing: Pricing, run: Callable[[Sequence[float]], Times]) -> Pricing:
+def slowed(program: Program, pricing: Pricing, run: Callable[[_Floats], Times]) -> Pricing:
     """Prices of a Program whose computing shares its devices with messages.
 
     Args:
@@ -41,23 +41,20 @@ def slowed(program: Program, pricing: Pricing, run: Callable[[Sequence[float]], 
     if beside is None or not beside.of_rank:
         return pricing
     times = run(pricing.durations_s)
-    beside_s = beside.seconds(np.array(times.start_s), np.array(times.end_s))
-    slower = np.flatnonzero(beside_s)
-    if not len(slower):
+    beside_s = beside.seconds(times.start_s, times.end_s)
+    if not beside_s.any():
         return pricing
-    parts: dict[int, float] = {}  # by the work, which all microbatches share
-    for index in slower.tolist():
-        work = program.ops[index].work
-        if id(work) not in parts:
-            parts[id(work)] = _computing_part(work, pricing)
-        beside_s[index] *= parts[id(work)]
+    works = program.columns.work
+    parts = np.zeros(len(program.works))  # by work, which all microbatches share
+    for work in np.unique(works[beside_s > 0]).tolist():
+        parts[work] = _computing_part(program.works[work], pricing)
+    beside_s *= parts[works]
     more_s = pricing.taken_share * beside_s
-    durations_s, deviations_s = np.array(pricing.durations_s), np.array(pricing.deviations_s)
-    deviations_s[slower] *= 1 + more_s[slower] / durations_s[slower]
+    longer = np.divide(more_s, pricing.durations_s, out=np.zeros_like(more_s), where=pricing.durations_s > 0)
     return replace(
         pricing,
-        durations_s=tuple((durations_s + more_s).tolist()),
-        deviations_s=tuple(deviations_s.tolist()),
+        durations_s=pricing.durations_s + more_s,
+        deviations_s=pricing.deviations_s * (1 + longer),
         beside=_term(program, pricing, beside_s),
     )
 
@@ -71,7 +68,7 @@ def _computing_part(work: tuple[Work, ...], pricing: Pricing) -> float:
 def _term(program: Program, pricing: Pricing, beside_s: _Floats) -> PricedTerm:
     """What all that is worth, on average over ranks."""
     num_ranks, total_s = len(program.ranks), float(beside_s.sum())
-    one = program.ops[int(beside_s.argmax())].work[0]
+    one = program.works[program.columns.work[beside_s.argmax()]][0]
     relative = np.divide(pricing.deviations_s, pricing.durations_s, out=np.zeros_like(beside_s), where=beside_s > 0)
     price = Price(
         pricing.taken_share * total_s / num_ranks,

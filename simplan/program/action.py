@@ -33,6 +33,8 @@ class ActionKind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     OPTIM = "OPTIM"
 
+    __hash__ = str.__hash__  # Enum's own is a function of Python, and actions are keys of large tables
+
     @property
     def is_compute(self) -> bool:
         """Forward or (part of a) backward."""

@@ -12,6 +12,7 @@ frozen embedding is even asked for in backward, which does not come to it, and l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.hooks import Hooks
@@ -33,6 +34,19 @@ class FsdpHooks(Hooks):
         stages, writer, level: As for ``Hooks``. At Level 1 a stage is one unit.
         host_waits: The host waits for collectives that were not asked to run in the background, as with gloo.
     """
+
+    STATE: ClassVar = (
+        "gathering",
+        "_gathered",
+        "_accumulated",
+        "_narrow",
+        "_copied",
+        "_forward_buffer_bytes",
+        "_reduce_buffer_bytes",
+        "_reduced_bytes",
+        "_last_scatter",
+        "last_reduction",
+    )
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
         super().__init__(stages, writer, level)
@@ -56,12 +70,17 @@ class FsdpHooks(Hooks):
         self._gathered: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
         self._narrow: set[tuple[int, int]] = set()  # units with gradients that have not been added to these yet
-        self._copied: list[int] = []  # copies out of gathered buffers, in order
+        self._copied: list[int] = []  # the last two copies out of gathered buffers
         self._forward_buffer_bytes = 0  # of the last gather in forward, freed with the next
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
         self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
         self._last_scatter: int | None = None
         self.last_reduction: int | None = None
+
+    @property
+    def knows_stages(self) -> bool:
+        """Of each stage, what is gathered and what adds up."""
+        return True
 
     def expands(self, action: Action) -> bool:
         """Without a pipeline, units are gathered and reduced between layers.
@@ -187,7 +206,7 @@ class FsdpHooks(Hooks):
 
     def reshard(self, action: Action) -> None:
         """Frees what is still gathered of the stage."""
-        self._reshard(action, range(len(self.units[action.stage])), str(action))
+        self._reshard(action, range(len(self.units[action.stage])), "{action}")
 
     def reduce(self, action: Action) -> None:
         """In a pipeline: all units of the stage."""
@@ -247,11 +266,10 @@ class FsdpHooks(Hooks):
             self._forward_buffer_bytes = num_bytes
         self.writer.block_on(self.gathering.pop((action.stage, index)))
         memory = [MemoryEffect(_GATHERED, num_bytes, num_bytes), buffers]
-        self._copied.append(
-            self.writer.compute(
-                action, self.name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
-            )
+        copied = self.writer.compute(
+            action, self.name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
         )
+        self._copied = [*self._copied[-1:], copied]
         self._gathered.add((action.stage, index))
 
     def _in_order_of_modules(self, action: Action) -> list[int]:
@@ -373,7 +391,7 @@ class FsdpHooks(Hooks):
         if self.level == 1:
             return what
         of = " experts" if self.units[action.stage][index].experts else ""
-        return f"{what} {self.stages.layer_name(action.stage, layers[0])}{of}"
+        return f"{what} {{{layers[0]}}}{of}"
 
 
 def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:

@@ -6,8 +6,9 @@ FSDP's hooks are in ``simplan.program.fsdp``; which of them a plan has is decide
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
-from simplan.program.action import Action, ActionKind
+from simplan.program.action import Action
 from simplan.program.buckets import ddp_buckets
 from simplan.program.program import LayerWork, Message, Phase, Stream
 from simplan.program.stage import Stages
@@ -26,10 +27,21 @@ class Hooks:
         stages: Facts about the stages.
         writer: Takes the operations.
         level: Of the Program.
+
+    Attributes:
+        is_first_forward: What is lowered is the first forward of its stage.
     """
+
+    STATE: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
+        self.is_first_forward = False
+
+    @property
+    def knows_stages(self) -> bool:
+        """Whether what is done around a stage's layers depends on more than whether it is done first or last."""
+        return False
 
     def expands(self, action: Action) -> bool:
         """Whether the action must be written layer by layer, because something happens between layers."""
@@ -79,6 +91,8 @@ class DdpHooks(Hooks):
     and replicas of this group then reduce this part.
     """
 
+    STATE: ClassVar = ("_reducing", "_ended")
+
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         super().__init__(stages, writer, level)
         software, plan = stages.software, stages.plan
@@ -97,23 +111,22 @@ class DdpHooks(Hooks):
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
         self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
         self._overlaps = software.grad_overlap
-        self._reducing: dict[int, list[int]] = {}  # by stage, the reductions that nobody waited for
+        self._reducing: list[int] = []  # reductions of the last stage that nobody waited for yet
         self._gathers = shares and software.gathers_ahead
-        self._gathering: dict[int, dict[int, int]] = {}  # by stage and layer, the gather that it waits for
+        self._gathering: dict[int, int] = {}  # by layer of the stage, the gather that it waits for
         self._ended: dict[int, int] = {}
 
     def expands(self, action: Action) -> bool:
         """Only where buckets are reduced in between, or gathered."""
-        first = action.kind is ActionKind.FORWARD and action.stage not in self._gathering
-        return self._reduces(action) or (self._gathers and first)
+        return self._reduces(action) or (self._gathers and self.is_first_forward)
 
     def before_forward(self, action: Action, part: range) -> None:
         """Parameters that the step before updated are gathered, the first layer's first."""
-        if not self._gathers:
+        if not (self._gathers and self.is_first_forward):
             return
-        if action.stage not in self._gathering:
-            self._gathering[action.stage] = self._gather(action)
-        waited = [self._gathering[action.stage].pop(layer, None) for layer in part]
+        if part.start == 0:
+            self._gathering = self._gather(action)
+        waited = [self._gathering.pop(layer, None) for layer in part]
         self.writer.block_on(*dict.fromkeys(waited))
 
     def _gather(self, action: Action) -> dict[int, int]:
@@ -140,9 +153,9 @@ class DdpHooks(Hooks):
         return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Remembers when gradients are there."""
-        del action
-        self._ended.update(dict.fromkeys(part, ended))
+        """Remembers when gradients are there that are reduced now."""
+        if self._reduces(action):
+            self._ended.update(dict.fromkeys(part, ended))
 
     def after_weight_gradients(self, action: Action, part: range) -> None:
         """The same of a backward in two parts."""
@@ -156,14 +169,15 @@ class DdpHooks(Hooks):
             return
         reduced = self._reductions(action)
         if self._waits_late:
-            self._reducing[action.stage] = reduced
+            self._reducing = reduced
         else:
             self._wait(action, reduced)
 
     def reduce(self, action: Action) -> None:
         """The wait, where it is not in backward; reductions that do not run beside one begin only now."""
         if self._waits_late:
-            self._wait(action, self._reducing.pop(action.stage, []) or self._reductions(action))
+            self._wait(action, self._reducing or self._reductions(action))
+            self._reducing = []
 
     def _reductions(self, action: Action) -> list[int]:
         """Reduces all gradients of the stage in buckets; gives what has to be waited for."""
@@ -179,6 +193,7 @@ class DdpHooks(Hooks):
                 message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
                 index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
             reduced.append(index)
+        self._ended = {}
         return reduced
 
     def _wait(self, action: Action, reduced: Sequence[int]) -> None:

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.batches import in_batches, waits_for
+from simplan.program.batches import waits_for
+from simplan.program.complete import last_backwards
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
 from simplan.program.hooks import DdpHooks, Hooks
 from simplan.program.offload import ActivationOffload
 from simplan.program.optimizer_step import step_optimizer
-from simplan.program.pairs import pairs
 from simplan.program.program import (
     Excess,
     HostWait,
     MemoryCategory,
     MemoryEffect,
     Message,
-    Op,
     Phase,
     Program,
     Stream,
     Work,
 )
 from simplan.program.reduction import complete_gradients
+from simplan.program.rows import ALL_SENT, ActionVariant, row_entries
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
+from simplan.program.stamping import ActionTemplate, OpIndex, ProgramBuilder, restore_state, take_state
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
@@ -38,7 +39,7 @@ from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.plan import StageAssignment
 
-__all__ = ["Lowering", "lower"]
+__all__ = ["Lowerer", "Lowering", "lower"]
 
 _K = ActionKind
 _BACKWARD_PHASE = {
@@ -53,6 +54,7 @@ _MESSAGE_STREAM = {
     _K.SEND_B: Stream.SEND_B,
     _K.RECV_B: Stream.RECV_B,
 }
+_ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, *_MESSAGE_STREAM, _K.REDUCE_GRAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,35 +100,64 @@ def lower(
         table: A complete table that ``check_table`` accepts.
         how: What to write out.
     """
-    assert how.level in (1, 2)
-    stages = Stages(job, assignment, table)
-    scripts = Scripts(stages)
-    folding = how.folding or unfolded(stages.mapping)
-    ops: list[Op] = []
-    resting: dict[int, dict[MemoryCategory, int]] = {}
-    rebuild: dict[int, int] = {}
-    for rank in folding.ranks:
-        row = table[stages.mapping.place(rank).pp]
-        lowering = _RankLowering(stages, scripts, rank, len(ops), how, folding, row)
-        ops.extend(lowering.run(row))
-        resting[rank] = lowering.resting_bytes()
-        rebuild[rank] = lowering.bucket_bytes() if job.software.rebuilds_buckets else 0
-    one_memory = how.host_waits
-    return Program(how.level, table, tuple(ops), folding.ranks, folding.stands_for, resting, rebuild, one_memory)
+    return Lowerer(job, assignment, table, how).program(table)
+
+
+class Lowerer:
+    """Lowers tables of one plan that differ in the number of microbatches; what they share is made once.
+
+    Args:
+        job, assignment, how: As of ``lower``.
+        table: Any of the tables: says on which rank each stage is.
+    """
+
+    def __init__(self, job: Job, assignment: StageAssignment, table: Table, how: Lowering) -> None:
+        assert how.level in (1, 2)
+        self._how = how
+        self._stages = Stages(job, assignment, table)
+        self._folding = how.folding or unfolded(self._stages.mapping)
+        self._builder = ProgramBuilder()
+        scripts = Scripts(self._stages)
+        self._ranks = {
+            rank: _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding)
+            for rank in self._folding.ranks
+        }
+
+    def program(self, table: Table) -> Program:
+        """The Program of a table."""
+        stages, builder = self._stages, self._builder
+        stages.last_backward = last_backwards(table)
+        builder.restart()
+        for rank, lowering in self._ranks.items():
+            lowering.run(table[stages.mapping.place(rank).pp])
+        rebuilds = stages.software.rebuilds_buckets
+        return Program(
+            self._how.level,
+            table,
+            builder.columns(),
+            builder.names,
+            builder.works,
+            builder.effects,
+            self._folding.ranks,
+            self._folding.stands_for,
+            {rank: lowering.resting_bytes() for rank, lowering in self._ranks.items()},
+            {rank: lowering.bucket_bytes() if rebuilds else 0 for rank, lowering in self._ranks.items()},
+            one_memory=self._how.host_waits,
+            layer_names=stages.layer_names,
+        )
 
 
 class _RankLowering:
-    """Writes the operations of one rank."""
+    """Lowers the actions of one rank to templates, and stamps them."""
 
     def __init__(
         self,
         stages: Stages,
         scripts: Scripts,
         rank: int,
-        first: int,
+        builder: ProgramBuilder,
         how: Lowering,
         folding: Folding,
-        row: Sequence[Action],
     ) -> None:
         self.stages, self.rank, self.how = stages, rank, how
         self.scripts = scripts
@@ -135,43 +166,141 @@ class _RankLowering:
         self.waits = waits_for(stages.plan, stages.software, stages.num_microbatches)
         ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
-        self.writer = RankWriter(rank, first, folding, ordered_messages=ordered, receives_ahead=ahead)
+        self.builder = builder
+        self.templates: dict[tuple[object, ...], ActionTemplate] = {}
+        self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
-        self.offload = ActivationOffload(stages, self.writer, row, host_waits=how.host_waits)
+        self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
         self.states = OptimizerStates(stages, rank)
         mapping = stages.mapping
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
-        self.pairs = pairs(row) if stages.software.expert_overlap and not how.host_waits else frozenset()
-        self.expected = {action for action in row if action.kind in (_K.RECV_F, _K.RECV_B)}
-        self.received: dict[Action, list[int]] = {}
-        self.sends: list[int] = []
+        self.is_paired = self.receives = False
+        self.alike = self._alike_stages()
+        self.received: list[int] = []  # what the pass that is lowered needs of another stage
+        self.new_received: list[int] = []
+        self.sent: list[int] = []
         self.sent_bytes = 0
+        self.stateful = (self.writer, self.hooks, self.offload)
+        self.first_shape = builder.shape(take_state(self.stateful)[0])
 
-    def run(self, row: Sequence[Action]) -> list[Op]:
-        """The operations of a row of the table."""
-        for action in in_batches(row) if self.waits == "batch" else row:
-            match action.kind:
-                case _K.FORWARD:
-                    self._forward(action)
-                case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
-                    self._backward(action)
-                case _K.SEND_F | _K.SEND_B:
+    def run(self, row: Sequence[Action]) -> None:
+        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it."""
+        builder, templates = self.builder, self.templates
+        builder.rank = self.rank
+        overlaps = self.stages.software.expert_overlap and not self.how.host_waits
+        entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
+        self.offload.start(row)
+        offloads = self.offload.expands
+        known = [self._template_key(variant) for variant in variants]
+        received: dict[int, list[int]] = {}
+        shape, indices = self.first_shape, list[int]()
+        sent: list[int] = []
+        sent_bytes = 0
+        for number, entry in enumerate(entries):
+            inputs, held = indices, 0
+            if entry.needs >= 0:
+                arrived = received.pop(entry.needs, None)
+                inputs = [*indices, *arrived] if arrived else indices
+            elif entry.needs == ALL_SENT:
+                inputs, held = [*indices, *sent], sent_bytes
+            # what is offloaded is known by its microbatch
+            key = (shape, known[entry.variant], len(inputs), held, entry.microbatch if offloads else 0)
+            template = templates.get(key)
+            if template is None:
+                variant = variants[entry.variant]
+                template = self._lowered(entry.action, shape, len(inputs) - len(indices), held, variant)
+                templates[key] = template
+            start = builder.num_ops
+            builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
+            if template.received:
+                received[number] = [start + index for index in template.received]
+            if template.sent:
+                sent += [start + index for index in template.sent]
+                sent_bytes += template.sent_bytes
+            shape = template.next_shape
+            indices = [start + index if index >= 0 else inputs[-1 - index] for index in template.next_indices]
+
+    def _template_key(self, variant: ActionVariant) -> Hashable:
+        """What tells templates of actions apart, besides the state in which the rank comes to them."""
+        kind, stage = variant.action.kind, variant.action.stage
+        between = kind in _ALIKE and not variant.is_first
+        return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
+
+    def _alike_stages(self) -> dict[int, int]:
+        """By stage of the rank, the first one of whose passes the same operations are made.
+
+        Stages are told apart where hooks know them.
+        """
+        stages = self.stages
+        first: dict[Hashable, int] = {}
+        found = {}
+        for stage in stages.stages_of(self.pp_rank):
+            neighbors = [stages.placement.get(stage + step) for step in (-1, 1)]
+            key: Hashable = stage
+            if not (self.hooks.knows_stages or self.offload.expands):
+                owned = tuple(stages.trained[stage]), tuple(stages.experts[stage])
+                facts = tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage])))
+                layers = tuple(layer.key for layer in stages.layers[stage])
+                crossed = tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1]))
+                key = facts, layers, owned, *neighbors, crossed, stages.waits_for_batch(stage), stage == 0
+            found[stage] = first.setdefault(key, stage)
+        return found
+
+    def _lowered(
+        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, variant: ActionVariant
+    ) -> ActionTemplate:
+        """Lowers an action in the state of a shape.
+
+        Args:
+            action: The action.
+            shape: Of the state of its rank.
+            num_inputs: Operations of which it needs something, besides those of the state.
+            sent_bytes: What sending holds by now.
+            variant: What tells it apart from others of its kind.
+        """
+        self.is_paired, self.receives = variant.is_paired, variant.receives
+        self.hooks.is_first_forward = variant.is_first
+        builder = self.builder
+        structure = builder.structure(shape)
+        num_indices = restore_state(self.stateful, structure)
+        self.writer.stage = action.stage
+        symbols: list[int] = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
+        self.received, self.new_received, self.sent, self.sent_bytes = symbols, [], [], sent_bytes
+        self._write(action)
+        rows = self.writer.take_rows()
+        structure, indices = take_state(self.stateful)
+        return ActionTemplate(
+            builder.template_rows(rows),
+            len(rows),
+            builder.shape(structure),
+            tuple(indices),
+            tuple(self.new_received),
+            tuple(self.sent),
+            self.sent_bytes - sent_bytes,
+        )
+
+    def _write(self, action: Action) -> None:
+        match action.kind:
+            case _K.FORWARD:
+                self._forward(action)
+            case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
+                self._backward(action)
+            case _K.SEND_F | _K.SEND_B:
+                self._message(action)
+            case _K.RECV_F | _K.RECV_B:
+                if self.waits != "each":
                     self._message(action)
-                case _K.RECV_F | _K.RECV_B:
-                    if self.waits != "each":
-                        self._message(action)
-                case _K.UNSHARD:
-                    self.hooks.unshard(action)
-                case _K.RESHARD:
-                    self.hooks.reshard(action)
-                case _K.REDUCE_GRAD:
-                    self.hooks.reduce(action)
-                    complete_gradients(action, self.stages, self.states, self.writer)
-                case _K.OPTIM:
-                    self._optimizer(action)
-        return self.writer.ops
+            case _K.UNSHARD:
+                self.hooks.unshard(action)
+            case _K.RESHARD:
+                self.hooks.reshard(action)
+            case _K.REDUCE_GRAD:
+                self.hooks.reduce(action)
+                complete_gradients(action, self.stages, self.states, self.writer)
+            case _K.OPTIM:
+                self._optimizer(action)
 
     def resting_bytes(self) -> dict[MemoryCategory, int]:
         """What the rank holds between steps."""
@@ -208,7 +337,7 @@ class _RankLowering:
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         if self.stages.waits_for_batch(action.stage):
-            self.writer.compute(action, f"{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
+            self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
             self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
@@ -222,7 +351,7 @@ class _RankLowering:
         phase = _BACKWARD_PHASE[action.kind]
         if action.stage == 0 and not self.stages.software.first_stage_splits:
             if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
-                self.writer.compute(action, str(action))
+                self.writer.compute(action, "{action}")
                 return
             phase = Phase.BACKWARD
         for part in in_order(self._parts(action), phase):
@@ -247,13 +376,11 @@ class _RankLowering:
             script = self.scripts.merged(action.stage, part, phase)
         else:
             script = self.scripts.layer(action.stage, part[0], phase)
-        name = (
-            str(action) if len(part) == len(stages.layers[action.stage]) else stages.layer_name(action.stage, part[0])
-        )
+        name = "{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}"
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last, paired = (
             next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
-            action in self.pairs,
+            self.is_paired,
         )
         before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
         ended = -1
@@ -319,9 +446,10 @@ class _RankLowering:
 
     def _receive(self, action: Action) -> None:
         """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
-        if self.waits == "each" and action in self.expected:
+        if self.receives:
             self._message(action)
-        self.writer.block_on(*self.received.get(action, ()))
+            self.received, self.new_received = self.new_received, []
+        self.writer.block_on(*self.received)
 
     def _message(self, action: Action) -> None:
         stages, kind = self.stages, action.kind
@@ -342,16 +470,16 @@ class _RankLowering:
             stream = _MESSAGE_STREAM[kind]
             index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
             if sends:
-                self.sends.append(index)
+                self.sent.append(index)
                 self.sent_bytes += held
             else:
-                self.received.setdefault(action, []).append(index)
+                self.new_received.append(index)
             if self.waits == "batch" or (sends and self.waits == "each"):
                 self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
         """Once all that was sent is there, whose memory it lets go of."""
-        self.writer.block_on(*self.sends)
+        self.writer.block_on(*self.received)  # here all that was sent
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         if self.stages.software.trainer:

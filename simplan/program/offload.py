@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect
@@ -75,21 +75,26 @@ class ActivationOffload:
     Args:
         stages: Facts about the stages.
         writer: Takes the operations.
-        row: The rank's actions.
         host_waits: The host waits for every copy: on a CPU a copy is computation.
     """
 
-    def __init__(self, stages: Stages, writer: RankWriter, row: Sequence[Action], *, host_waits: bool) -> None:
+    STATE: ClassVar = ("_leaving", "_on_host", "_coming")
+
+    def __init__(self, stages: Stages, writer: RankWriter, *, host_waits: bool) -> None:
         self._stages, self._writer, self._host_waits = stages, writer, host_waits
         self._is_on = stages.plan.offload_activations
         num_blocks = sum(layer.kind is LayerKind.BLOCK for layers in stages.layers for layer in layers)
         self._moved = stages.plan.offload_layers or num_blocks
         stays = max(1, num_blocks - self._moved)
         self._held_ahead, self._asked_ahead = stays, max(1, stays - 1)
-        self._at_once = backward_follows(row)
+        self._at_once = frozenset[Action]()
         self._leaving: deque[_Copy | None] = deque()  # one for each layer, the newest last
         self._on_host: dict[_Key, int] = {}
         self._coming: dict[_Key, int] = {}
+
+    def start(self, row: Sequence[Action]) -> None:
+        """Begins a step of the rank with these actions."""
+        self._at_once = backward_follows(row) if self._is_on else frozenset()
 
     @property
     def expands(self) -> bool:
@@ -149,7 +154,7 @@ class ActivationOffload:
 
     def _copy(self, action: Action, part: range, num_bytes: int, memory: list[MemoryEffect], *, to_host: bool) -> int:
         what = "offload" if to_host else "fetch"
-        name = f"{what} {self._stages.layer_name(action.stage, part.start) if len(part) == 1 else action}"
+        name = f"{what} {{{part.start if len(part) == 1 else 'action'}}}"
         waits = [self._writer.last_compute, *self._writer.blocking]
         index = self._writer.host_copy(action, name, num_bytes, waits, memory, to_host=to_host)
         if self._host_waits:

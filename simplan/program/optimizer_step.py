@@ -55,11 +55,11 @@ def step_optimizer(
         updated = _streamed(action, stages, states, writer, effects, in_one=in_one, host_waits=host_waits)
     else:
         work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
-        updated = writer.compute(action, str(action), work, effects, SpanKind.OPTIMIZER)
+        updated = writer.compute(action, "{action}", work, effects, SpanKind.OPTIMIZER)
     group = mapping.shard_group(writer.rank) if stages.plan.shards_optimizer_only else ()
-    for owner, num_bytes in states.broadcasts():
-        message = Message(CollectiveKind.BROADCAST, num_bytes, (owner, *(r for r in group if r != owner)))
-        writer.collective(action, Stream.SHARD, "broadcast parameters", message, [updated])
+    broadcasts = states.broadcasts()
+    if broadcasts:
+        writer.collectives(action, Stream.SHARD, "broadcast parameters", group, broadcasts, [updated])
     for members, num_bytes in states.gathers():
         message = Message(CollectiveKind.ALL_GATHER, num_bytes, members)
         stream = Stream.SHARD if members == group else Stream.EXPERT_DATA

@@ -29,7 +29,7 @@ def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, 
         writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits))
     _average_experts(action, stages, states, writer)
     divides = stages.num_microbatches > 1 and not stages.software.scales_loss
-    writer.compute(action, str(action), states.work(action.stage, Phase.SCALE) if divides else ())
+    writer.compute(action, "{action}", states.work(action.stage, Phase.SCALE) if divides else ())
 
 
 def _average_experts(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:

@@ -6,7 +6,7 @@ activations, which other stages wait for, then those of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
@@ -79,6 +79,9 @@ class Scripts:
         self._stages = stages
         self._of_layer: dict[tuple[int, int, Phase], tuple[Segment, ...]] = {}
         self._merged: dict[tuple[int, range, Phase], tuple[Segment, ...]] = {}
+        # of layers that are alike: what is computed of them, and of passes through as many of them
+        self._of_alike: dict[tuple[str, int, Phase], tuple[Segment, ...]] = {}
+        self._merged_alike: dict[Hashable, tuple[Segment, ...]] = {}
 
     def layer(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
         """A pass through one layer, cut at its exchanges."""
@@ -91,6 +94,13 @@ class Scripts:
     def computed(self, stage: int, position: int, phase: Phase) -> list[Segment]:
         """The same without what it does to memory."""
         layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
+        key = layer.key, id(kept), phase  # facts are kept by the stages, and what they keep with them
+        found = self._of_alike.get(key)
+        if found is None:
+            found = self._of_alike[key] = tuple(self._computed_of(layer, kept, phase))
+        return list(found)
+
+    def _computed_of(self, layer: LayerSpec, kept: Recomputation, phase: Phase) -> list[Segment]:
         segments = self._computed(layer, kept, phase)
         other = _OTHER_PASS.get(phase)
         first = next((i for i, s in enumerate(segments) if s.exchange is not None and s.exchange.axis == "ep"), None)
@@ -106,7 +116,15 @@ class Scripts:
         if found is not None:
             return found
         order = in_order(part, phase)
-        segments = [segment for position in order for segment in self.layer(stage, position, phase)]
+        facts = [self._stages.facts(stage, position) for position in part]
+        alike = tuple([(self._stages.layers[stage][i].key, id(of)) for i, of in zip(part, facts, strict=True)])
+        whole = len(part) == len(self._stages.layers[stage])
+        if whole:
+            found = self._merged_alike.get((alike, phase))
+            if found is not None:
+                self._merged[key] = found
+                return found
+        segments = [segment for position in order for segment in self.computed(stage, position, phase)]
         effects = self._effects(stage, order, phase, [self._stages.facts(stage, i).footprint for i in order])
         merged = []
         again = tuple(work for segment in segments if segment.recompute for work in segment.work)
@@ -116,6 +134,8 @@ class Scripts:
         merged.append(Segment(once, memory=effects))
         merged += [segment for segment in segments if segment.exchange is not None]
         found = self._merged[key] = tuple(merged)
+        if whole:
+            self._merged_alike[alike, phase] = found
         return found
 
     def _effects(

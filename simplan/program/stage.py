@@ -14,7 +14,7 @@ from simplan.program.complete import last_backwards, stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.products_footprint import products_footprint
-from simplan.program.program import LayerWork, MemoryEffect, Phase
+from simplan.program.program import LayerWork, MemoryEffect, Message, Phase
 from simplan.program.split_footprint import SplitFootprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec
@@ -77,6 +77,7 @@ class Stages:
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
         held: By stage and layer, parameters that every rank of the stage holds, all or those that are trained, once
             somebody asked.
+        broadcasts: By shard group, messages in which owners send what they updated, once somebody asked.
         sharded_work: By stage and phase, work on these, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
@@ -94,7 +95,7 @@ class Stages:
         self.placement = stage_to_rank(table)
         self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
-        self.num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
+        self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
         joined = software.layers.joined_products
         model_layers = [
             keeping_quantized(layer, self.state.linear, joined=joined) for layer in software.layers_of(model, plan)
@@ -128,6 +129,7 @@ class Stages:
         self._facts: dict[tuple[str, Recompute, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
         self.held: dict[tuple[int, int, bool], int] = {}
+        self.broadcasts: dict[tuple[int, ...], tuple[Message, ...]] = {}
         self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
 
@@ -190,6 +192,14 @@ class Stages:
         return self.plan.microbatch_size * sum(
             tensor.num_bytes(*widths) for outputs in {graph.outputs for graph in graphs} for tensor in outputs
         )
+
+    @property
+    def layer_names(self) -> dict[int, tuple[str, ...]]:
+        """By stage, the names of its layers."""
+        return {
+            stage: tuple(self.layer_name(stage, position) for position in range(len(layers)))
+            for stage, layers in enumerate(self.layers)
+        }
 
     def layer_name(self, stage: int, position: int) -> str:
         """``embedding``, ``block 3``, ``mtp 1`` or ``head``."""

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from simplan.program.partition_states import partition_states
-from simplan.program.program import LayerWork, Phase
+from simplan.program.program import LayerWork, Message, Phase
 from simplan.program.stage import Deal, Stages
 from simplan.program.units import padded_elements, shard_dimension
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.optimizer import UPDATES
 
 __all__ = ["OptimizerStates"]
@@ -185,11 +186,18 @@ class OptimizerStates:
             if elements and len(group) > 1:
                 yield group, elements * self._stages.state.parameter
 
-    def broadcasts(self) -> Iterator[tuple[int, int]]:
-        """Updated parameters that go round afterwards: (owning rank, bytes), in order."""
-        for rank, owned in zip(self._group, self._deal or (), strict=False):
-            if owned:
-                yield rank, sum(owned.values()) * self._stages.state.parameter
+    def broadcasts(self) -> tuple[Message, ...]:
+        """Updated parameters that go round afterwards, in order; the same object for all ranks of a group."""
+        found = self._stages.broadcasts.get(self._group)
+        if found is None:
+            width = self._stages.state.parameter
+            sizes = [(rank, width * sum(owned.values())) for rank, owned in zip(self._group, self._deal or ())]  # noqa: B905
+            found = self._stages.broadcasts[self._group] = tuple(
+                Message(CollectiveKind.BROADCAST, size, (owner, *(rank for rank in self._group if rank != owner)))
+                for owner, size in sizes
+                if size
+            )
+        return found
 
     def _dealt(self, pp_rank: int) -> Deal:
         """Who owns what of a pipeline rank; the same for all its ranks, so made once."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.complete import Unshard, complete_table
 from simplan.program.own_schedule import own_schedule
-from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
+from simplan.program.schedules import SCHEDULES, PipelineShape, Schedule, StageTimes
 from simplan.spec.plan import ParallelPlan
 
 __all__ = ["plan_table", "unshard_of"]
@@ -26,10 +28,22 @@ def plan_table(
         SpecError: The user's own schedule cannot be had, or is for another pipeline.
         ProgramError: Its table is wrong.
     """
-    schedule = SCHEDULES.get(plan.schedule) or own_schedule(plan.schedule)
-    table = schedule(PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times, kept_for_weight))
+    shape = PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times, kept_for_weight)
+    if times is None and plan.schedule in SCHEDULES:
+        return _known_table(plan.schedule, shape, unshard_of(plan))
+    return _made(SCHEDULES.get(plan.schedule) or own_schedule(plan.schedule), shape, unshard_of(plan))
+
+
+@lru_cache(maxsize=64)
+def _known_table(name: str, shape: PipelineShape, unshard: Unshard) -> Table:
+    """Of a schedule that goes by its shape alone: plans of a search have many tables in common."""
+    return _made(SCHEDULES[name], shape, unshard)
+
+
+def _made(schedule: Schedule, shape: PipelineShape, unshard: Unshard) -> Table:
+    table = schedule(shape)
     if all(action.kind.is_compute for row in table for action in row):
-        return complete_table(table, unshard=unshard_of(plan))
+        return complete_table(table, unshard=unshard)
     return _with_optimizer(table)
 
 

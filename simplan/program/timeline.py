@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["COMPUTING", "Span", "SpanKind", "Split", "Timeline", "split_of_rank"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["COMPUTING", "Span", "SpanKind", "Split", "Timeline", "covered_s", "split_of_rank", "split_of_times"]
 
 
 class SpanKind(StrEnum):
@@ -19,6 +22,8 @@ class SpanKind(StrEnum):
     OPTIMIZER = "optimizer"
     HOST = "host"
 
+
+_KINDS = tuple(SpanKind)
 
 COMPUTING = frozenset({SpanKind.COMPUTE, SpanKind.RECOMPUTE})
 """Kinds that count as work when idle time is measured."""
@@ -61,7 +66,7 @@ class Timeline:
         step_time_s: From 0 to the end of the last rank.
     """
 
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     num_ranks: int
     step_time_s: float
 
@@ -111,46 +116,57 @@ class Split:
 
 
 def split_of_rank(spans: Iterable[Span], step_time_s: float) -> Split:
-    """Splits one rank's step.
-
-    Time on the compute stream counts as its kind. Of the gaps, what a communication span of this rank covers is
-    exposed communication, the rest is wait.
+    """Splits one rank's step; see ``split_of_times``.
 
     Args:
         spans: Spans of one rank; those on ``compute`` do not overlap.
         step_time_s: Length of the step.
     """
-    by_kind = dict.fromkeys(SpanKind, 0.0)
-    busy: list[tuple[float, float]] = []
-    moving: list[tuple[float, float]] = []
-    for span in spans:
-        if span.stream == "compute" and span.kind is not SpanKind.COMMUNICATION:
-            by_kind[span.kind] += span.end_s - span.start_s
-            busy.append((span.start_s, span.end_s))
-        else:
-            moving.append((span.start_s, span.end_s))
-    covered = _measure(_union(busy + moving))
-    compute_total = sum(by_kind.values())
-    exposed = max(0.0, covered - _measure(_union(busy)))
+    listed = list(spans)
+    kinds = np.array([_KINDS.index(span.kind) for span in listed], np.int64)
+    on_compute = np.array([span.stream == "compute" for span in listed], np.bool_)
+    start_s, end_s = (np.array([getattr(span, name) for span in listed], np.float64) for name in ("start_s", "end_s"))
+    return split_of_times(kinds, on_compute, start_s, end_s, step_time_s)
+
+
+def split_of_times(
+    kinds: NDArray[np.integer],
+    on_compute: NDArray[np.bool_],
+    start_s: NDArray[np.float64],
+    end_s: NDArray[np.float64],
+    step_time_s: float,
+) -> Split:
+    """Splits one rank's step.
+
+    Time on the compute stream counts as its kind. Of the gaps, what communication of this rank covers is exposed
+    communication, the rest is wait.
+
+    Args:
+        kinds: Indices into ``tuple(SpanKind)``.
+        on_compute: Whether each is on the compute stream; those do not overlap.
+        start_s, end_s: When each ran.
+        step_time_s: Length of the step.
+    """
+    busy = on_compute & (kinds != _KINDS.index(SpanKind.COMMUNICATION))
+    by_kind_s = np.bincount(kinds[busy], (end_s - start_s)[busy], len(_KINDS))
+    of_kind = dict(zip(_KINDS, by_kind_s.tolist(), strict=True))
+    compute_s = float(by_kind_s.sum())
+    exposed_s = max(0.0, covered_s(start_s, end_s) - covered_s(start_s[busy], end_s[busy]))
     return Split(
-        compute_s=by_kind[SpanKind.COMPUTE],
-        recompute_s=by_kind[SpanKind.RECOMPUTE],
-        exposed_communication_s=exposed,
-        wait_s=max(0.0, step_time_s - compute_total - exposed),  # rounding must not make it negative
-        host_s=by_kind[SpanKind.HOST],
-        optimizer_s=by_kind[SpanKind.OPTIMIZER],
+        compute_s=of_kind[SpanKind.COMPUTE],
+        recompute_s=of_kind[SpanKind.RECOMPUTE],
+        exposed_communication_s=exposed_s,
+        wait_s=max(0.0, step_time_s - compute_s - exposed_s),  # rounding must not make it negative
+        host_s=of_kind[SpanKind.HOST],
+        optimizer_s=of_kind[SpanKind.OPTIMIZER],
     )
 
 
-def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _measure(intervals: list[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
+def covered_s(start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> float:
+    """Seconds during which at least one of some intervals is under way."""
+    if not len(start_s):
+        return 0.0
+    order = np.argsort(start_s, kind="stable")
+    begins_s, latest_s = start_s[order], np.maximum.accumulate(end_s[order])
+    before_s = np.concatenate([begins_s[:1], latest_s[:-1]])
+    return float((latest_s - np.maximum(begins_s, before_s)).clip(min=0.0).sum())

@@ -2,53 +2,78 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import ClassVar
 
 from simplan.program.action import Action
 from simplan.program.folding import Folding
-from simplan.program.program import HostCopy, MemoryEffect, Message, Op, Stream, Work
+from simplan.program.program import (
+    ACTION_KINDS,
+    SPAN_KINDS,
+    STREAMS,
+    HostCopy,
+    MemoryEffect,
+    Message,
+    Stream,
+    Work,
+)
+from simplan.program.stamping import OpIndex, ProgramBuilder, TemplateRow
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 
 __all__ = ["RankWriter"]
 
+_STREAM = {stream: code for code, stream in enumerate(STREAMS)}
+_KIND = {kind: code for code, kind in enumerate(SPAN_KINDS)}
+_ACTION = {kind: code for code, kind in enumerate(ACTION_KINDS)}
+
 
 class RankWriter:
-    """Operations of one rank, in the making.
+    """Operations of one action of one rank, in the making; indices are relative to the action's first one.
 
     Args:
         rank: Global rank.
-        first: Index of the rank's first operation in the Program.
+        builder: Takes names, work and effects.
         folding: Which other ranks are written out.
         ordered_messages: Messages between two ranks, of either direction, pass one after the other in order of issue,
             since they share a communicator and its stream (NCCL).
         receives_ahead: As of ``SoftwareSpec``: only those of one way and sender do so, and what is received waits for
             no computation of the rank.
+
+    Attributes:
+        stage: Of the action that is lowered.
+        last_compute: The last computation, if there was any.
+        blocking: What the next computation waits for, and messages before it.
     """
+
+    STATE: ClassVar = ("last_compute", "blocking", "_sending", "_last_message")
 
     def __init__(
         self,
         rank: int,
-        first: int,
+        builder: ProgramBuilder,
         folding: Folding,
         *,
         ordered_messages: bool = True,
         receives_ahead: bool = False,
     ) -> None:
-        self.rank = rank
+        self.rank, self.stage = rank, 0
+        self._builder = builder
         self._ordered = ordered_messages
         self._ahead = receives_ahead
         self._last_message: dict[tuple[int, bool, bool], int] = {}  # by peer, way and whether it is received
-        self.ops: list[Op] = []
+        self._rows: list[TemplateRow] = []
         self.last_compute: int | None = None
-        self._first = first
         self._folding = folding
-        self.blocking: list[int] = []  # what the next computation waits for, and messages before it
+        self.blocking: list[int] = []
         self._sending: list[int] = []  # what the next computation waits for, but no message
-        self._met: Counter[tuple[Stream, tuple[int, ...]]] = Counter()
         self._works: dict[Work | tuple[Work, ...], tuple[Work, ...]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def take_rows(self) -> list[TemplateRow]:
+        """What was written since the last call."""
+        rows, self._rows = self._rows, []
+        return rows
 
     def block_on(self, *indices: int | None) -> None:
         """The next computation waits for these operations."""
@@ -86,12 +111,24 @@ class RankWriter:
         members = self._members.get(message.ranks)
         if members is None:
             members = self._members[message.ranks] = self._folding.members(message.ranks)
-        key = (stream, members)
-        self._met[key] += 1
-        meeting = (*key, self._met[key]) if len(members) > 1 else None
+        meeting = (stream, members) if len(members) > 1 else None
         return self._add(
             action, stream, name, SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
         )
+
+    def collectives(
+        self,
+        action: Action,
+        stream: Stream,
+        name: str,
+        group: tuple[int, ...],
+        messages: tuple[Work, ...],
+        waits: Sequence[int | None],
+    ) -> int:
+        """Collectives of one group that follow upon each other, as one operation: all members meet once."""
+        members = self._folding.members(group)
+        meeting = (stream, members) if len(members) > 1 else None
+        return self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), meeting, ())
 
     def exposed(self, action: Action, stream: Stream, name: str, messages: tuple[Work, ...]) -> None:
         """Messages among equal ranks, one after the other, that the next computation waits for."""
@@ -122,10 +159,7 @@ class RankWriter:
             gathered: What follows it at once, where the message is a part of a tensor.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
-        source_stage = (
-            action.stage if stream in (Stream.SEND_F, Stream.SEND_B) else action.stage + (-1 if forward else 1)
-        )
-        meeting = (forward, source_stage, action.microbatch, ends, number)
+        meeting = ("send", forward, ends, number)  # and the microbatch, and the stage it comes from
         message = Message(CollectiveKind.SEND, num_bytes, ends)
         peer = ends[1] if ends[0] == self.rank else ends[0]
         received = self._ahead and ends[1] == self.rank
@@ -136,7 +170,7 @@ class RankWriter:
         work = (
             self._one(message) if gathered is None else self._works.setdefault((message, gathered), (message, gathered))
         )
-        index = self._add(action, stream, str(action), SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
+        index = self._add(action, stream, "{action}", SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
         self._last_message[way] = index
         return index
 
@@ -170,8 +204,22 @@ class RankWriter:
         meeting: Hashable | None,
         memory: Sequence[MemoryEffect],
     ) -> int:
-        self.ops.append(Op(self.rank, stream, name, action, kind, work, waits, meeting, tuple(memory)))
-        return self._first + len(self.ops) - 1
+        builder = self._builder
+        self._rows.append(
+            TemplateRow(
+                _STREAM[stream],
+                _KIND[kind],
+                builder.name(name),
+                action.stage - self.stage,
+                _ACTION[action.kind],
+                action.microbatch is not None,
+                builder.work(work),
+                builder.memory(tuple(memory)) if memory else 0,
+                -1 if meeting is None else builder.meeting(meeting),
+                waits,
+            )
+        )
+        return OpIndex(len(self._rows) - 1)
 
 
 def _known(waits: Sequence[int | None]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
-from simplan.search.keep import NOISE
+from simplan.search.incumbents import NOISE
 from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.spec.plan import ParallelPlan

@@ -20,15 +20,12 @@ from typing import Any
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError
 from simplan.io import folder_of
+from simplan.job import Job
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["SearchScenario", "load_search", "plan_document", "plan_section", "search_of"]
 
@@ -39,17 +36,14 @@ class SearchScenario:
 
     Attributes:
         name: For people.
-        model, cluster, training, software: What is asked.
+        job: What is asked; its plan has nothing but defaults.
         space: The plans to choose from.
         document: The file's data, of which a plan makes a scenario.
         file: The file it was read from.
     """
 
     name: str
-    model: ModelSpec
-    cluster: ClusterSpec
-    training: TrainingSpec
-    software: SoftwareSpec
+    job: Job
     space: SearchSpace
     document: dict[str, Any]
     file: str
@@ -64,8 +58,7 @@ class SearchScenario:
         Raises:
             SpecError: As ``simplan.search.search``.
         """
-        asked = (self.model, self.cluster, self.training, self.software, self.space)
-        return search(*asked, name=self.name, calibration=calibration, jobs=jobs)
+        return search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
 
 
 def load_search(path: str | Path) -> SearchScenario:
@@ -103,10 +96,7 @@ def search_of(parts: Parts) -> SearchScenario:
         raise NotModelledError(sorted(placed, key=in_file_order), file=sections.file) from None
     return SearchScenario(
         name=parts.name,
-        model=model,
-        cluster=cluster,
-        training=training,
-        software=software,
+        job=Job(model, cluster, training, ParallelPlan(), software),
         space=space,
         document=data,
         file=sections.file,
@@ -126,7 +116,7 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
     if "hf_config" in model:
         config = folder_of(scenario.file) / model["hf_config"]
         document["model"] = model | {"hf_config": os.path.relpath(config, folder)}
-    if plan.num_devices != scenario.cluster.num_devices:
+    if plan.num_devices != scenario.job.cluster.num_devices:
         kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}
         document["cluster"] = kept | {"num_devices": plan.num_devices}
     return {"name": scenario.name, **document, "plan": plan_section(plan)}

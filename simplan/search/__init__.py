@@ -1,6 +1,6 @@
 """Many plans: the best, and why not the others.
 
-``simplan.search(model, cluster, training, software)`` is ``simplan.search.search``: the package may be called.
+``simplan.search(job)`` is ``simplan.search.search``: the package may be called.
 """
 
 import sys
@@ -10,7 +10,6 @@ from typing import Any
 from simplan.search.api import Progress, search
 from simplan.search.inverse import Largest, largest
 from simplan.search.objective import Goal
-from simplan.search.question import Question
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import RANGES, SearchSpace
 
@@ -23,7 +22,6 @@ __all__ = [
     "Largest",
     "NearestMiss",
     "Progress",
-    "Question",
     "RankedPlan",
     "SearchResult",
     "SearchSpace",

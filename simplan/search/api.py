@@ -1,35 +1,31 @@
-"""The search: questions of one or several sizes, their candidates, and the answer."""
+"""The search: one job on one or several numbers of devices, its candidates, and the answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
-from simplan.search.best_first import explore_best_first
+from simplan.job import Job
+from simplan.search.bounds import Bounds
+from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
-from simplan.search.enumeration import Enumeration
-from simplan.search.evaluators import make_evaluator, make_late_evaluator
-from simplan.search.explain import explain_candidate, more_memory
-from simplan.search.feasible import capacity_bytes
-from simplan.search.keep import Group, Keep, Timed
-from simplan.search.modules import check_modules
-from simplan.search.nothing import nothing_to_compare
+from simplan.search.enumeration import Enumeration, empty_space
+from simplan.search.evaluate import Evaluator
+from simplan.search.explain import explain_plan, more_memory
+from simplan.search.explore import Exploration
+from simplan.search.incumbents import Group, Incumbents, Timed
+from simplan.search.jobs import capacity_bytes, check_without_plan, with_num_devices
 from simplan.search.objective import Goal
-from simplan.search.parallel import explore_in_parallel
 from simplan.search.partial import explore_partial, has_partial
-from simplan.search.question import Question
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.rules import in_words
-from simplan.search.run import explore
 from simplan.search.space import SearchSpace, that_it_has
-from simplan.search.tally import Limits, Miss, Tally
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.search.statistics import ROUNDING, Limits, Miss, Statistics, rounded
+from simplan.spec.plan import ParallelPlan
 
 __all__ = ["Progress", "search"]
 
@@ -54,17 +50,13 @@ class Progress:
 
 
 def search(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    software: SoftwareSpec,
+    job: Job,
     space: SearchSpace | None = None,
     *,
     name: str = "search",
     calibration: Calibration | None = None,
     jobs: int = 1,
     explain: bool = True,
-    soon: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The best plans of a space, exactly: no plan of the space is better by the model of ``predict``.
@@ -78,23 +70,20 @@ def search(
     Ctrl-C ends the search with the best so far (``interrupted``).
 
     Args:
-        model, cluster, training, software: What is asked.
+        job: What is asked; its plan has what a search does not vary, and else is not looked at.
         space: The plans to choose from and what makes one better; by default all of the default ranges, by step time.
         name: For people.
         calibration: Timings of this machine, when the cluster is this machine.
         jobs: Processes; -1 for one a core. Under ``joblib.parallel_config`` those of its backend (Dask, Ray).
         explain: Say of the ranked plans what limits them, and what change would make a plan when there is none.
-        soon: Time a few promising plans now and then before all are looked at, for those who watch. The best are the
-            same; how many plans are bounded instead of timed then depends on the speed of the machine.
         on_progress: Called often, from this process.
 
     Raises:
         SpecError: What is asked is wrong whatever the plan, its ranges have no plan between them, or a price cannot be
             had.
     """
-    question = Question(model, cluster, training, software, calibration)
-    possible = that_it_has(software, space or SearchSpace())
-    return _Search(name, question, possible, jobs, soon, on_progress).result(explain=explain)
+    possible = that_it_has(job.software, space or SearchSpace())
+    return _Search(name, job, possible, calibration, jobs, on_progress).result(explain=explain)
 
 
 class _Search:
@@ -103,37 +92,61 @@ class _Search:
     def __init__(
         self,
         name: str,
-        question: Question,
+        job: Job,
         space: SearchSpace,
+        calibration: Calibration | None,
         jobs: int,
-        soon: bool,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._name, self._space, self._jobs, self._soon = name, space, jobs, soon
-        self._explained: dict[Timed, Explanation] = {}
+        self._name, self._job, self._space, self._calibration = name, job, space, calibration
+        self._explained: dict[ParallelPlan, Explanation] = {}
+        self._confirmed: set[ParallelPlan] = set()
         self._on_progress = on_progress or (lambda _: None)
-        sizes = sorted(set(space.num_devices or _default_sizes(space, question)))
-        self._questions = {size: question.with_devices(size) for size in sizes}
-        for asked in self._questions.values():
-            asked.check()
-        check_modules(question, space)
-        self._question = question
-        self._enumerations = {size: Enumeration(space, asked) for size, asked in self._questions.items()}
-        self._goal = Goal.of(space, question)
-        if "cost" in space.goals and question.model.sample == "image":
+        sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
+        self._jobs = {size: with_num_devices(job, size) for size in sizes}
+        for asked in self._jobs.values():
+            check_without_plan(asked, space)
+        enumerations = {size: Enumeration(space, asked) for size, asked in self._jobs.items()}
+        goal = Goal.of(space, job)
+        if "cost" in space.goals and job.model.sample == "image":
             rule = "is the price of a number of tokens, and the model is one of images"
             raise SpecError(Problem(field="search.objective", value="cost", rule=rule, fix="use step_time"))
-        self._keep, self._tally, self._some_blocks = Keep(self._goal, space.top), Tally(), 0
-        self._total = sum(enumeration.total for enumeration in self._enumerations.values())
+        self._incumbents, self._statistics = Incumbents(goal, space.top), Statistics()
+        self._num_partial = 0
+        self._total = sum(enumeration.total for enumeration in enumerations.values())
         if not self._total:
-            raise SpecError(nothing_to_compare(space, software=question.software, enumerations=self._enumerations))
+            raise SpecError(empty_space(space, software=job.software, enumerations=enumerations))
+        self._bounds = {size: Bounds(asked, calibration) for size, asked in self._jobs.items()}
+        self._evaluators = {size: Evaluator(asked, calibration, jobs) for size, asked in self._jobs.items()}
+        self._limits = {
+            size: Limits(capacity_bytes(asked, space), space.max_step_time_s) for size, asked in self._jobs.items()
+        }
+        self._explorations = {
+            size: Exploration(
+                enumerations[size],
+                self._bounds[size],
+                self._evaluators[size],
+                self._limits[size],
+                self._incumbents,
+                self._statistics,
+                lambda *_: self._tell(),
+            )
+            for size in self._jobs
+        }
 
     def result(self, *, explain: bool) -> SearchResult:
         try:
-            for size in self._questions:
-                self._explore(size)
-            for size in self._questions:
+            for exploration in self._explorations.values():
+                exploration.bound()
+                exploration.explore()
+            for size in self._jobs:
                 self._explore_partial(size)
+            while self._confirm():
+                for exploration in self._explorations.values():
+                    exploration.explore()
+            for exploration in self._explorations.values():
+                exploration.find_misses()
+            self._tell()
             if explain:
                 self._explain()
         except KeyboardInterrupt:
@@ -143,113 +156,131 @@ class _Search:
             return replace(found, changes=self._changes(found.nearest_misses))
         return found
 
+    def _confirm(self) -> bool:
+        """Gives what is ranked or on the front the numbers of ``predict``; whether any plan had others before.
+
+        Those of truncated steps are no larger, so what is not kept by them is not kept by these either.
+        """
+        changed = False
+        while unknown := [timed for timed in self._incumbents.shown if timed.plan not in self._confirmed]:
+            for timed in unknown:
+                self._confirmed.add(timed.plan)
+                evaluator, limits = self._evaluators[timed.num_devices], self._limits[timed.num_devices]
+                if not evaluator.is_approximate(timed.plan):
+                    continue
+                [(size, exact_s)] = evaluator.numbers([timed.plan], limits.device_bytes, whole=True)
+                numbers = None if exact_s is None else (size, rounded(exact_s))
+                if numbers == (timed.device_bytes, timed.step_time_s):
+                    continue
+                changed = True
+                late = numbers is not None and numbers[1] * ROUNDING > (limits.step_time_s or math.inf)
+                self._incumbents.correct(timed.plan, None if late else numbers)
+                if (numbers is None or late) and timed.plan.recompute_layers is None:
+                    self._statistics.timed -= 1
+                    self._statistics.rejected["max_step_time_s" if late else "memory"] += 1
+            self._tell("predicting the best plans")
+        return changed
+
     def _answer(self, *, interrupted: bool) -> SearchResult:
         """What is known now; an interrupted search counts what was looked at."""
-        counts, asked = self._tally, self._question
+        counts, job = self._statistics, self._job
         return SearchResult(
             name=self._name,
             objectives=self._space.goals,
-            ranked=tuple(self._plan(timed) for timed in self._keep.ranked),
-            pareto=tuple(self._plan(timed) for timed in self._keep.front),
+            ranked=tuple(self._plan(timed) for timed in self._incumbents.ranked),
+            pareto=tuple(self._plan(timed) for timed in self._incumbents.front),
             space=SpaceCount(
                 self._total if not interrupted else counts.done,
                 {rule: number for rule, number in counts.rejected.most_common() if number},
                 counts.bounded,
                 counts.timed,
-                {rule: in_words(rule, asked.software) for rule, number in counts.rejected.items() if number},
-                self._some_blocks,
+                {rule: in_words(rule, job.software) for rule, number in counts.rejected.items() if number},
+                self._num_partial,
             ),
             nearest_misses=self._misses(),
             interrupted=interrupted,
-            unit="images" if asked.model.sample == "image" else "tokens",
+            unit="images" if job.model.sample == "image" else "tokens",
             inputs={
-                "model": asked.model.model_dump(mode="json"),
-                "cluster": asked.cluster.model_dump(mode="json"),
-                "training": asked.training.model_dump(mode="json"),
-                "software": asked.software.id,
+                "model": job.model.model_dump(mode="json"),
+                "cluster": job.cluster.model_dump(mode="json"),
+                "training": job.training.model_dump(mode="json"),
+                "software": job.software.id,
                 "search": self._space.model_dump(mode="json", exclude_none=True),
             },
         )
 
-    def _explore(self, size: int) -> None:
-        question, enumeration = self._questions[size], self._enumerations[size]
-        limits = Limits(capacity_bytes(question, self._space), self._space.max_step_time_s)
-
-        def told(tally: Tally, keep: Keep) -> None:
-            self._tell(tally, keep)
-
-        late = make_late_evaluator(question, self._jobs)
-        where = enumeration, enumeration.meshes
-        if late is not None:
-            explore_best_first(*where, late, limits, self._keep, self._tally, told, soon=self._soon)
-        elif self._jobs == 1:
-            explore(*where, make_evaluator(question), limits, self._keep, self._tally, told, soon=self._soon)
-        else:
-            explore_in_parallel(enumeration, question, self._space, limits, self._keep, self._tally, self._jobs, told)
-
     def _explore_partial(self, size: int) -> None:
-        question = self._questions[size]
-        if has_partial(question, self._space):
-            limits = Limits(capacity_bytes(question, self._space), self._space.max_step_time_s)
+        job = self._jobs[size]
+        if has_partial(job, self._space, self._calibration):
+            self._num_partial += explore_partial(
+                job,
+                self._space,
+                self._bounds[size],
+                self._evaluators[size],
+                self._limits[size],
+                self._incumbents,
+                lambda *_: self._tell("looking for how few blocks may run again"),
+                self._statistics,
+            )
 
-            def told(tally: Tally, keep: Keep) -> None:
-                self._tell(tally, keep, "looking for how few blocks may run again")
-
-            self._some_blocks += explore_partial(question, self._space, limits, self._keep, self._tally, told)
-
-    def _tell(self, tally: Tally, keep: Keep, doing: str = "searching") -> None:
-        best = keep.ranked[0].step_time_s if keep.ranked else None
-        self._on_progress(Progress(tally.done, self._total, best, lambda: self._answer(interrupted=True), doing))
+    def _tell(self, doing: str = "searching") -> None:
+        ranked, done = self._incumbents.ranked, self._statistics.done
+        best = ranked[0].step_time_s if ranked else None
+        self._on_progress(Progress(done, self._total, best, lambda: self._answer(interrupted=True), doing))
 
     def _explain(self) -> None:
-        for rank, timed in enumerate(self._keep.ranked):
-            self._tell(self._tally, self._keep, f"explaining plan {rank + 1} of {len(self._keep.ranked)}")
-            question = self._questions[timed.num_devices]
-            why = explain_candidate(self._name, question, timed)
-            if rank == 0 and len(self._questions) == 1:
-                capacity = capacity_bytes(question, self._space)
-                share = 0.0 if capacity is None else more_memory(question, timed, self._tally.nearly, capacity)
+        ranked = self._incumbents.ranked
+        for rank, timed in enumerate(ranked):
+            self._tell(f"explaining plan {rank + 1} of {len(ranked)}")
+            job = self._jobs[timed.num_devices].with_plan(timed.plan)
+            why = explain_plan(self._name, job, self._calibration)
+            if rank == 0 and len(self._jobs) == 1:
+                capacity = self._limits[timed.num_devices].device_bytes
+                evaluator = self._evaluators[timed.num_devices]
+                nearly = self._statistics.nearly
+                share = 0.0 if capacity is None else more_memory(evaluator, timed.step_time_s, nearly, capacity)
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
-            self._explained[timed] = why
+            self._explained[timed.plan] = why
 
     def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[Change, ...]:
-        self._tell(self._tally, self._keep, "looking for what would make a plan")
-        return changes(self._question, self._space, misses)
+        self._tell("looking for what would make a plan")
+        return changes(self._job, self._space, misses, self._calibration)
 
     def _plan(self, timed: Timed) -> RankedPlan:
-        capacity = capacity_bytes(self._questions[timed.num_devices], self._space)
+        capacity, goal = self._limits[timed.num_devices].device_bytes, self._incumbents.goal
         return RankedPlan(
-            plan=timed.candidate.plan(),
+            plan=timed.plan,
             num_devices=timed.num_devices,
             step_time_s=timed.step_time_s,
             device_bytes=timed.device_bytes,
             headroom_bytes=None if capacity is None else capacity - timed.device_bytes,
-            tokens_per_s_per_device=self._goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
-            cost_dollars=self._goal.cost_dollars(timed.num_devices, timed.step_time_s),
-            explanation=self._explained.get(timed),
-            alike=next((_alike(group) for group in self._keep.groups if group.shown == timed), Alike()),
+            tokens_per_s_per_device=goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
+            cost_dollars=goal.cost_dollars(timed.num_devices, timed.step_time_s),
+            explanation=self._explained.get(timed.plan),
+            alike=next((_alike(group) for group in self._incumbents.groups if group.shown == timed), Alike()),
         )
 
     def _misses(self) -> tuple[NearestMiss, ...]:
         """What lacks memory; where nothing is within the deadline and something fits, what lacks time."""
-        late = not self._keep.ranked and bool(self._tally.late)
+        late = not self._incumbents.ranked and bool(self._statistics.late)
 
         def told(miss: Miss) -> NearestMiss:
             return NearestMiss(
-                plan=miss.candidate.plan(),
-                num_devices=miss.candidate.num_devices,
+                plan=miss.plan,
+                num_devices=miss.plan.num_devices,
                 device_bytes=miss.device_bytes,
                 lacking_bytes=None if late else int(miss.lacking),
                 step_time_s=miss.step_time_s,
                 lacking_s=miss.lacking if late else None,
             )
 
-        return tuple(told(miss) for miss in (self._tally.late if late else self._tally.misses))
+        return tuple(told(miss) for miss in (self._statistics.late if late else self._statistics.misses))
 
 
 def _alike(group: Group) -> Alike:
     """What the others of a group have that the one that is shown has not."""
-    shown, *others = (timed.candidate.keys() for timed in (group.shown, *group.others))
+    names = (*FIELDS, "recompute_layers")
+    shown, *others = ({name: getattr(timed.plan, name) for name in names} for timed in (group.shown, *group.others))
     found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
     return Alike(len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values})
 
@@ -259,9 +290,9 @@ def _order(value: Any) -> tuple[bool, Any]:
     return value is None, value or 0 if not isinstance(value, str) else value
 
 
-def _default_sizes(space: SearchSpace, question: Question) -> list[int]:
+def _default_sizes(space: SearchSpace, job: Job) -> list[int]:
     """The cluster's devices; where their number is an objective, also its halves down to one device."""
-    most = question.cluster.num_devices
+    most = job.cluster.num_devices
     if "num_devices" not in space.goals:
         return [most]
     sizes = [most]

@@ -1,4 +1,4 @@
-"""When no plan is within the limits: the smallest changes of the question with which there is one, each tried."""
+"""When no plan is within the limits: the smallest changes of what is asked with which there is one, each tried."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simplan.search.candidate import Candidate
-from simplan.search.feasible import capacity_bytes, first_fit
-from simplan.search.question import Question
+from simplan.cost.calibration import Calibration
+from simplan.job import Job
+from simplan.search.first_fit import first_fit
+from simplan.search.jobs import capacity_bytes, with_num_devices
 from simplan.search.result import Change, NearestMiss
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.spec.numbers import divisors
+from simplan.spec.plan import ParallelPlan
 from simplan.units import format_bytes, format_time
 
 __all__ = ["changes"]
 
 _MOST_BYTES = 10**12  # of a device, as in DeviceSpec: no device that could be described has more
-_MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another question
+_MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another job
 
 
-def changes(question: Question, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> tuple[Change, ...]:
+def changes(
+    job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None = None
+) -> tuple[Change, ...]:
     """Changes that make a plan, one of each kind, the least of its kind among those tried.
 
     Args:
-        question: What has no plan.
+        job: What has no plan.
         space: The ranges it has none in.
         misses: The nearest of its plans.
+        calibration: Timings of the device, if there are any.
     """
     late = [miss for miss in misses if miss.step_time_s is not None]
     if late:
@@ -34,8 +39,8 @@ def changes(question: Question, space: SearchSpace, misses: tuple[NearestMiss, .
         assert seconds is not None
         words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
         return (Change(what="max_step_time_s", value=seconds, words=words, plan=late[0].plan),)
-    found = (_memory(question, space, misses), _recompute(question, space), _ranges(question, space))
-    searched = (_batch(question, space), _devices(question, space))
+    found = (_memory(job, space, misses), _recompute(job, space, calibration), _ranges(job, space, calibration))
+    searched = (_batch(job, space, calibration), _devices(job, space, calibration))
     return tuple(change for change in (*found, *searched) if change is not None)
 
 
@@ -50,7 +55,7 @@ def _rounded_up(seconds: float) -> float:
     return near if near >= seconds else round(near + 10.0**-digits, digits)
 
 
-def _memory(question: Question, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Change | None:
+def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Change | None:
     """Devices with as much memory as the nearest miss needs."""
     if not misses:
         return None
@@ -58,45 +63,45 @@ def _memory(question: Question, space: SearchSpace, misses: tuple[NearestMiss, .
     needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
     if needed >= _MOST_BYTES:
         return None
-    richer = question.cluster.device.model_copy(update={"memory_bytes": needed})
-    asked = replace(question, cluster=question.cluster.model_copy(update={"device": richer}))
+    richer = job.cluster.device.model_copy(update={"memory_bytes": needed})
+    asked = replace(job, cluster=job.cluster.model_copy(update={"device": richer}))
     capacity = capacity_bytes(asked, space)
     while capacity is not None and capacity < miss.device_bytes:  # a fraction of a byte was cut off
         needed += 1
         capacity = int(needed * space.max_memory_fraction)
-    there = question.cluster.device.memory_bytes
+    there = job.cluster.device.memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
     return Change(what="memory_bytes", value=needed, words=words, plan=miss.plan)
 
 
-def _recompute(question: Question, space: SearchSpace) -> Change | None:
+def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
     """Recomputation, where the space leaves it out."""
     if space.recompute is None or "full" in space.recompute:
         return None
-    candidate = first_fit(question, space.model_copy(update={"recompute": (*space.recompute, "full")}))
-    return _change("recompute", "full", "allow recompute = full", candidate)
+    plan = first_fit(job, space.model_copy(update={"recompute": (*space.recompute, "full")}), calibration)
+    return _change("recompute", "full", "allow recompute = full", plan)
 
 
-def _ranges(question: Question, space: SearchSpace) -> Change | None:
+def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
     """The whole default space of the software, where the ranges are narrower."""
-    given = given_ranges(question.software, space)
+    given = given_ranges(job.software, space)
     if not given:
         return None
-    wider = that_it_has(question.software, space.model_copy(update=dict.fromkeys(given)))
-    candidate = first_fit(question, wider)
+    wider = that_it_has(job.software, space.model_copy(update=dict.fromkeys(given)))
+    plan = first_fit(job, wider, calibration)
     names = ", ".join(given)
-    return _change("ranges", names, f"leave out the ranges of search ({names})", candidate)
+    return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
 
 
-def _batch(question: Question, space: SearchSpace) -> Change | None:
+def _batch(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
     """The largest divisor of the batch with which there is a plan: fewer microbatches are in flight."""
-    batch = question.training.global_batch_size
+    batch = job.training.global_batch_size
     for smaller in _sizes_below(batch):
-        training = question.training.model_copy(update={"global_batch_size": smaller})
-        candidate = first_fit(replace(question, training=training), space)
-        if candidate is not None:
+        training = job.training.model_copy(update={"global_batch_size": smaller})
+        plan = first_fit(replace(job, training=training), space, calibration)
+        if plan is not None:
             words = f"global_batch_size = {smaller:,} instead of {batch:,}"
-            return _change("global_batch_size", smaller, words, candidate)
+            return _change("global_batch_size", smaller, words, plan)
     return None
 
 
@@ -109,22 +114,22 @@ def _sizes_below(batch: int) -> Iterator[int]:
             last = size
 
 
-def _devices(question: Question, space: SearchSpace) -> Change | None:
+def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
     """Twice, four times ... as many devices; where the batch cannot be dealt out to them, they are in the pipeline."""
-    if question.cluster.cores_per_node is not None:
+    if job.cluster.cores_per_node is not None:
         return None
-    there = question.cluster.num_devices
+    there = job.cluster.num_devices
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         more = there * 2**doublings
-        asked = question.with_devices(more)
+        asked = with_num_devices(job, more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
             return None
-        candidate = first_fit(asked, space)
-        if candidate is not None:
+        plan = first_fit(asked, space, calibration)
+        if plan is not None:
             words = f"{more:,} devices instead of {there:,} ({more // 2:,} are too few)"
-            return _change("num_devices", more, words if doublings > 1 else words.split(" (")[0], candidate)
+            return _change("num_devices", more, words if doublings > 1 else words.split(" (")[0], plan)
     return None
 
 
-def _change(what: str, value: float | str, words: str, candidate: Candidate | None) -> Change | None:
-    return None if candidate is None else Change(what=what, value=value, words=words, plan=candidate.plan())
+def _change(what: str, value: float | str, words: str, plan: ParallelPlan | None) -> Change | None:
+    return None if plan is None else Change(what=what, value=value, words=words, plan=plan)

@@ -1,28 +1,32 @@
-"""Every candidate of a space, one after the other, with the rules asked as early as their fields are known."""
+"""Every candidate of a space, with the rules asked as early as their fields are known."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 from typing import NamedTuple, TypeVar
 
-from simplan.search.candidate import Candidate
-from simplan.search.floor import MemoryFloor
-from simplan.search.question import Question
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.problems import render_value
+from simplan.search.candidates import Candidates, categories
 from simplan.search.rules import Rules
-from simplan.search.space import SearchSpace
+from simplan.search.space import SearchSpace, given_ranges
 from simplan.spec.models import FAMILIES
-from simplan.spec.numbers import divisors
+from simplan.spec.numbers import divisors, either
 from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec
 
-__all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh"]
+__all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh", "empty_space"]
 
 LONG_SEQUENCE = 32_768
 """Tokens from which on context parallelism is tried by default."""
 
 DEFAULT_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-v")
 _DEFAULT_RECOMPUTE = ("none", "selective", "full")
+
+_TABLE_ROWS = 32_768
 
 T = TypeVar("T")
 
@@ -47,15 +51,20 @@ class Enumeration:
 
     Args:
         space: The ranges.
-        question: What is asked.
+        job: What is asked; its plan has what a search does not vary.
     """
 
-    def __init__(self, space: SearchSpace, question: Question) -> None:
-        self._space, self._question = space, question
-        self._reduces_each = question.software.reduces_each_microbatch  # whatever a plan says
-        self.rules = Rules(question, tp_across_nodes=space.tp_across_nodes)
-        self.floor = MemoryFloor(question)
+    def __init__(self, space: SearchSpace, job: Job) -> None:
+        self._space, self._job = space, job
+        self._reduces_each = job.software.reduces_each_microbatch  # whatever a plan says
+        self._values = categories(space.recompute_modules or ())
+        self.rules = Rules(job, tp_across_nodes=space.tp_across_nodes)
         self.meshes = list(self._meshes())
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that every candidate needs."""
+        return self._job.cluster.num_devices
 
     @property
     def total(self) -> int:
@@ -67,18 +76,15 @@ class Enumeration:
         each = len(self._pipelines(mesh)) * len(self._exchanges(mesh))
         return each * sum(self._inner(mesh, zero_stage) for zero_stage, _ in self._shardings(mesh))
 
-    def num_microbatches(self, candidate: Candidate) -> int:
-        """Microbatches of a step."""
-        return self._question.training.global_batch_size // (candidate.dp * candidate.microbatch_size)
-
-    def candidates(self, meshes: Iterable[Mesh], rejected: Counter[str]) -> Iterator[Candidate]:
-        """Candidates that break no rule.
+    def tables(self, rejected: Counter[str], meshes: Iterable[Mesh] | None = None) -> Iterator[Candidates]:
+        """Candidates that break no rule, in tables of thousands.
 
         Args:
-            meshes: Whose.
             rejected: Counts the others, by rule.
+            meshes: Whose; by default all.
         """
-        for _, group in groupby(meshes, key=lambda mesh: mesh.pp):
+        rows: list[tuple[int, ...]] = []
+        for _, group in groupby(self.meshes if meshes is None else meshes, key=lambda mesh: mesh.pp):
             of_pp = []
             for mesh in group:
                 why = self.rules.mesh(*mesh)
@@ -86,11 +92,16 @@ class Enumeration:
                     of_pp.append(mesh)
                 else:
                     rejected[why] += self.size(mesh)
-            if of_pp:
-                yield from self._of_meshes(of_pp, rejected)
+            for found in self._of_meshes(of_pp, rejected) if of_pp else ():
+                rows += found
+                if len(rows) >= _TABLE_ROWS:
+                    yield Candidates.of_rows(self._job.plan, self._values, rows)
+                    rows = []
+        if rows:
+            yield Candidates.of_rows(self._job.plan, self._values, rows)
 
-    def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[Candidate]:
-        """Of meshes of one pipeline; plans with one schedule follow each other, for they share tables of actions."""
+    def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[list[tuple[int, ...]]]:
+        """Rows of meshes with as many pipeline ranks; those with one schedule follow each other."""
         pipelines = self._pipelines(meshes[0])
         sharded: list[tuple[Mesh, int, bool]] = []
         for mesh in meshes:
@@ -104,7 +115,7 @@ class Enumeration:
             for mesh, zero_stage, reshard in sharded:
                 why = self._why_no_pipeline(mesh, schedule, virtual_stages, zero_stage, reshard)
                 if why is None:
-                    yield from self._of_pipeline(mesh, zero_stage, reshard, schedule, virtual_stages, rejected)
+                    yield self._of_pipeline(mesh, zero_stage, reshard, schedule, virtual_stages, rejected)
                 else:
                     rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh, zero_stage)
 
@@ -120,10 +131,9 @@ class Enumeration:
 
     def _of_pipeline(
         self, mesh: Mesh, zero_stage: int, reshard: bool, schedule: str, virtual_stages: int, rejected: Counter[str]
-    ) -> Iterator[Candidate]:
+    ) -> list[tuple[int, ...]]:
         tp, cp, pp, dp_replicate, dp_shard, ep = mesh
         rules, dp = self.rules, dp_replicate * dp_shard
-        sharded = zero_stage >= 2 and dp_shard * cp > 1
         microbatches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
@@ -138,32 +148,35 @@ class Enumeration:
             return kept
 
         exchanges = self._exchanges(mesh)
+        values = {name: {value: place for place, value in enumerate(of)} for name, of in self._values.items()}
+        first = dp_replicate, dp_shard, zero_stage, int(reshard), tp
+        rows: list[tuple[int, ...]] = []
         for sequence_parallel, cp_comm in allowed(
             exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), len(microbatches) * len(recomputes)
         ):
-            layer_by_layer = (pp == 1 and sharded) or (cp > 1 and cp_comm == "ring")
             cut = allowed(
                 microbatches,
-                lambda each: rules.microbatches(dp, each[0], pp, layer_by_layer=layer_by_layer),  # noqa: B023 - at once
+                lambda each: rules.microbatches(dp, each[0], pp, schedule),
                 len(recomputes),
             )
             kept = allowed(recomputes, lambda r: rules.recompute(schedule, *r), len(cut))
             if kept and rules.in_low_precision:
-                one = Candidate(tp=tp, sequence_parallel=sequence_parallel, cp=cp, cp_comm=cp_comm, ep=ep)
                 cut = allowed(
                     cut,
-                    lambda each: rules.low_precision(one._replace(microbatch_size=each[0])),  # noqa: B023
+                    lambda each: rules.low_precision(tp, sequence_parallel, cp, cp_comm, ep, each[0]),  # noqa: B023
                     len(kept),
                 )
-            for size, grad_sync in cut:
-                for recompute, modules in kept:
-                    yield Candidate(
-                        dp_replicate, dp_shard, zero_stage, reshard, tp, sequence_parallel, cp, cp_comm, ep, pp,
-                        virtual_stages, schedule, size, recompute, grad_sync, recompute_modules=modules,
-                    )  # fmt: skip
+            pipeline = cp, values["cp_comm"][cp_comm], ep, pp, virtual_stages, values["schedule"][schedule]
+            rows += [
+                (*first, int(sequence_parallel), *pipeline, size, values["recompute"][recompute],
+                 values["recompute_modules"][modules or None], values["grad_sync"][grad_sync])
+                for size, grad_sync in cut
+                for recompute, modules in kept
+            ]  # fmt: skip
+        return rows
 
     def _meshes(self) -> Iterator[Mesh]:
-        space, model, cluster = self._space, self._question.model, self._question.cluster
+        space, model, cluster = self._space, self._job.model, self._job.cluster
         devices = cluster.num_devices
         in_node = devices if space.tp_across_nodes else min(cluster.devices_per_node, devices)
         whole = bool(FAMILIES[model.family].whole_layers)
@@ -172,7 +185,7 @@ class Enumeration:
         tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # beside experts only when asked
         cps = space.cp or ((1, 2, 4, 8) if long else (1,))
         eps = space.ep or tuple(divisors(model.num_experts) if model.num_experts else [1])
-        for pp in _unique(space.pp) or divisors(devices):  # outermost, for its plans share tables of actions
+        for pp in _unique(space.pp) or divisors(devices):  # outermost: plans of one table have much in common
             if space.pp is None and pp > model.num_blocks:
                 continue
             for tp, cp in product(_unique(tps), _unique(cps)):
@@ -201,7 +214,7 @@ class Enumeration:
         """Schedule and stages of a rank."""
         if mesh.pp == 1:
             return [("none", 1)]
-        most = self._question.model.num_blocks // mesh.pp
+        most = self._job.model.num_blocks // mesh.pp
         found = []
         for schedule in _unique(self._space.schedule) or DEFAULT_SCHEDULES:
             wanted = SCHEDULE_FACTS[schedule].virtual_stages
@@ -217,11 +230,11 @@ class Enumeration:
         return [(split, way) for split in (splits if mesh.tp > 1 else (False,)) for way in _ways(mesh.cp, ways)]
 
     def _default_cp_comm(self) -> str:
-        return "all_gather" if self._question.cluster.device.kind == "cpu" else "ring"
+        return "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
 
     def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str]]:
         """Sizes, and when gradients are reduced: by default also after each where whole ones would take room."""
-        dp, batch = mesh.dp_replicate * mesh.dp_shard, self._question.training.global_batch_size
+        dp, batch = mesh.dp_replicate * mesh.dp_shard, self._job.training.global_batch_size
         sizes, syncs = self._microbatch_sizes(mesh), _unique(self._space.grad_sync)
         if not syncs:
             sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
@@ -234,7 +247,7 @@ class Enumeration:
         """Every divisor of the local batch; of a batch that cannot be dealt out, one candidate stands for all."""
         if self._space.microbatch_size is not None:
             return list(_unique(self._space.microbatch_size))
-        local, rest = divmod(self._question.training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
+        local, rest = divmod(self._job.training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
         return [1] if rest else divisors(local)
 
     def _recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -254,3 +267,34 @@ def _in(value: T, values: tuple[T, ...] | None) -> bool:
 
 def _ways(cp: int, ways: tuple[str, ...]) -> tuple[str, ...]:
     return ways if cp > 1 else ("ring",)
+
+
+_AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
+
+
+def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Mapping[int, Enumeration]) -> Problem:
+    """What to tell of a space without a single candidate, in the words of who gave its ranges.
+
+    Args:
+        space: The ranges.
+        software: Whose own restrictions are nothing that a user gave.
+        enumerations: By number of devices.
+    """
+    given = given_ranges(software, space)
+    if any(enumeration.meshes for enumeration in enumerations.values()):
+        return _range_problem(space, given, "have no plan in common", "widen one of them, or leave it out")
+    sizes = either(f"{size:,}" for size in enumerations)
+    axes = tuple(name for name in given if name in _AXES)
+    rule = f"no values make tp x cp x pp x dp_replicate x dp_shard = {sizes} devices"
+    if len(axes) == 1:
+        fitting = sorted({divisor for size in enumerations for divisor in divisors(size)})
+        return _range_problem(space, axes, rule, f"{axes[0]} must divide {sizes}: {either(fitting)}")
+    return _range_problem(space, axes, rule, "change one of them, or leave it out")
+
+
+def _range_problem(space: SearchSpace, names: tuple[str, ...], rule: str, fix: str) -> Problem:
+    ranges = {name: list(getattr(space, name)) for name in names}
+    if len(names) == 1:
+        return Problem(field=f"search.{names[0]}", value=render_value(ranges[names[0]]), rule=rule, fix=fix)
+    shown = ", ".join(f"{name} {render_value(values)}" for name, values in ranges.items())
+    return Problem(field="search", value=shown, rule=rule, fix=fix)

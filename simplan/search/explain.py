@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from simplan.cost.calibration import Calibration
+from simplan.job import Job
 from simplan.predict import predict
-from simplan.search.candidate import Candidate
-from simplan.search.evaluators import make_evaluator, make_late_evaluator
-from simplan.search.keep import Timed
-from simplan.search.question import Question
+from simplan.search.evaluate import Evaluator, evaluate
 from simplan.search.result import Explanation
-from simplan.search.tally import Waiting
+from simplan.search.statistics import Waiting
 from simplan.spec.hardware import LinkSpec
 
-__all__ = ["MORE", "explain_candidate", "more_memory"]
+__all__ = ["MORE", "explain_plan", "more_memory"]
 
 MORE = 1.1
 """How much of a resource there would be, over what there is."""
 
-_MOST_TRIED = 32  # of plans that are written out one by one
+_MOST_TRIED = 32  # plans
 _NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
 
 
-def explain_candidate(name: str, question: Question, timed: Timed) -> Explanation:
+def explain_plan(name: str, job: Job, calibration: Calibration | None) -> Explanation:
     """The prediction of a plan, and the step time again with 10 % more of every resource.
 
     Args:
         name: For people.
-        question: What is asked, of as many devices as the plan needs.
-        timed: The plan and its step time.
+        job: With the plan, on as many devices as it needs.
+        calibration: Timings of the device, if there are any.
     """
-    asked = question
-    plan = timed.candidate.plan()
-    prediction = predict(asked.job(plan), name=name, calibration=asked.calibration)
+    prediction = predict(job, name=name, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
     split = prediction.splits[busiest]
     worst = prediction.worst_memory
@@ -53,54 +50,49 @@ def explain_candidate(name: str, question: Question, timed: Timed) -> Explanatio
         worst_rank=worst.rank,
         busiest_rank=prediction.memory[busiest].rank,
         shares={key: seconds / prediction.step_time_s for key, seconds in shares.items()},
-        saved=_saved(question, timed.candidate, prediction.step_time_s),
+        saved=_saved(job, calibration, prediction.step_time_s),
     )
 
 
-def more_memory(question: Question, best: Timed, nearly: list[Waiting], capacity: int) -> float:
+def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting], capacity: int) -> float:
     """Share of the step time that 10 % more memory saves: by the fastest plan that would then fit.
 
     Args:
-        question: What is asked.
-        best: The best plan that fits.
-        nearly: Plans that would fit then, as far as bounds tell; a few are tried where each is written out alone.
+        evaluator: Of the same job.
+        step_time_s: Of the best plan that fits.
+        nearly: Plans that would fit then, as far as bounds tell; a few are tried.
         capacity: Memory of a device that plans may use, bytes.
     """
-    late, evaluator = make_late_evaluator(question, jobs=1), make_evaluator(question)
-    least_s = best.step_time_s
-    promising = sorted(nearly, key=lambda one: one.least_time_s)
-    for waiting in promising if late is None else promising[:_MOST_TRIED]:
-        if waiting.least_time_s >= least_s:
+    least_s = step_time_s
+    for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MOST_TRIED]:
+        if waiting.step_time_s >= least_s:
             break
-        step_time_s: float | None
-        if late is None:  # what waits is known to fit
-            [step_time_s] = evaluator.step_times_s([waiting.candidate])
-        else:
-            [(_, step_time_s)] = late.numbers([waiting.candidate], int(MORE * capacity))
-        least_s = min(least_s, step_time_s or least_s)
-    return 1 - least_s / best.step_time_s
+        [(_, found_s)] = evaluator.numbers([waiting.plan], int(MORE * capacity))
+        least_s = min(least_s, found_s or least_s)
+    return 1 - least_s / step_time_s
 
 
-def _saved(question: Question, candidate: Candidate, step_time_s: float) -> dict[str, float]:
-    """By resource, the share of the step that more of it saves; nothing for prices from a calibration."""
-    if question.cluster.cores_per_node is not None:
+def _saved(job: Job, calibration: Calibration | None, step_time_s: float) -> dict[str, float]:
+    """By resource, the share of the step that more of it saves; nothing where ranks share cores."""
+    if job.cluster.cores_per_node is not None:
         return {}
     saved = {}
-    for resource, richer in _richer(question):
-        [less_s] = make_evaluator(richer).step_times_s([candidate])
+    for resource, richer in _richer(job):
+        _, less_s = evaluate(richer, calibration)
+        assert less_s is not None
         share = 1 - less_s / step_time_s
         if share > _NOTICED:
             saved[resource] = share
     return saved
 
 
-def _richer(question: Question) -> Iterator[tuple[str, Question]]:
-    """The question with 10 % more of each resource."""
-    cluster = question.cluster
+def _richer(job: Job) -> Iterator[tuple[str, Job]]:
+    """The job with 10 % more of each resource."""
+    cluster = job.cluster
     device = cluster.device
 
-    def on(**update: object) -> Question:
-        return replace(question, cluster=cluster.model_copy(update=update))
+    def on(**update: object) -> Job:
+        return replace(job, cluster=cluster.model_copy(update=update))
 
     rates = {
         "peak_flop_per_s": {dtype: MORE * rate for dtype, rate in device.peak_flop_per_s.items()},

@@ -1,4 +1,4 @@
-"""The question turned round: the largest model, microbatch or sequence for which some plan fits."""
+"""A search turned round: the largest model, microbatch or sequence for which some plan fits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from simplan.cost.calibration import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError
-from simplan.search.candidate import Candidate
+from simplan.job import Job
 from simplan.search.enumeration import Enumeration
-from simplan.search.feasible import first_fit
-from simplan.search.modules import check_modules
-from simplan.search.question import Question
+from simplan.search.first_fit import first_fit
+from simplan.search.jobs import check_without_plan
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
@@ -64,10 +64,12 @@ class Largest:
 
 
 def largest(
-    question: Question,
+    job: Job,
     space: SearchSpace,
     quantity: Quantity,
     on_progress: Callable[[int], None] | None = None,
+    *,
+    calibration: Calibration | None = None,
 ) -> Largest:
     """The largest value with which some plan of the space fits the devices' memory.
 
@@ -76,39 +78,41 @@ def largest(
     value is a search of its own that ends at the first plan that fits.
 
     Args:
-        question: What is asked.
+        job: What is asked.
         space: The plans to choose from.
         quantity: What to make large.
         on_progress: Called with every value that is tried.
+        calibration: Timings of the device, if there are any.
 
     Raises:
         SpecError: The model has no such quantity, or the memory of the devices is unknown.
         NoFeasiblePlanError: Nothing fits, even with the smallest value.
     """
-    question.check()
-    space = that_it_has(question.software, space)
-    check_modules(question, space)
-    if question.cluster.device.memory_bytes is None:
+    space = that_it_has(job.software, space)
+    check_without_plan(job, space)
+    if job.cluster.device.memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
-        raise SpecError(Problem(field="cluster.device", value=question.cluster.device.id, rule=rule))
+        raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
     told = on_progress or (lambda _: None)
     if quantity == "microbatch_size":
-        return _largest_microbatch(question, space, told)
-    return _Growth(question, space, quantity, told).largest()
+        return _largest_microbatch(job, space, told, calibration)
+    return _Growth(job, space, quantity, told, calibration).largest()
 
 
-def _largest_microbatch(question: Question, space: SearchSpace, told: Callable[[int], None]) -> Largest:
-    enumeration = Enumeration(space, question)
-    sizes = {candidate.microbatch_size for candidate in enumeration.candidates(enumeration.meshes, Counter())}
+def _largest_microbatch(
+    job: Job, space: SearchSpace, told: Callable[[int], None], calibration: Calibration | None
+) -> Largest:
+    enumeration = Enumeration(space, job)
+    sizes = {size for table in enumeration.tables(Counter()) for size in table["microbatch_size"].tolist()}
     failing: list[int] = []
     for size in sorted(sizes, reverse=True):
         told(size)
-        found = first_fit(question, space.model_copy(update={"microbatch_size": (size,)}))
+        found = first_fit(job, space.model_copy(update={"microbatch_size": (size,)}), calibration)
         if found is not None:
             return Largest(
                 quantity="microbatch_size",
                 value=size,
-                plan=found.plan(),
+                plan=found,
                 fitting=(size,),
                 failing=tuple(sorted(failing)),
                 exact=True,
@@ -120,16 +124,24 @@ def _largest_microbatch(question: Question, space: SearchSpace, told: Callable[[
 class _Growth:
     """Values of a field of the model, each tried once."""
 
-    def __init__(self, question: Question, space: SearchSpace, quantity: Quantity, told: Callable[[int], None]) -> None:
-        model = question.model
+    def __init__(
+        self,
+        job: Job,
+        space: SearchSpace,
+        quantity: Quantity,
+        told: Callable[[int], None],
+        calibration: Calibration | None,
+    ) -> None:
+        model = job.model
         family = FAMILIES[model.family]
         if not getattr(model, quantity) or (quantity == "seq_len" and model.sample == "image"):
             rule = f"models of family {model.family} have no {quantity} of their own"
             raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="use microbatch_size"))
-        self._question, self._space, self._quantity, self._told = question, space, quantity, told
+        self._job, self._space, self._quantity, self._told = job, space, quantity, told
+        self._calibration = calibration
         self._positions = bool(family.position_rows)
-        self._found: dict[int, Candidate | None] = {}
-        self._failed: dict[int, set[Candidate]] = {}
+        self._found: dict[int, ParallelPlan | None] = {}
+        self._failed: dict[int, set[ParallelPlan]] = {}
 
     def largest(self) -> Largest:
         step = _STEPS[self._quantity]
@@ -149,7 +161,7 @@ class _Growth:
         return Largest(
             quantity=self._quantity,
             value=fitting[-1],
-            plan=plan.plan(),
+            plan=plan,
             fitting=fitting,
             failing=tuple(sorted(value for value, found in self._found.items() if found is None)),
             exact=False,
@@ -158,7 +170,7 @@ class _Growth:
 
     def _smallest(self, step: int) -> int:
         """A value to start from that fits: the question's own in steps, else the largest half of it that does."""
-        value: int = max(step, getattr(self._question.model, self._quantity) // step * step)
+        value: int = max(step, getattr(self._job.model, self._quantity) // step * step)
         while not self._fits(value):
             if value == step:
                 raise NoFeasiblePlanError(
@@ -177,19 +189,19 @@ class _Growth:
     def _fields(self, value: int) -> dict[str, int]:
         """Of the model: with more tokens also more positions, where these have rows of their own."""
         fields: dict[str, int] = {self._quantity: value}
-        longest = self._question.model.max_position_embeddings
+        longest = self._job.model.max_position_embeddings
         if self._quantity == "seq_len" and self._positions and value > longest:
             fields["max_position_embeddings"] = value
         return fields
 
-    def _first_fit(self, value: int, witness: Candidate | None) -> Candidate | None:
+    def _first_fit(self, value: int, witness: ParallelPlan | None) -> ParallelPlan | None:
         try:
-            asked = replace(self._question, model=self._question.model.model_copy(update=self._fields(value)))
-            asked.check()
+            asked = replace(self._job, model=self._job.model.model_copy(update=self._fields(value)))
+            check_without_plan(asked, self._space)
         except SpecError:
             return None
         # a plan that is too large with a smaller value is too large with this one
         failed = set().union(*(plans for smaller, plans in self._failed.items() if smaller < value))
-        fitting = first_fit(asked, self._space, witness, failed)
+        fitting = first_fit(asked, self._space, self._calibration, witness, failed)
         self._failed[value] = failed
         return fitting

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from simplan.search.question import Question
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.job import Job
 from simplan.search.space import Objective, SearchSpace
 
 __all__ = ["Goal"]
@@ -42,12 +45,12 @@ class Goal:
     token_budget: float | None = None
 
     @classmethod
-    def of(cls, space: SearchSpace, question: Question) -> Goal:
+    def of(cls, space: SearchSpace, job: Job) -> Goal:
         """What a space asks for."""
-        tokens = 1 if question.model.sample == "image" else question.model.seq_len
+        tokens = 1 if job.model.sample == "image" else job.model.seq_len
         return cls(
             space.goals,
-            question.training.global_batch_size * tokens,
+            job.training.global_batch_size * tokens,
             space.dollars_per_device_hour,
             space.token_budget,
         )
@@ -55,6 +58,20 @@ class Goal:
     def values(self, num_devices: int, device_bytes: int, step_time_s: float) -> tuple[float, ...]:
         """What to make small, a number for each objective."""
         return tuple(_VALUES[name](num_devices, device_bytes, step_time_s) for name in self.objectives)
+
+    def first_values(
+        self, num_devices: NDArray[np.int64], device_bytes: NDArray[np.int64], step_time_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """``(plans,)`` Values of the first objective."""
+        match self.objectives[0]:
+            case "step_time":
+                return step_time_s
+            case "num_devices":
+                return num_devices.astype(np.float64)
+            case "memory":
+                return device_bytes.astype(np.float64)
+            case _:
+                return np.asarray(step_time_s * num_devices)
 
     @property
     def follows_time(self) -> bool:

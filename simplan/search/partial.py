@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from simplan.predict import cost_model
-from simplan.predict.brief import brief_numbers
-from simplan.predict.build import assign_layers
-from simplan.search.candidate import Candidate
+import numpy as np
+
+from simplan.cost.calibration import Calibration
+from simplan.job import Job
+from simplan.predict.build import assign_layers, cost_model
+from simplan.search.bounds import Bounds
+from simplan.search.candidates import plan_order
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluators import abridges, make_evaluator, make_late_evaluator
-from simplan.search.keep import Keep
-from simplan.search.question import Question
+from simplan.search.evaluate import Evaluator
+from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
-from simplan.search.tally import Limits, OnProgress, Tally, rounded
+from simplan.search.statistics import Limits, OnProgress, Statistics, rounded
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute_rules import unmodelled_recompute
 
 __all__ = ["explore_partial", "has_partial"]
 
-_BATCH = 1024
 _MOST = 32
 """Plans that are tried, the most promising first."""
 _LEAST_SHARE = 2 / 3
@@ -37,7 +37,7 @@ _SURE = 0.99  # of an estimate, which takes all blocks of a stage to be alike
 _NEAR = 2  # probes beside a guess before the bisection
 
 
-class _Waiting(NamedTuple):
+class _Whole(NamedTuple):
     """A plan whose blocks all run again. Order: what its first objective is about, then the same of its time.
 
     Attributes:
@@ -45,131 +45,121 @@ class _Waiting(NamedTuple):
         about_s: The same of its time.
         least_bytes: With all blocks.
         share: Of the blocks, how many need to run again, at least.
-        candidate: The plan.
+        order: Of the plan, as of ``plan_order``.
+        plan: The plan.
     """
 
     value: float
     about_s: float
     least_bytes: int
     share: float
-    candidate: Candidate
+    order: tuple[Any, ...]
+    plan: ParallelPlan
 
 
-def has_partial(question: Question, space: SearchSpace) -> bool:
+def has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -> bool:
     """Whether a search looks for plans that run some blocks again."""
     one = ParallelPlan(recompute="full", recompute_layers=1)
     return (
         space.recompute_layers == "least"
         and (space.recompute is None or {"none", "full"} <= {*space.recompute})
-        and question.cluster.device.memory_bytes is not None
-        and not question.software.expert_overlap
-        and abridges(question)
-        and next(unmodelled_recompute(question.model, one, question.software), None) is None
+        and job.cluster.device.memory_bytes is not None
+        and not job.software.expert_overlap
+        and calibration is None
+        and job.cluster.cores_per_node is None
+        and next(unmodelled_recompute(job.model, one, job.software), None) is None
     )
 
 
 def explore_partial(
-    question: Question, space: SearchSpace, limits: Limits, keep: Keep, tally: Tally, on_progress: OnProgress
+    job: Job,
+    space: SearchSpace,
+    bounds: Bounds,
+    evaluator: Evaluator,
+    limits: Limits,
+    incumbents: Incumbents,
+    on_progress: OnProgress,
+    statistics: Statistics,
 ) -> int:
     """Tries fewer blocks where all of them are too many and none is too few.
 
     Args:
-        question: What is asked; ``has_partial``.
+        job: What is asked; ``has_partial``.
         space: Its plans.
+        bounds, evaluator: Of the same job.
         limits: What a plan must keep within; memory is known.
-        keep: Takes the best; what it holds already bounds the others.
-        tally: What was counted so far.
+        incumbents: Takes the best; what it holds already bounds the others.
         on_progress: Called after every plan.
+        statistics: Given to it.
 
     Returns:
         How many plans were timed besides those of the space.
     """
-    search = _Search(question, limits, keep)
-    whole = Enumeration(space.model_copy(update={"recompute": ("full",)}), question)
+    capacity = limits.device_bytes
+    assert capacity is not None
+    enumeration = Enumeration(space.model_copy(update={"recompute": ("full",)}), job)
     found = 0
-    for one in sorted(search.waiting(whole))[:_MOST]:
-        if keep.is_hopeless(one.candidate.num_devices, one.least_bytes, _SURE * one.about_s):
+    for one in sorted(_whole(enumeration, bounds, incumbents, capacity))[:_MOST]:
+        if incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _SURE * one.about_s):
             continue
-        fitting = search.least(one)
+        fitting = _fewest_blocks(job, one, evaluator, capacity)
         if fitting is not None and fitting[2] <= (limits.step_time_s or math.inf):
-            keep.add(*fitting)
+            incumbents.add(*fitting)
             found += 1
-        on_progress(tally, keep)
+        on_progress(statistics, incumbents)
     return found
 
 
-class _Search:
-    def __init__(self, question: Question, limits: Limits, keep: Keep) -> None:
-        assert limits.device_bytes is not None
-        self._question, self._keep, self._capacity = question, keep, limits.device_bytes
-        late = make_late_evaluator(question, jobs=1)
-        self._is_late, self._evaluator = late is not None, late or make_evaluator(question)
+def _whole(enumeration: Enumeration, bounds: Bounds, incumbents: Incumbents, capacity: int) -> Iterator[_Whole]:
+    """Plans whose blocks all run again that may do with fewer, and may then be among the best."""
+    num_devices = enumeration.num_devices
+    for table in enumeration.tables(Counter()):
+        of_all = bounds.of(table, capacity)
+        fits = np.flatnonzero(of_all.device_bytes <= capacity)
+        least_s = of_all.step_time_s[fits]
+        near = [not incumbents.is_hopeless(num_devices, 0, _LEAST_SHARE * s) for s in least_s.tolist()]
+        fits = fits[np.array(near, np.bool_)]
+        none = bounds.of(table.take(fits).with_value("recompute", "none"))
+        least, most = of_all.device_bytes[fits], none.device_bytes
+        shares = np.maximum(0.0, (most - capacity) / np.maximum(1, most - least))
+        about_s = none.step_time_s + shares * np.maximum(0.0, of_all.step_time_s[fits] - none.step_time_s)
+        for row, size, share, seconds in zip(
+            fits.tolist(), least.tolist(), shares.tolist(), about_s.tolist(), strict=True
+        ):
+            if not incumbents.is_hopeless(num_devices, size, _SURE * seconds):
+                plan, value = table.plan(row), incumbents.goal.values(num_devices, size, seconds)[0]
+                yield _Whole(value, seconds, size, share, plan_order(plan), plan)
 
-    def waiting(self, whole: Enumeration) -> Iterator[_Waiting]:
-        """Plans whose blocks all run again that may do with fewer, and may then be among the best."""
-        keep, evaluator = self._keep, self._evaluator
-        candidates = whole.candidates(whole.meshes, Counter())
-        while batch := list(islice(candidates, _BATCH)):
-            batch = [one for one in batch if whole.floor.bytes(one) <= self._capacity]
-            timed = zip(batch, evaluator.least_time_s(batch), strict=True)
-            near = [(one, s) for one, s in timed if not keep.is_hopeless(one.num_devices, 0, _LEAST_SHARE * s)]
-            sizes = self._least_bytes([one for one, _ in near])
-            fits = [(*pair, size) for pair, size in zip(near, sizes, strict=True) if size <= self._capacity]
-            plain = [one._replace(recompute="none") for one, _, _ in fits]
-            more = zip(fits, self._least_bytes(plain), evaluator.least_time_s(plain), strict=True)
-            for (one, all_s, least), most, none_s in more:
-                if most > self._capacity or self._is_late:
-                    share = max(0.0, (most - self._capacity) / max(1, most - least))
-                    about_s = none_s + share * max(0.0, all_s - none_s)
-                    if not keep.is_hopeless(one.num_devices, least, _SURE * about_s):
-                        value = keep.goal.values(one.num_devices, least, about_s)[0]
-                        yield _Waiting(value, about_s, least, share, one)
 
-    def least(self, one: _Waiting) -> tuple[Candidate, int, float] | None:
-        """With as few blocks as fit, its bytes and its time; None where none need to run again, or all."""
-        plan = one.candidate.plan()
-        most = self._most_blocks(plan)
-        if not one.share and self._fitting(one.candidate._replace(recompute="none")) is not None:
-            return None
-        low, high, found = 0, most, None
-        guess, probes = max(1, min(most - 1, math.ceil(one.share * most))), 0
-        while high - low > 1:
-            middle = guess if low < guess < high and probes <= _NEAR else (low + high) // 2
-            tried = one.candidate._replace(recompute_layers=middle)
-            numbers = self._fitting(tried)
-            probes += 1
-            if numbers is None:
-                low, guess = middle, middle + 1
-            else:
-                high, guess, found = middle, middle - 1, (tried, *numbers)
-        return found if found is None or self._is_late else self._exact(found[0], most)
+def _fewest_blocks(
+    job: Job, one: _Whole, evaluator: Evaluator, capacity: int
+) -> tuple[ParallelPlan, int, float] | None:
+    """With as few blocks as fit, its bytes and its time; None where none need to run again, or all."""
 
-    def _fitting(self, candidate: Candidate) -> tuple[int, float] | None:
-        """Its bytes and its time, if it fits."""
-        asked = self._question
-        size, step_time_s = brief_numbers(asked.job(candidate.plan()), self._capacity)
-        return None if step_time_s is None else (size, rounded(step_time_s))
+    def fitting(update: dict[str, object]) -> tuple[ParallelPlan, int, float] | None:
+        plan = one.plan.model_copy(update=update)
+        [(size, step_time_s)] = evaluator.numbers([plan], capacity)
+        return None if step_time_s is None else (plan, size, rounded(step_time_s))
 
-    def _exact(self, candidate: Candidate, most: int) -> tuple[Candidate, int, float] | None:
-        """Numbers to the byte, where other plans have them; a block more if it fits but for a few bytes."""
-        for number in range(candidate.recompute_layers, most):
-            tried = candidate._replace(recompute_layers=number)
-            [size] = self._evaluator.device_bytes([tried])
-            if size <= self._capacity:
-                [step_time_s] = self._evaluator.step_times_s([tried])
-                return tried, size, rounded(step_time_s)
+    most = _most_blocks(job.with_plan(one.plan))
+    if not one.share and fitting({"recompute": "none"}) is not None:
         return None
+    low, high, found = 0, most, None
+    guess, probes = max(1, min(most - 1, math.ceil(one.share * most))), 0
+    while high - low > 1:
+        middle = guess if low < guess < high and probes <= _NEAR else (low + high) // 2
+        tried = fitting({"recompute_layers": middle})
+        probes += 1
+        if tried is None:
+            low, guess = middle, middle + 1
+        else:
+            high, guess, found = middle, middle - 1, tried
+    return found
 
-    def _least_bytes(self, candidates: Sequence[Candidate]) -> list[int]:
-        """What is cheap to know: exact where the evaluator has many plans at once, else bounds."""
-        evaluator = self._evaluator
-        return evaluator.least_bytes(candidates) if self._is_late else evaluator.device_bytes(candidates)
 
-    def _most_blocks(self, plan: ParallelPlan) -> int:
-        """Blocks of the stage that has most."""
-        asked = self._question
-        job = asked.job(plan)
-        assignment = assign_layers(job, cost_model(job, None))
-        last = asked.model.num_blocks
-        stages = map(assignment.layer_range, range(assignment.num_stages))
-        return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)
+def _most_blocks(job: Job) -> int:
+    """Blocks of the stage that has most."""
+    assignment = assign_layers(job, cost_model(job, None))
+    last = job.model.num_blocks
+    stages = map(assignment.layer_range, range(assignment.num_stages))
+    return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)

@@ -139,8 +139,7 @@ class SpaceCount:
     Attributes:
         total: Candidates of the space.
         rejected: By the rule that removed them; ``memory`` and ``max_step_time_s`` are among the rules.
-        bounded: Could not be among the best by a bound on their time. Where plans are written out one by one, nobody
-            knows whether these fit.
+        bounded: Could not be among the best by a bound on their time; nobody knows whether these fit.
         timed: The others.
         why: What the rules say, of those that removed any.
         some_blocks: Plans timed besides those of the space, that run only some blocks again (``recompute_layers``).

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from simplan.search.candidate import Candidate
-from simplan.search.question import Question
+from simplan.job import Job
 from simplan.spec.cuda_graph_rules import cuda_graph_rules, unmodelled_cuda_graphs
 from simplan.spec.low_precision_rules import low_precision_sizes
 from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import MAX_LAYER_PASSES, MAX_PIPELINE_CELLS
+from simplan.spec.rules import MAX_PIPELINE_CELLS
 from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 
@@ -68,7 +67,6 @@ RULES: Mapping[str, str] = MappingProxyType(
         "batch_divides": "global_batch_size must be a multiple of dp x microbatch_size",
         "grad_sync_of_replicas": "grad_sync = microbatch is about data-parallel ranks, and there is one",
         "grad_sync_modelled": "gradient reduction after every microbatch of a pipeline or of experts is not modelled",
-        "layer_passes": f"microbatches x layers with collectives of their own must be at most {MAX_LAYER_PASSES:,}",
         "pipeline_cells": f"microbatches x pipeline ranks must be at most {MAX_PIPELINE_CELLS:,}",
         "low_precision_sizes": "matrix products in 8 or 4 bits need sizes that are whole blocks",
         "memory": "the worst device must hold it",
@@ -99,11 +97,11 @@ class Rules:
     """The rules for one question.
 
     Args:
-        question: Model, cluster, training and software.
+        question: What is asked, whatever its plan.
         tp_across_nodes: Tensor-parallel groups may span nodes.
     """
 
-    def __init__(self, question: Question, *, tp_across_nodes: bool = False) -> None:
+    def __init__(self, question: Job, *, tp_across_nodes: bool = False) -> None:
         model, cluster, software = question.model, question.cluster, question.software
         family = FAMILIES[model.family]
         self._num_devices = cluster.num_devices
@@ -132,7 +130,7 @@ class Rules:
         low = next((low for name, low in software.low_precision.items() if name == question.training.precision), None)
         self._question = question
         self.in_low_precision = low is not None
-        self._low_sizes: dict[Candidate, bool] = {}
+        self._low_sizes: dict[tuple[object, ...], bool] = {}
         self._graphs_with: dict[tuple[tuple[str, object], ...], bool] = {}
         shards = software.states(question.training, ParallelPlan(dp_shard=2, zero_stage=3))
         self._no_shards = not shards or question.training.precision not in {*shards, *software.low_precision}
@@ -144,7 +142,7 @@ class Rules:
         )
         self._no_ring = family.alibi or any(model.windows) or cluster.device.kind == "cpu"
 
-    def first(self, c: Candidate) -> str | None:
+    def first(self, c: ParallelPlan) -> str | None:
         """The first rule that a candidate breaks; None when it is a plan."""
         whys = (
             self.mesh(c.tp, c.cp, c.pp, c.dp_replicate, c.dp_shard, c.ep),
@@ -154,11 +152,13 @@ class Rules:
                 c.schedule, c.virtual_stages, c.dp * c.cp, c.shards_parameters, c.zero_stage, c.reshard_after_forward
             ),
             self.tokens(c.tp, c.sequence_parallel, c.cp, c.cp_comm),
-            self.microbatches(c.dp, c.microbatch_size, c.pp, layer_by_layer=_layer_by_layer(c)),
-            self.recompute(c.schedule, c.recompute, c.recompute_modules),
+            self.microbatches(c.dp, c.microbatch_size, c.pp, c.schedule),
+            self.recompute(c.schedule, c.recompute, c.recompute_modules or ()),
             self.grad_sync(c.pp, c.dp * c.cp, c.ep, c.tp) if c.grad_sync == "microbatch" else None,
         )
-        return next((why for why in whys if why is not None), None) or self.low_precision(c)
+        return next((why for why in whys if why is not None), None) or self.low_precision(
+            c.tp, c.sequence_parallel, c.cp, c.cp_comm, c.ep, c.microbatch_size
+        )
 
     def mesh(self, tp: int, cp: int, pp: int, dp_replicate: int, dp_shard: int, ep: int) -> str | None:
         """Ranks along each axis."""
@@ -263,14 +263,14 @@ class Rules:
             return "a2a_divides_heads"
         return None
 
-    def microbatches(self, dp: int, microbatch_size: int, pp: int, *, layer_by_layer: bool) -> str | None:
-        """How the batch is cut."""
+    def microbatches(self, dp: int, microbatch_size: int, pp: int, schedule: str) -> str | None:
+        """How the batch is cut; a step that cannot be truncated is not too long."""
         if self._batch % (dp * microbatch_size):
             return "batch_divides"
         number = self._batch // (dp * microbatch_size)
-        if layer_by_layer and number * (self._blocks + 2) > MAX_LAYER_PASSES:
-            return "layer_passes"
-        return "pipeline_cells" if number * pp > MAX_PIPELINE_CELLS else None
+        facts = SCHEDULE_FACTS.get(schedule)
+        found = pp > 1 and facts is not None and facts.needs_times
+        return "pipeline_cells" if found and number * pp > MAX_PIPELINE_CELLS else None
 
     def recompute(self, schedule: str, recompute: str, modules: tuple[str, ...]) -> str | None:
         """What is computed again."""
@@ -304,26 +304,18 @@ class Rules:
             self._graphs_with[known] = cannot_be is None and unmodelled is None
         return self._graphs_with[known]
 
-    def low_precision(self, c: Candidate) -> str | None:
+    def low_precision(
+        self, tp: int, sequence_parallel: bool, cp: int, cp_comm: str, ep: int, microbatch_size: int
+    ) -> str | None:
         """Sizes of matrix products in 8 and 4 bits, once nothing else is wrong; the same for most candidates."""
         if not self.in_low_precision:
             return None
-        same = Candidate(
-            tp=c.tp,
-            sequence_parallel=c.sequence_parallel,
-            cp=c.cp,
-            cp_comm=c.cp_comm,
-            ep=c.ep,
-            microbatch_size=c.microbatch_size,
-        )
+        same = tp, sequence_parallel, cp, cp_comm, ep, microbatch_size
         if same not in self._low_sizes:
-            plan = same.plan()
+            names = "tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size"
+            plan = ParallelPlan().model_copy(update=dict(zip(names, same, strict=True)))
             form = self._question.software.state(self._question.training, plan).linear
             assert form is not None, "a low precision has a format"
             odd = low_precision_sizes(self._question.model, plan, form)
             self._low_sizes[same] = next(odd, None) is not None
         return "low_precision_sizes" if self._low_sizes[same] else None
-
-
-def _layer_by_layer(c: Candidate) -> bool:
-    return (c.pp == 1 and c.shards_parameters) or (c.cp > 1 and c.cp_comm == "ring")

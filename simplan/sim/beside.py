@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simplan.program.program import Program, Stream
+from simplan.program.program import ACTION_KINDS, Program, Stream
 from simplan.program.timeline import COMPUTING, SpanKind
 
 __all__ = ["Beside"]
@@ -61,8 +61,43 @@ class Beside:
     @classmethod
     def of(cls, program: Program) -> Beside:
         """Of a Program."""
-        found = [_of_rank(program, indices) for indices in program.by_rank.values()]
-        return cls(len(program.ops), [rank for rank in found if len(rank.moving) and len(rank.computing)])
+        columns = program.columns
+        computing = program.on_stream(Stream.COMPUTE) & program.of_kind(*COMPUTING)
+        moving = program.on_stream(*_TAKING) & program.of_kind(SpanKind.COMMUNICATION)
+        # by operation, the last one of its rank, itself included, that computes
+        order = np.concatenate([program.rank_indices[rank] for rank in program.ranks])
+        last = np.maximum.accumulate(np.where(computing[order], np.arange(len(order)), -1))
+        outside = ~program.on_stream(*_WITHIN)
+        waiting = np.repeat(np.arange(len(program)), np.diff(columns.wait_first))
+        begins_others = np.zeros(len(program), np.bool_)
+        begins_others[columns.wait[outside[waiting]]] = True
+        # of what is outside of layers, only the first computation that waits for it waits indeed
+        awaits = np.zeros(len(program), np.bool_)
+        is_wait = computing[waiting] & outside[columns.wait]
+        _, first = np.unique(columns.wait[is_wait], return_index=True)
+        awaits[waiting[is_wait][first]] = True
+        action = (
+            columns.stage.astype(np.int64) * (1 + columns.microbatch.max(initial=0) + 1) + columns.microbatch
+        ) * len(ACTION_KINDS) + columns.action
+        computes = order[computing[order]]
+        before = np.concatenate([computes[:1], computes[:-1]])
+        new = begins_others[before] | awaits[computes] | (action[before] != action[computes])
+        new |= columns.rank[before] != columns.rank[computes]
+        group = np.full(len(program), -1)
+        group[computes] = np.cumsum(new)
+        # exchanges that follow a computation of the same action are part of its group
+        leader = np.where(last >= 0, order[last], 0)
+        exchanges = program.on_stream(*_EXCHANGING)[order] & (last >= 0)
+        exchanges &= (action[leader] == action[order]) & (columns.rank[leader] == columns.rank[order])
+        group[order[exchanges]] = group[leader[exchanges]]
+        found = []
+        for indices in program.rank_indices.values():
+            moves, computes = indices[moving[indices]], indices[computing[indices]]
+            if len(moves) and len(computes):
+                members = indices[group[indices] >= 0]
+                base = group[computes[0]]
+                found.append(_OfRank(moves, computes, group[computes] - base, members, group[members] - base))
+        return cls(len(program), found)
 
     def seconds(self, start_s: _Floats, end_s: _Floats) -> _Floats:
         """For how long each operation computes while messages of its rank move; 0 for all that does not compute.
@@ -82,35 +117,6 @@ class Beside:
                 part = np.divide(own_s, whole_s, out=np.zeros_like(own_s), where=whole_s > 0)
                 found[computing] = moved_s[group] * part
         return found
-
-
-def _of_rank(program: Program, indices: Sequence[int]) -> _OfRank:
-    ops = program.ops
-    begins_others = {wait for index in indices if ops[index].stream not in _WITHIN for wait in ops[index].waits}
-    waited, now = set[int](), -1
-    moving, computing, group = list[int](), list[int](), list[int]()
-    exchanging, exchanging_group = list[int](), list[int]()
-    for index in indices:
-        op = ops[index]
-        if op.stream is Stream.COMPUTE and op.kind in COMPUTING:
-            waits = {wait for wait in op.waits if ops[wait].stream not in _WITHIN} - waited
-            last = computing[-1] if computing else None
-            if last is None or last in begins_others or waits or ops[last].action != op.action:
-                now += 1
-            waited |= waits
-            computing.append(index)
-            group.append(now)
-        elif op.kind is SpanKind.COMMUNICATION and op.stream in _TAKING:
-            moving.append(index)
-        elif op.stream in _EXCHANGING and computing and ops[computing[-1]].action == op.action:
-            exchanging.append(index)
-            exchanging_group.append(now)
-    members = [*computing, *exchanging], [*group, *exchanging_group]
-    return _OfRank(*map(_indices, (moving, computing, group, *members)))
-
-
-def _indices(values: list[int]) -> _Indices:
-    return np.array(values, dtype=np.int64)
 
 
 def _joined(start_s: _Floats, end_s: _Floats) -> tuple[_Floats, _Floats]:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.program.program import Program
-from simplan.sim.compiled import compile_program
+from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import CoreUse, Times, simulate
 
 __all__ = ["Engine", "engine_of"]
@@ -21,11 +24,11 @@ import of numba with the loading of its machine code (0.4 seconds) and the array
 class Engine(Protocol):
     """One Program, ready to run."""
 
-    def times(self, durations_s: Sequence[float]) -> Times:
+    def times(self, durations_s: Durations) -> Times:
         """Start and end of every operation."""
         ...
 
-    def step_times_s(self, durations_s: Sequence[Sequence[float]]) -> Sequence[float]:
+    def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
         """The end of the last operation under each vector of durations."""
         ...
 
@@ -37,10 +40,10 @@ class _SimPy:
     program: Program
     sharing: CoreUse | None
 
-    def times(self, durations_s: Sequence[float]) -> Times:
+    def times(self, durations_s: Durations) -> Times:
         return simulate(self.program, durations_s, self.sharing)
 
-    def step_times_s(self, durations_s: Sequence[Sequence[float]]) -> Sequence[float]:
+    def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
         return [self.times(vector_s).step_time_s for vector_s in durations_s]
 
 
@@ -54,6 +57,6 @@ def engine_of(program: Program, sharing: CoreUse | None) -> Engine:
         sharing: Cores that operations share, if they do.
     """
     loaded = "simplan.sim.longest_path" in sys.modules
-    if sharing is None and (loaded or len(program.ops) >= _FEWEST_OPERATIONS):
+    if sharing is None and (loaded or len(program) >= _FEWEST_OPERATIONS):
         return compile_program(program)
     return _SimPy(program, sharing)

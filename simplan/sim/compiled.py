@@ -8,14 +8,14 @@ the SimPy engine knows the answer, and it stays the reference for all others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from simplan.errors import NotModelledError, Problem
-from simplan.program.program import Program, Stream
+from simplan.program.program import STREAMS, Program
 from simplan.sim.engine import CoreUse, Times
 
 __all__ = ["CompiledProgram", "Durations", "compile_program"]
@@ -47,7 +47,7 @@ class CompiledProgram:
             durations_s: (num_ops,) Time of every operation alone.
         """
         start_s, end_s = self.spans(durations_s)
-        return Times(start_s.tolist(), end_s.tolist())
+        return Times(start_s, end_s)
 
     def spans(self, durations_s: Durations) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Start and end of every operation, seconds, in the shape of the durations.
@@ -66,6 +66,18 @@ class CompiledProgram:
             node_ends(self.first, self.before, self.leader, vector_s, start_s, end_s)
             starts_s[k], ends_s[k] = start_s[self.node], end_s[self.node]
         return starts_s.reshape(given_s.shape), ends_s.reshape(given_s.shape)
+
+    def tails_s(self, durations_s: Durations) -> npt.NDArray[np.float64]:
+        """(num_ops,) Seconds from the start of every operation to the end of the step, on the longest path.
+
+        Args:
+            durations_s: (num_ops,), seconds.
+        """
+        from simplan.sim.longest_path import node_tails
+
+        tail_s = np.empty(len(self.leader))
+        node_tails(self.first, self.before, self.leader, np.ascontiguousarray(durations_s, np.float64), tail_s)
+        return np.asarray(tail_s[self.node])
 
     def step_times_s(self, durations_s: Sequence[Durations] | npt.NDArray[np.float64]) -> list[float]:
         """The end of the last operation under each vector of durations, seconds.
@@ -105,38 +117,32 @@ def compile_program(program: Program, sharing: CoreUse | None = None) -> Compile
                 fix="simulate it with the SimPy engine",
             )
         )
-    met = _meetings(program)
-    leader, node = np.unique(met, return_inverse=True)
+    leader, node = np.unique(_leaders(program), return_inverse=True)
     source, target = _edges(program)
-    source, target = node[source], node[target]
-    return _in_topological_order(leader.astype(np.int32), node.astype(np.int32), source, target)
+    return _in_topological_order(leader.astype(np.int32), node.astype(np.int32), node[source], node[target])
 
 
-def _meetings(program: Program) -> npt.NDArray[np.int64]:
+def _leaders(program: Program) -> npt.NDArray[np.int64]:
     """By operation, the first operation of its meeting: itself when it meets nobody."""
-    first: dict[Hashable, int] = {}
-    return np.array(
-        [index if op.meeting is None else first.setdefault(op.meeting, index) for index, op in enumerate(program.ops)],
-        np.int64,
-    )
+    meeting = program.columns.meeting
+    leaders = np.arange(len(program))
+    meets = np.flatnonzero(meeting >= 0)
+    _, first, which = np.unique(meeting[meets], return_index=True, return_inverse=True)
+    leaders[meets] = meets[first][which]
+    return leaders
 
 
 def _edges(program: Program) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """What must have ended before what: neighbours on the streams, then what is waited for."""
-    ended: list[int] = []
-    waiting: list[int] = []
-    last: dict[tuple[int, Stream], int] = {}
-    for index, op in enumerate(program.ops):
-        place = op.rank, op.stream
-        before = last.get(place)
-        if before is not None:
-            ended.append(before)
-            waiting.append(index)
-        last[place] = index
-        for wait in op.waits:
-            ended.append(wait)
-            waiting.append(index)
-    return np.array(ended, np.int64), np.array(waiting, np.int64)
+    columns = program.columns
+    place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
+    order = np.argsort(place, kind="stable")
+    follows = np.flatnonzero(np.diff(place[order]) == 0)
+    waiting = np.repeat(np.arange(len(program)), np.diff(columns.wait_first))
+    return (
+        np.concatenate([order[follows], columns.wait.astype(np.int64)]),
+        np.concatenate([order[follows + 1], waiting]),
+    )
 
 
 def _in_topological_order(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import eq
+from typing import overload
 
+import numpy as np
+from numpy.typing import NDArray
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
@@ -38,21 +42,23 @@ class CoreUse:
     turns: Sequence[Hashable | None] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """When every operation of a Program ran, seconds; indices are those of ``Program.ops``."""
+    """When every operation of a Program ran, ``(num_ops,)`` seconds; indices are those of ``Program.ops``."""
 
-    start_s: list[float]
-    end_s: list[float]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
 
     @property
     def step_time_s(self) -> float:
         """The end of the last operation."""
-        return max(self.end_s, default=0.0)
+        return float(self.end_s.max(initial=0.0))
 
 
 @uncollected()
-def simulate(program: Program, durations_s: Sequence[float], sharing: CoreUse | None = None) -> Times:
+def simulate(
+    program: Program, durations_s: Sequence[float] | NDArray[np.float64], sharing: CoreUse | None = None
+) -> Times:
     """Runs one step.
 
     An operation starts when its predecessor on the stream and everything it waits for have ended and, if it is part
@@ -67,12 +73,12 @@ def simulate(program: Program, durations_s: Sequence[float], sharing: CoreUse | 
     Returns:
         Start and end of every operation.
     """
-    run = _Run(program, durations_s, sharing)
+    run = _Run(program, np.asarray(durations_s, np.float64).tolist(), sharing)
     for indices in program.streams.values():
         run.env.process(run.stream(indices))
     run.env.run()
     assert not any(run.missing), "deadlock in a checked Program"
-    return Times(run.start_s, run.end_s)
+    return Times(np.array(run.start_s), np.array(run.end_s))
 
 
 class _Completion(Event):
@@ -94,22 +100,23 @@ class _Run:
     """
 
     def __init__(self, program: Program, durations_s: Sequence[float], sharing: CoreUse | None) -> None:
-        ops = program.ops
-        assert len(durations_s) == len(ops)
+        columns, num_ops = program.columns, len(program)
+        assert len(durations_s) == num_ops
         self.env = Environment()
         self.durations_s = durations_s
-        self.start_s = [0.0] * len(ops)
-        self.end_s = [0.0] * len(ops)
-        self.leader = list(range(len(ops)))
-        self.missing = [0] * len(ops)
-        self.followers: list[list[int]] = [[] for _ in ops]
-        self.completion: list[_Completion | None] = [None] * len(ops)
-        met: dict[Hashable, int] = {}
-        for index, op in enumerate(ops):
-            leader = index if op.meeting is None else met.setdefault(op.meeting, index)
+        self.start_s = [0.0] * num_ops
+        self.end_s = [0.0] * num_ops
+        self.leader = list(range(num_ops))
+        self.missing = [0] * num_ops
+        self.followers: list[list[int]] = [[] for _ in range(num_ops)]
+        self.completion: list[_Completion | None] = [None] * num_ops
+        met: dict[int, int] = {}
+        waits, first = columns.wait.tolist(), columns.wait_first.tolist()
+        for index, meeting in enumerate(columns.meeting.tolist()):
+            leader = index if meeting < 0 else met.setdefault(meeting, index)
             self.leader[index] = leader
-            self.missing[leader] += 1 + len(op.waits)
-            for wait in op.waits:
+            self.missing[leader] += 1 + first[index + 1] - first[index]
+            for wait in waits[first[index] : first[index + 1]]:
                 self.followers[wait].append(leader)
         self.cores = cores = sharing
         self.demand = self._leader_demand() if cores else []
@@ -184,16 +191,44 @@ class _Run:
 
 
 def timeline(program: Program, times: Times) -> Timeline:
-    """The spans of a simulated step; operations that took no time are left out."""
-    spans = []
-    for op, start_s, end_s in zip(program.ops, times.start_s, times.end_s, strict=True):
-        if end_s <= start_s:
-            continue
+    """The spans of a simulated step, made as they are asked for; operations that took no time are left out."""
+    return Timeline(_Spans(program, times), len(program.ranks), times.step_time_s)
+
+
+class _Spans(Sequence[Span]):
+    """Spans of a simulated step."""
+
+    def __init__(self, program: Program, times: Times) -> None:
+        self._program, self._times = program, times
+        self._indices = np.flatnonzero(times.end_s > times.start_s)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        if isinstance(index, slice):
+            return tuple(self._span(each) for each in self._indices[index].tolist())
+        return self._span(int(self._indices[index]))
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(self._span, self._indices.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to a tuple of the same spans, which hashes otherwise
+
+    def _span(self, index: int) -> Span:
+        op = self._program.op(index)
         num_bytes, peer = 0, None
         message = op.message
         if message is not None:
-            num_bytes = message.num_bytes
+            num_bytes = sum(each.num_bytes for each in op.messages)
             if message.kind is CollectiveKind.SEND:
                 peer = next(rank for rank in message.ranks if rank != op.rank)
-        spans.append(Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer))
-    return Timeline(tuple(spans), len(program.ranks), times.step_time_s)
+        start_s, end_s = float(self._times.start_s[index]), float(self._times.end_s[index])
+        return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)

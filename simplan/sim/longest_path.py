@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from simplan.sim.jit import jit
 
-__all__ = ["latest_ends", "node_ends", "topological_order"]
+__all__ = ["latest_ends", "node_ends", "node_tails", "topological_order"]
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -89,3 +89,18 @@ def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, en
         for k in range(num_vectors):
             end_s[node, k] += durations_s[k, leader[node]]
             latest_s[k] = max(latest_s[k], end_s[node, k])
+
+
+@jit
+def node_tails(first: Ints, before: Ints, leader: Ints, durations_s: Floats, tail_s: Floats) -> None:
+    """From the start of every node to the end of the step, on the longest path.
+
+    Args:
+        first, before, leader, durations_s: As for ``node_ends``.
+        tail_s: By node; written to.
+    """
+    tail_s[:] = 0.0
+    for node in range(len(leader) - 1, -1, -1):
+        tail_s[node] += durations_s[leader[node]]
+        for edge in range(first[node], first[node + 1]):
+            tail_s[before[edge]] = max(tail_s[before[edge]], tail_s[node])

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.program.action import ActionKind
-from simplan.program.program import MemoryCategory, Op, Program, Stream
+from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.sim.engine import Times
 
 __all__ = [
     "MemoryPeak",
     "MemorySample",
-    "coming_and_going_bytes",
+    "StepPeaks",
     "host_peak_bytes",
     "memory_peak",
     "memory_trace",
     "peak_position",
     "resting_bytes",
+    "step_peaks",
     "whole_blocks",
 ]
 
 _BLOCK_BYTES = 2 * 1024**2
+_CATEGORIES = tuple(MemoryCategory)
+_Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,81 +61,94 @@ class MemorySample:
     by_category: dict[MemoryCategory, int]
 
 
+class StepPeaks(NamedTuple):
+    """Most bytes of one rank beside those that it holds between steps.
+
+    Attributes:
+        passes: In passes through layers and reductions of gradients.
+        update: While the optimizer runs.
+    """
+
+    passes: int
+    update: int
+
+
 def memory_peak(program: Program, rank: int) -> MemoryPeak:
     """Walks one rank's operations.
 
     Memory is back at what it was when the step ends; anything else is a bug of the lowering. The one moment outside of
     a step that counts is DDP's rebuilding of its buckets.
     """
-    resting = _counted(program, program.resting_bytes[rank])
-    rebuild_bytes = program.rebuild_bytes[rank]
-    ops = [program.ops[index] for index in program.by_rank[rank]]
+    on_device = _on_device(program)
+    held = _resting(program, rank) * on_device
     worst = peak_position(program, rank)
-    by_category = _counted(program, dict.fromkeys(MemoryCategory, 0)) | resting
     if worst < 0:
-        by_category[MemoryCategory.BUFFERS] += rebuild_bytes
-    for op in ops[: worst + 1]:
-        for effect in op.memory:
-            if effect.category in by_category:
-                by_category[effect.category] += effect.during_bytes if op is ops[worst] else effect.after_bytes
+        held[_CATEGORIES.index(MemoryCategory.BUFFERS)] += program.rebuild_bytes[rank]
+        action = ""
+    else:
+        indices = program.rank_indices[rank]
+        effects = program.columns.memory[indices]
+        during, after = program.effect_bytes
+        held += (after[effects[:worst]].sum(axis=0) + during[effects[worst]]) * on_device
+        action = str(program.op(int(indices[worst])).action)
+    by_category = {
+        category: num_bytes
+        for category, num_bytes, counts in zip(_CATEGORIES, held.tolist(), on_device.tolist(), strict=True)
+        if counts
+    }
     assert min(by_category.values()) >= 0, by_category
-    return MemoryPeak(rank, by_category, str(ops[worst].action) if worst >= 0 else "", _in_flight(program, rank))
+    return MemoryPeak(rank, by_category, action, _in_flight(program, rank))
 
 
 def peak_position(program: Program, rank: int) -> int:
     """Where in the rank's list its memory is largest; -1 for the time between steps."""
-    # the total alone: it is all that is needed to find the worst instant
-    elsewhere = None if program.one_memory else MemoryCategory.HOST
-    held_bytes = base_bytes = sum(_counted(program, program.resting_bytes[rank]).values())
-    most_bytes, worst = held_bytes + program.rebuild_bytes[rank], -1
-    for position, index in enumerate(program.by_rank[rank]):
-        during_bytes = after_bytes = 0
-        for effect in program.ops[index].memory:
-            if effect.category is not elsewhere:
-                during_bytes += effect.during_bytes
-                after_bytes += effect.after_bytes
-        if held_bytes + during_bytes > most_bytes:
-            most_bytes, worst = held_bytes + during_bytes, position
-        held_bytes += after_bytes
-    assert held_bytes == base_bytes, "memory is not back to its base"
-    return worst
+    during, after = _device_effects(program, rank)
+    held = np.cumsum(after) - after
+    assert not after.sum(), "memory is not back to its base"
+    totals = held + during
+    worst = int(totals.argmax()) if len(totals) else -1
+    return worst if worst >= 0 and totals[worst] > program.rebuild_bytes[rank] else -1
 
 
 def resting_bytes(program: Program, rank: int) -> int:
     """What a rank holds between steps."""
-    return sum(_counted(program, program.resting_bytes[rank]).values())
+    return int((_resting(program, rank) * _on_device(program)).sum())
 
 
-def coming_and_going_bytes(program: Program, rank: int) -> tuple[int, int]:
-    """Most bytes beside those held between steps: in passes through layers, and while the optimizer runs."""
-    elsewhere = None if program.one_memory else MemoryCategory.HOST
-    held_bytes = most_bytes = updating_bytes = 0
-    for index in program.by_rank[rank]:
-        op = program.ops[index]
-        effects = [effect for effect in op.memory if effect.category is not elsewhere]
-        during_bytes = held_bytes + sum(effect.during_bytes for effect in effects)
-        if op.action.kind is ActionKind.OPTIM:
-            updating_bytes = max(updating_bytes, during_bytes)
-        else:
-            most_bytes = max(most_bytes, during_bytes)
-        held_bytes += sum(effect.after_bytes for effect in effects)
-    return most_bytes, updating_bytes
+def step_peaks(program: Program, rank: int) -> StepPeaks:
+    """Most bytes of a rank in a step, beside those that it holds between steps."""
+    during, after = _device_effects(program, rank)
+    totals = np.cumsum(after) - after + during
+    updates = program.of_action(ActionKind.OPTIM)[program.rank_indices[rank]]
+    return StepPeaks(int(totals[~updates].max(initial=0)), int(totals[updates].max(initial=0)))
 
 
 def host_peak_bytes(program: Program, rank: int) -> int:
     """Most bytes that a rank has in memory of its host, by the same walk."""
-    held_bytes = most_bytes = program.resting_bytes[rank].get(MemoryCategory.HOST, 0)
-    for index in program.by_rank[rank]:
-        for effect in program.ops[index].memory:
-            if effect.category is MemoryCategory.HOST:
-                most_bytes = max(most_bytes, held_bytes + effect.during_bytes)
-                held_bytes += effect.after_bytes
-    return most_bytes
+    host = _CATEGORIES.index(MemoryCategory.HOST)
+    during, after = (
+        effect[:, host][program.columns.memory[program.rank_indices[rank]]] for effect in program.effect_bytes
+    )
+    resting = program.resting_bytes[rank].get(MemoryCategory.HOST, 0)
+    return resting + int((np.cumsum(after) - after + during).max(initial=0))
 
 
-def _counted(program: Program, held: dict[MemoryCategory, int]) -> dict[MemoryCategory, int]:
-    """What is on the device."""
-    return {c: num_bytes for c, num_bytes in held.items() if program.one_memory or c is not MemoryCategory.HOST}
+def _on_device(program: Program) -> _Bytes:
+    """``(num_categories,)`` 1 where a category is in memory of the device, else 0."""
+    return np.array([program.one_memory or category is not MemoryCategory.HOST for category in _CATEGORIES], np.int64)
+
+
+def _resting(program: Program, rank: int) -> _Bytes:
+    held = program.resting_bytes[rank]
+    return np.array([held.get(category, 0) for category in _CATEGORIES], np.int64)
+
+
+def _device_effects(program: Program, rank: int) -> tuple[_Bytes, _Bytes]:
+    """``(num_ops of the rank,)`` Bytes more on the device while each operation runs, and once it is done."""
+    effects = program.columns.memory[program.rank_indices[rank]]
+    on_device = _on_device(program)
+    during, after = ((effect @ on_device)[effects] for effect in program.effect_bytes)
+    return during, after
 
 
 def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySample]:
@@ -141,40 +160,32 @@ def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySa
     held = dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank]
     yield MemorySample(0.0, dict(held))
     now_s = 0.0
+    on_compute = program.on_stream(Stream.COMPUTE)
     for index in program.by_rank[rank]:
-        op = program.ops[index]
-        if not op.memory:
+        effects = program.effects[program.columns.memory[index]]
+        if not effects:
             continue
-        for during, time_s in ((True, times.start_s[index]), (False, times.end_s[index])):
-            if op.stream is not Stream.COMPUTE:  # issued and not waited for: it holds its buffer from issue on
+        for during, time_s in ((True, float(times.start_s[index])), (False, float(times.end_s[index]))):
+            if not on_compute[index]:  # issued and not waited for: it holds its buffer from issue on
                 time_s = now_s
             now_s = max(now_s, time_s)
-            _add(held, op, during=during)
+            for effect in effects:
+                held[effect.category] += effect.during_bytes if during else effect.after_bytes - effect.during_bytes
             yield MemorySample(now_s, dict(held))
-
-
-def _add(held: dict[MemoryCategory, int], op: Op, *, during: bool) -> None:
-    for effect in op.memory:
-        held[effect.category] += effect.during_bytes if during else effect.after_bytes - effect.during_bytes
 
 
 def _in_flight(program: Program, rank: int) -> dict[int, int]:
     """Most microbatches between forward and the end of backward, by stage."""
-    alive: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    last = None
-    for index in program.by_rank[rank]:
-        op = program.ops[index]
-        action = op.action
-        if action is last or op.stream is not Stream.COMPUTE:  # an action is several operations at Level 2
-            continue
-        last = action
-        if action.kind is ActionKind.FORWARD:
-            alive[action.stage] += 1
-            most[action.stage] = max(most[action.stage], alive[action.stage])
-        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-            alive[action.stage] -= 1
-    return dict(most)
+    c, indices = program.columns, program.rank_indices[rank]
+    indices = indices[program.on_stream(Stream.COMPUTE)[indices]]
+    stage, action, microbatch = c.stage[indices], c.action[indices].astype(np.int64), c.microbatch[indices]
+    # an action is several operations at Level 2; it counts once
+    begins = np.ones(len(indices), np.bool_)
+    begins[1:] = (np.diff(stage) != 0) | (np.diff(action) != 0) | (np.diff(microbatch) != 0)
+    forward = program.of_action(ActionKind.FORWARD)[indices] & begins
+    backward = program.of_action(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)[indices] & begins
+    change = forward.astype(np.int64) - backward
+    return {int(each): int(np.cumsum(change[stage == each]).max()) for each in dict.fromkeys(stage[forward].tolist())}
 
 
 def whole_blocks(num_bytes: int) -> int:

@@ -122,6 +122,12 @@ class ParallelPlan(Spec):
         return ranks // groups if self.shards_parameters and ranks % groups == 0 else 1
 
     @property
+    def is_layer_by_layer(self) -> bool:
+        """Whether collectives or copies of single layers run beside what is computed, so that layers are simulated."""
+        ring = self.cp > 1 and self.cp_comm == "ring"
+        return (self.pp == 1 and self.shards_parameters) or ring or self.offload_activations
+
+    @property
     def shards_parameters(self) -> bool:
         """FSDP: parameters and gradients are sharded over the shard group."""
         return self.zero_stage >= 2 and self.dp_shard * self.cp > 1

@@ -29,16 +29,14 @@ from simplan.spec.parallel_rules import parallel_rules, unmodelled_parallelism
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute_rules import recompute_rules, unmodelled_recompute
 from simplan.spec.schedule_rules import schedule_rules, stage_rules
+from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["MAX_LAYER_PASSES", "MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
+__all__ = ["MAX_PIPELINE_CELLS", "check_plan", "num_microbatches"]
 
 MAX_PIPELINE_CELLS = 30_000
-"""Most microbatches times pipeline ranks; a prediction of more takes minutes and gigabytes, and is hardly a plan."""
-
-MAX_LAYER_PASSES = 100_000
-"""The same for microbatches times layers, where every layer is written out because something overlaps with it."""
+"""Most microbatches times pipeline ranks of a step that has to be simulated whole."""
 
 
 def num_microbatches(training: TrainingSpec, plan: ParallelPlan) -> int:
@@ -81,7 +79,7 @@ def check_plan(job: Job) -> None:
         *_batch_rules(training, plan),
         *schedule_rules(plan, software),
         *stage_rules(model, plan),
-        *_size_rules(model, training, plan),
+        *_size_rules(training, plan),
         *parallel_rules(model, plan, software),
         *expert_overlap_rules(training, plan, software),
         *mtp_rules(model, plan, software),
@@ -193,26 +191,18 @@ def _batch_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem
     )
 
 
-def _size_rules(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
-    """What would take too long to predict."""
-    passes = num_microbatches(training, plan) * (model.num_blocks + 2)
-    layer_by_layer = (plan.pp == 1 and plan.shards_parameters) or (plan.cp > 1 and plan.cp_comm == "ring")
-    layer_by_layer |= plan.offload_activations
-    if layer_by_layer and passes > MAX_LAYER_PASSES:
-        most = max(1, MAX_LAYER_PASSES // (model.num_blocks + 2)) * plan.dp * plan.microbatch_size
-        yield Problem(
-            field="training.global_batch_size",
-            value=str(training.global_batch_size),
-            rule=f"gives {passes:,} microbatches x layers, each with collectives of its own, more than "
-            f"{MAX_LAYER_PASSES:,}",
-            fix=f"use at most {most}, or a larger microbatch_size",
-        )
+def _size_rules(training: TrainingSpec, plan: ParallelPlan) -> Iterator[Problem]:
+    """What would take too long to predict: a long step that cannot be truncated."""
+    facts = SCHEDULE_FACTS.get(plan.schedule)
+    if plan.pp == 1 or (facts is not None and not facts.needs_times and not plan.offload_activations):
+        return
     cells = num_microbatches(training, plan) * plan.pp
     if cells > MAX_PIPELINE_CELLS:
         most = MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
         yield Problem(
             field="training.global_batch_size",
             value=str(training.global_batch_size),
-            rule=f"gives {cells:,} microbatches x pipeline ranks, more than {MAX_PIPELINE_CELLS:,}",
-            fix=f"use at most {most}, or a larger microbatch_size" if most else "use fewer pipeline ranks",
+            rule=f"gives {cells:,} microbatches x pipeline ranks, more than {MAX_PIPELINE_CELLS:,}, and schedule "
+            f"{plan.schedule} differs with every number of microbatches",
+            fix=f"use at most {most}, a larger microbatch_size, or 1f1b" if most else "use fewer pipeline ranks",
         )

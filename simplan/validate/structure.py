@@ -82,11 +82,10 @@ def predicted_messages(job: RunSpec) -> dict[int, list[Issued]]:
     program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
-        message = op.message
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):
             moved = sum(work.num_bytes for work in op.work if isinstance(work, HostCopy))
             found[op.rank].append((op.stream.value, (op.rank,), moved, str(op.action)))
-        if message is not None:
+        for message in op.messages:
             receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
             kind = "recv" if receives else message.kind.value
             found[op.rank].append((kind, message.ranks, message.num_bytes, str(op.action)))

@@ -14,7 +14,7 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
-from simplan.predict.brief import predict_brief
+from simplan.predict.step_summary import summarize_step
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
@@ -99,7 +99,7 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
     )
     question = question_of_run(asked)
     assert any(said.startswith(note) for said in question.notes), question.notes
-    brief = predict_brief(question.job)
+    brief = summarize_step(question.job)
     assert brief.step_time_s > 0
     whole = catalogue.software(profile_name(asked.software, asked.plan))
     with pytest.raises(ValueError, match="is not modelled"):

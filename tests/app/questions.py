@@ -9,7 +9,7 @@ from typing import Any
 
 from app.results import plan
 from simplan.prediction import Prediction
-from tests.search.questions import SIZES
+from tests.search.jobs import SIZES
 
 TINY: Mapping[str, Any] = {
     "name": "small",

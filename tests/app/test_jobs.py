@@ -55,7 +55,7 @@ def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
     assert jobs.start("small", searching(SMALL)) is job, "equal questions are asked once"
     until(job, lambda job: job.state is State.ENDED)
     asked = parse_search(SMALL)
-    alone = search(asked.model, asked.cluster, asked.training, asked.software, asked.space)
+    alone = search(asked.job, asked.space)
     assert isinstance(job.value, SearchResult)
     assert (job.value.ranked, job.value.pareto) == (alone.ranked, alone.pareto)
     assert jobs.start("small", searching(SMALL)) is job, "an answer is kept"

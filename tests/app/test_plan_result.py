@@ -46,7 +46,10 @@ def test_tiers_are_those_of_the_nodes() -> None:
     assert f"exposed {BETWEEN}" not in names
 
 
-@pytest.mark.parametrize("name", ["tensor-fsdp", "zb-h1", "interleaved", "pipeline-hsdp", "reduced often"])
+@pytest.mark.parametrize(
+    "name",
+    ["tensor-fsdp", "zb-h1", "interleaved", "pipeline-hsdp", "reduced often", "lora", "offload-optimizer", "zb-2p"],
+)
 def test_quick_and_whole_predictions_say_the_same(name: str) -> None:
     reduced_often = text_of("fsdp").replace("plan: {", "plan: {grad_sync: microbatch, ")
     text = reduced_often if name == "reduced often" else text_of(name)
@@ -59,11 +62,6 @@ def test_quick_and_whole_predictions_say_the_same(name: str) -> None:
         assert early.pop(later) is None
         del final[later]
     assert early == pytest.approx(final, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", ["lora", "offload-optimizer", "zb-2p"])
-def test_what_a_search_does_not_know_has_no_quick_numbers(name: str) -> None:
-    assert quick(parse_scenario(text_of(name))) is None
 
 
 def test_a_whole_training_costs_what_its_hours_cost() -> None:

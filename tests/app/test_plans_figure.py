@@ -13,15 +13,14 @@ from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_fig
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.units import GIB
 from tests.app.figures import checked
-from tests.search.questions import question
+from tests.search.jobs import small_job
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
 
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    asked = question(num_devices=4)
-    return search(asked.model, asked.cluster, asked.training, asked.software, SPACE)
+    return search(small_job(num_devices=4), SPACE)
 
 
 def points(figure: Any) -> list[tuple[float, float]]:

@@ -51,7 +51,7 @@ def op(kind: SpanKind, *work: Work) -> Op:
 
 
 def program(*ops: Op) -> Program:
-    return Program(level=2, table=(), ops=ops, ranks=(0,), stands_for=(0,), resting_bytes={}, rebuild_bytes={})
+    return Program.from_ops(level=2, table=(), ops=ops, ranks=(0,), stands_for=(0,), resting_bytes={}, rebuild_bytes={})
 
 
 FORWARD = LayerWork(BLOCK, Phase.FORWARD, 1, BLOCK.num_parameters)
@@ -99,6 +99,6 @@ def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
 def test_what_a_trainers_host_does_is_priced_once() -> None:
     tariff = Tariff()
     pricing = price_program(program(*[op(SpanKind.HOST, HostWait("step"))] * 3), tariff)
-    assert pricing.durations_s == (0.25, 0.25, 0.25)
+    assert pricing.durations_s.tolist() == [0.25, 0.25, 0.25]
     assert tariff.asked == [HostWait("step")]
     assert [(term.name, term.count) for term in pricing.terms] == [("host, once a step", 3)]

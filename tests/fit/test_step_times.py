@@ -18,7 +18,7 @@ from fit.rows import Prices, Row, _row, load_rows
 from fit.spread import Spread
 from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
 from simplan.accuracy.question import question_of_run
-from simplan.predict.brief import brief_terms, predict_brief
+from simplan.predict.step_summary import step_terms, summarize_step
 from simplan.spec import catalogue
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
@@ -40,8 +40,8 @@ def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
     files |= {"simumax": "simumax_b200", "mosaic": "mosaic_llm_foundry_mpt"}
     [(_, run)] = sampled_runs(FOLDER, {files[name.partition("-")[0]]: [name]})
     question = question_of_run(run)
-    terms = brief_terms(question.job, steps_overlap=question.steps_overlap)
-    whole_s = predict_brief(question.job, steps_overlap=question.steps_overlap).step_time_s
+    terms = step_terms(question.job, steps_overlap=question.steps_overlap)
+    whole_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
     assert sum(term.seconds * term.times for term in terms) == pytest.approx(whole_s, rel=2e-4)
     backwards_s = -sum(term.seconds * term.times for term in terms if term.times < 0)  # by what replaces a wait
     assert backwards_s < 0.01 * whole_s
@@ -131,7 +131,7 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     row = _row(name, run, {})
     assert row is not None
     question = row.question
-    brief = predict_brief(question.job, steps_overlap=question.steps_overlap)
+    brief = summarize_step(question.job, steps_overlap=question.steps_overlap)
     rates, own = question.job.cluster.device.kernels, question.job.software.rates.relative_std
     assert own is not None
     assert rates.between_nodes_std is not None

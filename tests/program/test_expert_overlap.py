@@ -11,8 +11,8 @@ from simplan.cost.pricing import price_program
 from simplan.job import Job
 from simplan.predict import cost_model
 from simplan.program.lower import Lowering, lower
-from simplan.program.pairs import pairs
 from simplan.program.program import Excess, Message, Op, Program, Stream
+from simplan.program.rows import paired_actions
 from simplan.program.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.spec import catalogue
@@ -44,7 +44,7 @@ def exchanges(found: Program, rank: int) -> list[Op]:
 def test_backwards_pair_with_the_forwards_after_them(stage: int, expected: str) -> None:
     """1F1B of two stages: the first has one forward ahead, so begins with two of them and ends with two backwards."""
     row = plan_table(PLAN, M)[stage]
-    assert pairs(row) == {action for action in row if str(action) in expected.split()}
+    assert paired_actions(row) == {action for action in row if str(action) in expected.split()}
 
 
 @pytest.mark.parametrize("expand_all", [False, True])
@@ -78,7 +78,7 @@ def test_messages_take_multiprocessors_from_what_is_computed_meanwhile(way: str,
     for num_messages in (1, math.ceil(compute_s / send_s) + 1):
         moving_s = num_messages * send_s
         op = replace(found.ops[0], work=(Excess((message,) * num_messages, beside, 0.25),))
-        priced = price_program(replace(found, ops=(op,)), COST)
+        priced = price_program(Program.from_ops(2, (), [op], (0,), (0,), {}, {}), COST)
         done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the messages are through
         ends_s = moving_s + (1 - done) * compute_s
         expected_s = ends_s - compute_s

@@ -8,7 +8,7 @@ import pytest
 
 from simplan.job import Job
 from simplan.predict import predict
-from simplan.predict.brief import predict_brief
+from simplan.predict.step_summary import summarize_step
 from simplan.program.action import ActionKind
 from simplan.program.complete import complete_table
 from simplan.program.lower import Lowering, lower
@@ -90,7 +90,7 @@ def test_predictions_hold_them_as_time_of_the_host(software: str, plan: dict[str
     training = TrainingSpec(global_batch_size=8, precision="fp16")
     cluster = catalogue.cluster("dgx-a100-80gb", asked.num_devices)
     whole = predict(Job(model(8), cluster, training, asked, found), name="host")
-    brief = predict_brief(Job(model(8), cluster, training, asked, found))
+    brief = summarize_step(Job(model(8), cluster, training, asked, found))
     assert brief.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
     kernels = cluster.device.kernels
     for rank in range(asked.num_devices):

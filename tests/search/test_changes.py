@@ -7,28 +7,30 @@ from typing import Any
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict import predict
-from simplan.search import Change, Question, SearchSpace, search
+from simplan.search import Change, SearchSpace, search
+from simplan.search.jobs import with_num_devices
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
-from tests.search.questions import question
+from tests.search.jobs import small_job
 
 
-def changes_of(asked: Question, space: SearchSpace) -> dict[str, Change]:
-    result = search(asked.model, asked.cluster, asked.training, asked.software, space)
+def changes_of(asked: Job, space: SearchSpace) -> dict[str, Change]:
+    result = search(asked, space)
     assert result.best is None
     return {change.what: change for change in result.changes}
 
 
-def needs(asked: Question, plan: ParallelPlan) -> int:
-    one = predict(asked.job(plan), name="x")
+def needs(asked: Job, plan: ParallelPlan) -> int:
+    one = predict(asked.with_plan(plan))
     return one.worst_memory.device_bytes
 
 
-def asked_for(memory_mib: int) -> Question:
+def asked_for(memory_mib: int) -> Job:
     sizes: dict[str, Any] = {"hidden_size": 512, "vocab_size": 8192, "seq_len": 512, "intermediate_size": 2048}
-    return question(num_devices=2, memory_bytes=memory_mib * MIB, **sizes)
+    return small_job(num_devices=2, memory_bytes=memory_mib * MIB, **sizes)
 
 
 def test_every_change_makes_a_plan() -> None:
@@ -42,7 +44,7 @@ def test_every_change_makes_a_plan() -> None:
     for what in ("recompute", "ranges"):
         assert needs(asked, found[what].plan) <= limit, what
     assert found["recompute"].plan.recompute == "full"
-    more = asked.with_devices(int(found["num_devices"].value))
+    more = with_num_devices(asked, int(found["num_devices"].value))
     assert needs(more, found["num_devices"].plan) <= limit
 
 
@@ -73,17 +75,17 @@ def test_a_smaller_batch_is_a_change_where_it_helps() -> None:
     less = replace(asked, training=asked.training.model_copy(update={"global_batch_size": size}))
     assert needs(less, found["global_batch_size"].plan) <= 1310 * MIB
     twice = replace(asked, training=asked.training.model_copy(update={"global_batch_size": 2 * size}))
-    result = search(twice.model, twice.cluster, twice.training, twice.software, space, explain=False)
+    result = search(twice, space, explain=False)
     assert result.best is None, "it is the largest that works"
 
 
 def test_a_deadline_is_told_by_the_fastest_plan() -> None:
-    asked = question(num_devices=2)
+    asked = small_job(num_devices=2)
     found = changes_of(asked, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
     assert set(found) == {"max_step_time_s"}
     deadline_s = float(found["max_step_time_s"].value)
     words = found["max_step_time_s"].words.split(":")[0]
     assert float(words.removeprefix("allow max_step_time_s = ")) >= deadline_s
     space = SearchSpace(max_step_time_s=deadline_s, recompute=("none",), microbatch_size=(1,))
-    result = search(asked.model, asked.cluster, asked.training, asked.software, space, explain=False)
+    result = search(asked, space, explain=False)
     assert [plan.step_time_s for plan in result.ranked] == [pytest.approx(deadline_s)]

@@ -8,18 +8,18 @@ import pytest
 
 from simplan.predict import predict
 from simplan.search import SearchSpace, search
-from tests.search.questions import FAMILIES, question
+from tests.search.jobs import FAMILIES, small_job
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_predict_confirms_the_best_plan(family: str) -> None:
     precision = "fp32" if family == "resnet" else "bf16"
-    asked = question(family, 4, batch=4, precision=precision)
+    asked = small_job(family, 4, batch=4, precision=precision)
     space = SearchSpace(top=1, microbatch_size=(1,), recompute=("none",), virtual_stages=(1, 2))
-    result = search(asked.model, asked.cluster, asked.training, asked.software, space)
+    result = search(asked, space)
     best = result.best
     assert best is not None
-    one = predict(asked.job(best.plan), name="x")
+    one = predict(asked.with_plan(best.plan), name="x")
     assert best.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
     assert best.device_bytes == one.worst_memory.device_bytes
     assert best.headroom_bytes == one.job.cluster.device.memory_bytes - best.device_bytes  # type: ignore[operator]

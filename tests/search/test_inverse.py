@@ -10,15 +10,15 @@ from simplan.errors import NoFeasiblePlanError, NotModelledError, SpecError
 from simplan.search import SearchSpace, largest, search
 from simplan.spec import catalogue
 from simplan.units import MIB
-from tests.search.questions import question
+from tests.search.jobs import small_job
 
 SPACE = SearchSpace(tp=(1,), recompute=("none",), schedule=("1f1b",), zero_stage=(3,), microbatch_size=(1, 2, 4))
-ASKED = question(num_devices=2, memory_bytes=1300 * MIB, hidden_size=512, vocab_size=8192, seq_len=512)
+ASKED = small_job(num_devices=2, memory_bytes=1300 * MIB, hidden_size=512, vocab_size=8192, seq_len=512)
 
 
 def fits(**changes: int) -> bool:
     asked = replace(ASKED, model=ASKED.model.model_copy(update=changes))
-    return search(asked.model, asked.cluster, asked.training, asked.software, SPACE, explain=False).best is not None
+    return search(asked, SPACE, explain=False).best is not None
 
 
 def test_the_largest_model() -> None:
@@ -36,30 +36,30 @@ def test_the_longest_sequence() -> None:
     long = replace(
         ASKED, model=ASKED.model.model_copy(update={"seq_len": found.value, "max_position_embeddings": 10**6})
     )
-    assert search(long.model, long.cluster, long.training, long.software, space, explain=False).best is not None
+    assert search(long, space, explain=False).best is not None
 
 
 def test_the_largest_microbatch() -> None:
     asked = replace(ASKED, training=ASKED.training.model_copy(update={"global_batch_size": 64}))
     space = SPACE.model_copy(update={"microbatch_size": None})
     found = largest(asked, space, "microbatch_size")
-    wide = search(asked.model, asked.cluster, asked.training, asked.software, space.model_copy(update={"top": 1000}))
+    wide = search(asked, space.model_copy(update={"top": 1000}))
     assert found.value == max(plan.plan.microbatch_size for plan in wide.ranked) < 64
     assert found.exact
 
 
 def test_nothing_fits_or_there_is_no_such_thing() -> None:
-    tiny = question(num_devices=2, memory_bytes=1000)
+    tiny = small_job(num_devices=2, memory_bytes=1000)
     for quantity in ("seq_len", "microbatch_size", "num_hidden_layers"):
         with pytest.raises(NoFeasiblePlanError, match=quantity):
             largest(tiny, SPACE, quantity)
     with pytest.raises(SpecError, match="models of family resnet have no num_hidden_layers"):
-        largest(question("resnet", precision="fp32"), SearchSpace(), "num_hidden_layers")
+        largest(small_job("resnet", precision="fp32"), SearchSpace(), "num_hidden_layers")
 
 
 def test_only_what_the_software_has() -> None:
     """Megatron Core has neither ZeRO-2 nor ZeRO-3."""
-    megatron = replace(question(num_devices=2), software=catalogue.software("megatron-core"))
+    megatron = replace(small_job(num_devices=2), software=catalogue.software("megatron-core"))
     assert largest(megatron, SearchSpace(), "microbatch_size").plan.zero_stage in megatron.software.zero_stages
     with pytest.raises(NotModelledError, match="megatron-core has zero_stage 0 or 1 only"):
         largest(megatron, SPACE, "microbatch_size")

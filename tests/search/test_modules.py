@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
 from simplan.predict import predict
-from simplan.search import Question, SearchSpace, search
+from simplan.search import SearchSpace, search
 from simplan.search.enumeration import Enumeration
 from simplan.search.rules import RULES
 from simplan.spec import catalogue
 from simplan.spec.rules import check_plan
 from simplan.units import MIB
-from tests.search.questions import question
+from tests.search.jobs import small_job
 
 MODULES = ["core_attn"], ["mlp"], ["mlp", "core_attn"]
 SPACE: dict[str, Any] = {
@@ -31,21 +32,19 @@ SPACE: dict[str, Any] = {
 }
 
 
-def asked_for(software: str = "megatron-core", **changes: Any) -> Question:
-    asked = question(memory_bytes=1095 * MIB, hidden_size=512, vocab_size=2048, seq_len=256, **changes)
+def asked_for(software: str = "megatron-core", **changes: Any) -> Job:
+    asked = small_job(memory_bytes=1095 * MIB, hidden_size=512, vocab_size=2048, seq_len=256, **changes)
     return replace(asked, software=catalogue.software(software))
 
 
 def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:
     asked = asked_for()
-    result = search(
-        asked.model, asked.cluster, asked.training, asked.software, SearchSpace.model_validate(SPACE), explain=False
-    )
+    result = search(asked, SearchSpace.model_validate(SPACE), explain=False)
     assert {("mlp",), ("mlp", "core_attn")} <= {plan.plan.recompute_modules for plan in result.ranked}
     assert result.space.rejected["split_backward_recompute"] > 0
     assert result.space.rejected["memory"] > 0, "modules decide what fits"
     for plan in result.ranked:
-        alone = predict(asked.job(plan.plan), name="x")
+        alone = predict(asked.with_plan(plan.plan))
         assert plan.step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
         assert plan.device_bytes == pytest.approx(alone.worst_memory.wanted_bytes, rel=1e-3)
 
@@ -54,9 +53,9 @@ def test_what_rules_let_pass_is_a_plan() -> None:
     asked = asked_for()
     enumeration = Enumeration(SearchSpace.model_validate(SPACE), asked)
     rejected: Counter[str] = Counter()
-    passed = list(enumeration.candidates(enumeration.meshes, rejected))
+    passed = [table.plan(row) for table in enumeration.tables(rejected) for row in range(len(table))]
     for one in passed:
-        check_plan(asked.job(one.plan()))
+        check_plan(asked.with_plan(one))
     assert len(passed) + rejected.total() == enumeration.total
     assert {*rejected} <= {*RULES}
 
@@ -80,7 +79,7 @@ def test_modules_that_cannot_be_are_refused_by_name(
     asked = asked_for(software)
     space = SearchSpace.model_validate({"recompute_modules": modules})
     with pytest.raises(error, match=said) as refused:
-        search(asked.model, asked.cluster, asked.training, asked.software, space)
+        search(asked, space)
     assert [problem.field for problem in refused.value.problems] == ["search.recompute_modules"]
 
 
@@ -88,4 +87,4 @@ def test_modules_without_selective_recomputation_are_refused() -> None:
     asked = asked_for()
     space = SearchSpace.model_validate({"recompute_modules": [["mlp"]], "recompute": ["none", "full"]})
     with pytest.raises(SpecError, match=r"search.recompute_modules.*search.recompute = .*full.* has none"):
-        search(asked.model, asked.cluster, asked.training, asked.software, space)
+        search(asked, space)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from simplan.job import Job
 from simplan.predict import predict
-from simplan.search import Question, SearchResult, SearchSpace, search
-from simplan.search.candidate import Candidate
-from simplan.search.enumeration import Enumeration
-from simplan.search.tally import rounded
+from simplan.search import SearchResult, SearchSpace, search
+from simplan.search.statistics import rounded
 from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
-from tests.search.alike import Numbers, shown
-from tests.search.questions import question
+from tests.search.brute_force import Row, shown
+from tests.search.jobs import plans_of, small_job
 
 SPACE: dict[str, Any] = {
     "schedule": "1f1b",
@@ -33,8 +32,8 @@ CAPACITIES = {"torch": 1117 * MIB, "megatron-core": 1116 * MIB}
 BLOCKS = 6
 
 
-def asked_for(software: str) -> Question:
-    asked = question(
+def asked_for(software: str) -> Job:
+    asked = small_job(
         num_devices=4,
         memory_bytes=CAPACITIES[software],
         hidden_size=512,
@@ -45,46 +44,45 @@ def asked_for(software: str) -> Question:
     return replace(asked, software=catalogue.software(software))
 
 
-def found_by(asked: Question, **space: Any) -> SearchResult:
+def found_by(asked: Job, **space: Any) -> SearchResult:
     space_of = SearchSpace.model_validate({**SPACE, **space})
-    return search(asked.model, asked.cluster, asked.training, asked.software, space_of, explain=False)
+    return search(asked, space_of, explain=False)
 
 
 @cache
-def every(software: str) -> tuple[tuple[Candidate, int, float], ...]:
+def every(software: str) -> tuple[tuple[ParallelPlan, int, float], ...]:
     """Every plan that fits with every number of blocks that run again, none and all among them, by ``predict``."""
     asked = asked_for(software)
-    enumeration = Enumeration(SearchSpace.model_validate(SPACE), asked)
 
-    def variants(one: Candidate) -> Iterator[Candidate]:
+    def variants(one: ParallelPlan) -> Iterator[ParallelPlan]:
         yield one
         if one.recompute == "full":
-            yield from (one._replace(recompute_layers=number) for number in range(1, BLOCKS))
+            yield from (one.model_copy(update={"recompute_layers": number}) for number in range(1, BLOCKS))
 
     rows = []
-    for candidate in enumeration.candidates(enumeration.meshes, Counter()):
+    for candidate in plans_of(asked, SearchSpace.model_validate(SPACE)):
         for one in variants(candidate):
-            found = predict(asked.job(one.plan()), name="x")
+            found = predict(asked.with_plan(one))
             if found.worst_memory.wanted_bytes <= CAPACITIES[software]:
                 rows.append((one, found.worst_memory.wanted_bytes, rounded(found.step_time_s)))
     return tuple(rows)
 
 
-def wanted(software: str) -> list[Numbers]:
+def wanted(software: str) -> list[Row]:
     """Of the plans that differ in ``recompute_layers`` alone those that need it, with as few blocks as fit."""
-    least: dict[Candidate, tuple[Candidate, int, float]] = {}
+    least: dict[ParallelPlan, tuple[ParallelPlan, int, float]] = {}
     fitting = {one for one, _, _ in every(software)}
     rows = []
     for one, size, seconds in every(software):
-        family = one._replace(recompute_layers=0)
+        family = one.model_copy(update={"recompute_layers": None})
         if not one.recompute_layers:
-            rows.append((one.plan(), size, seconds))
-        elif family._replace(recompute="none") not in fitting:
+            rows.append((one, size, seconds))
+        elif family.model_copy(update={"recompute": "none"}) not in fitting:
             known = least.get(family)
-            if known is None or one.recompute_layers < known[0].recompute_layers:
+            if known is None or one.recompute_layers < (known[0].recompute_layers or BLOCKS):
                 least[family] = one, size, seconds
     alike = {(family, seconds) for family, _, seconds in every(software)}
-    rows += [(one.plan(), size, s) for family, (one, size, s) in least.items() if (family, s) not in alike]
+    rows += [(one, size, s) for family, (one, size, s) in least.items() if (family, s) not in alike]
     return sorted(rows, key=lambda row: row[2])
 
 
@@ -104,11 +102,11 @@ def test_it_finds_as_few_blocks_as_fit(software: str) -> None:
 @pytest.mark.parametrize("software", CAPACITIES)
 def test_fewer_blocks_are_faster_and_hold_more(software: str) -> None:
     """What the bisection relies on."""
-    families: dict[Candidate, list[tuple[int, int, float]]] = {}
+    families: dict[ParallelPlan, list[tuple[int, int, float]]] = {}
     for one, size, seconds in every(software):
         if one.recompute == "full":
             number = one.recompute_layers or BLOCKS
-            families.setdefault(one._replace(recompute_layers=0), []).append((number, size, seconds))
+            families.setdefault(one.model_copy(update={"recompute_layers": None}), []).append((number, size, seconds))
     for rows in families.values():
         _, sizes, times_s = zip(*sorted(rows), strict=True)
         assert list(sizes) == sorted(sizes, reverse=True)

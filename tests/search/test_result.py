@@ -12,16 +12,15 @@ import simplan
 from simplan.errors import SpecError
 from simplan.problems import parse_model
 from simplan.search import Progress, SearchResult, SearchSpace, search
-from tests.search.questions import question
+from tests.search.jobs import small_job
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
-ASKED = question(num_devices=4)
-PARTS = (ASKED.model, ASKED.cluster, ASKED.training, ASKED.software)
+ASKED = small_job(num_devices=4)
 
 
 def test_a_result_goes_into_pandas_and_json() -> None:
     package: Any = simplan.search
-    result = package(*PARTS, SPACE)
+    result = package(ASKED, SPACE)
     frame = result.to_dataframe()
     assert list(frame["rank"][:3]) == [1, 2, 3]
     assert list(frame["step_time_s"][:3]) == [plan.step_time_s for plan in result.ranked]
@@ -39,41 +38,25 @@ def test_a_stopped_search_gives_the_best_so_far() -> None:
         if progress.best_step_time_s is not None:
             raise KeyboardInterrupt
 
-    result = search(*PARTS, SPACE, on_progress=stop)
+    result = search(ASKED, SPACE, on_progress=stop)
     assert result.interrupted
     assert result.best is not None
-    assert 0 < result.space.timed < search(*PARTS, SPACE, explain=False).space.total
+    assert 0 < result.space.timed < search(ASKED, SPACE, explain=False).space.total
     assert result.space.total == sum(result.space.rejected.values()) + result.space.bounded + result.space.timed
 
 
 def test_progress_ends_at_the_total() -> None:
     seen: list[Progress] = []
-    result = search(*PARTS, SPACE, explain=False, on_progress=seen.append)
+    result = search(ASKED, SPACE, explain=False, on_progress=seen.append)
     assert [progress.done for progress in seen] == sorted(progress.done for progress in seen)
     assert seen[-1].done == seen[-1].total == result.space.total
     assert result.best is not None
     assert seen[-1].best_step_time_s == result.best.step_time_s
 
 
-def first_plans(seen: list[Progress]) -> int:
-    return next(progress.done for progress in seen if progress.best_step_time_s is not None)
-
-
-def test_who_watches_sees_plans_soon_and_the_same_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    late: list[Progress] = []
-    soon: list[Progress] = []
-    whole = search(*PARTS, SPACE, explain=False, on_progress=late.append)
-    monkeypatch.setattr("simplan.search.run._FIRST_LOOK_S", 0.0)
-    watched = search(*PARTS, SPACE, explain=False, soon=True, on_progress=soon.append)
-    assert first_plans(soon) < first_plans(late)
-    assert (watched.ranked, watched.pareto) == (whole.ranked, whole.pareto)
-    assert watched.space.rejected == whole.space.rejected
-    assert watched.space.total == whole.space.total
-
-
 def test_the_answer_so_far_becomes_the_answer() -> None:
     answers: list[SearchResult] = []
-    result = search(*PARTS, SPACE, on_progress=lambda progress: answers.append(progress.so_far()))
+    result = search(ASKED, SPACE, on_progress=lambda progress: answers.append(progress.so_far()))
     assert all(answer.interrupted for answer in answers)
     explained = [sum(plan.explanation is not None for plan in answer.ranked) for answer in answers]
     assert explained[-3:] == [0, 1, 2], "one after the other, and the last one is not there yet"
@@ -107,13 +90,13 @@ def test_objectives_that_do_not_go_together(given: dict[str, Any], message: str)
 def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
     distributed: Any = pytest.importorskip("distributed")
 
-    alone = search(*PARTS, SPACE, explain=False)
+    alone = search(ASKED, SPACE, explain=False)
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
         distributed.Client(cluster),
         joblib.parallel_config(backend="dask"),
     ):
-        spread = search(*PARTS, SPACE, jobs=2, explain=False)
+        spread = search(ASKED, SPACE, jobs=2, explain=False)
     assert (spread.ranked, spread.pareto) == (alone.ranked, alone.pareto)
     assert spread.space.rejected == alone.space.rejected
 

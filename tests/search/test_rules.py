@@ -13,30 +13,32 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
-from simplan.search import Question, SearchSpace
-from simplan.search.candidate import Candidate
+from simplan.job import Job
+from simplan.search import SearchSpace
 from simplan.search.enumeration import Enumeration
+from simplan.search.jobs import check_without_plan
 from simplan.search.rules import RULES, Rules, in_words
 from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.rules import check_plan
 from simplan.spec.schedules import SCHEDULE_FACTS
-from tests.search.questions import FAMILIES, question
+from tests.search.jobs import FAMILIES, plain_plan, plans_of, small_job
 
 
-def is_plan(asked: Question, candidate: Candidate) -> bool:
+def is_plan(asked: Job, candidate: ParallelPlan) -> bool:
     try:
-        check_plan(asked.job(candidate.plan()))
+        check_plan(asked.with_plan(candidate))
     except SpecError:
         return False
     return True
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> Candidate:
+def candidates(draw: st.DrawFn) -> ParallelPlan:
     schedule = draw(st.sampled_from(["none", "none", "1f1b", "1f1b", "interleaved_1f1b", "zb-v", *SCHEDULE_FACTS]))
     facts = SCHEDULE_FACTS.get(schedule)
     stages = (1 if facts is None else facts.virtual_stages) or 2
-    return Candidate(
+    return plain_plan(
         dp_replicate=draw(st.sampled_from([1, 1, 2, 3])),
         dp_shard=draw(st.sampled_from([1, 1, 2, 4])),
         zero_stage=draw(st.integers(0, 3)),
@@ -64,12 +66,12 @@ def candidates(draw: st.DrawFn) -> Candidate:
 )
 @settings(max_examples=600, deadline=None)
 def test_a_candidate_is_rejected_exactly_when_check_plan_refuses_it(
-    candidate: Candidate, family: str, enough: bool, precision: str, batch: int
+    candidate: ParallelPlan, family: str, enough: bool, precision: str, batch: int
 ) -> None:
     changes: dict[str, Any] = {"qk_norm": "projection"} if family == "moe" and batch == 12 else {}
     changes |= {"sliding_window": 8} if family == "llama" and batch == 12 else {}
     devices = candidate.num_devices if enough else 4
-    asked = question(family, devices, batch=batch, precision=precision, **changes)
+    asked = small_job(family, devices, batch=batch, precision=precision, **changes)
     why = Rules(asked, tp_across_nodes=True).first(candidate)
     assert (why is None) == is_plan(asked, candidate), why
     assert why is None or why in RULES
@@ -96,9 +98,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SPECIAL)
 @given(candidate=candidates())
 @settings(max_examples=150, deadline=None)
-def test_so_it_is_where_more_is_refused(name: str, candidate: Candidate) -> None:
-    asked = question("llama", candidate.num_devices, batch=12, **SPECIAL[name])
-    asked.check()
+def test_so_it_is_where_more_is_refused(name: str, candidate: ParallelPlan) -> None:
+    asked = small_job("llama", candidate.num_devices, batch=12, **SPECIAL[name])
+    check_without_plan(asked, SearchSpace())
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
@@ -106,14 +108,14 @@ def test_so_it_is_where_more_is_refused(name: str, candidate: Candidate) -> None
 def test_so_it_is_where_exchanges_are_beside_another_microbatch(precision: str) -> None:
     software = catalogue.software("megatron-core").model_copy(update={"expert_overlap": True})
     made = [
-        Candidate(dp_replicate=2, ep=ep, pp=pp, virtual_stages=v, schedule=schedule, recompute=recompute)
+        plain_plan(dp_replicate=2, ep=ep, pp=pp, virtual_stages=v, schedule=schedule, recompute=recompute)
         for ep in (1, 2)
         for pp, v, schedule in ((1, 1, "none"), (2, 1, "1f1b"), (2, 1, "gpipe"), (2, 2, "interleaved_1f1b"))
         for recompute in ("none", "full")
     ]
     found = []
     for one in made:
-        asked = replace(question("moe", one.num_devices, batch=8, precision=precision), software=software)
+        asked = replace(small_job("moe", one.num_devices, batch=8, precision=precision), software=software)
         why = Rules(asked).first(one)
         assert (why is None) == is_plan(asked, one), one
         found += [(one.pp, one.virtual_stages)] * (why is None and one.ep > 1)
@@ -131,11 +133,11 @@ def test_so_it_is_where_exchanges_are_beside_another_microbatch(precision: str) 
 )
 @given(candidate=candidates())
 @settings(max_examples=80, deadline=None)
-def test_so_it_is_with_cuda_graphs(family: str, options: dict[str, Any], candidate: Candidate) -> None:
+def test_so_it_is_with_cuda_graphs(family: str, options: dict[str, Any], candidate: ParallelPlan) -> None:
     assume(candidate.zero_stage != 2)  # which the space of this software does not have
-    asked = question(family, candidate.num_devices, batch=12)
+    asked = small_job(family, candidate.num_devices, batch=12)
     asked = replace(asked, software=catalogue.software("megatron-bridge").model_copy(update=options))
-    asked.check()
+    check_without_plan(asked, SearchSpace())
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
@@ -143,39 +145,43 @@ def test_graphs_of_parts_beside_exchanges_that_overlap_have_no_sharded_parameter
     changed = {"cuda_graphs": ("attn",), "expert_overlap": True}
     software = catalogue.software("megatron-bridge").model_copy(update=changed)
     for stage, why in ((1, None), (3, "cuda_graphs_sharded")):
-        candidate = Candidate(dp_shard=2, zero_stage=stage, ep=2)
-        asked = replace(question("moe", candidate.num_devices, batch=8), software=software)
+        candidate = plain_plan(dp_shard=2, zero_stage=stage, ep=2)
+        asked = replace(small_job("moe", candidate.num_devices, batch=8), software=software)
         assert Rules(asked).first(candidate) == why
         assert is_plan(asked, candidate) is (why is None)
 
 
 @given(candidate=candidates())
 @settings(max_examples=80, deadline=None)
-def test_so_it_is_with_attention_in_8_bits(candidate: Candidate) -> None:
+def test_so_it_is_with_attention_in_8_bits(candidate: ParallelPlan) -> None:
     assume(candidate.zero_stage != 2)  # which the space of this software does not have
-    asked = question("llama", candidate.num_devices, "dgx-b200", batch=12, **SPECIAL["mxfp8"])
+    asked = small_job("llama", candidate.num_devices, "dgx-b200", batch=12, **SPECIAL["mxfp8"])
     software = catalogue.software("megatron-bridge").model_copy(update={"fp8_dot_product_attention": True})
     asked = replace(asked, software=software)
-    asked.check()
+    check_without_plan(asked, SearchSpace())
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
 @given(candidate=candidates(), family=st.sampled_from(["llama", "moe", "deepseek"]), odd=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_so_it_is_beside_layers_for_later_tokens(candidate: Candidate, family: str, odd: bool) -> None:
+def test_so_it_is_beside_layers_for_later_tokens(candidate: ParallelPlan, family: str, odd: bool) -> None:
     hidden: dict[str, Any] = {"num_attention_heads": 12, "hidden_size": 50} | (
         {} if family == "deepseek" else {"head_dim": 4}
     )
     sizes: dict[str, Any] = hidden | ({"num_key_value_heads": 12} if family == "llama" else {}) if odd else {}
-    asked = question(family, candidate.num_devices, batch=12, mtp_num_layers=1, **sizes)
+    asked = small_job(family, candidate.num_devices, batch=12, mtp_num_layers=1, **sizes)
     asked = replace(asked, software=catalogue.software("megatron-core"))
-    asked.check()
+    check_without_plan(asked, SearchSpace())
     assert (Rules(asked, tp_across_nodes=True).first(candidate) is None) == is_plan(asked, candidate)
 
 
 def test_layers_for_later_tokens_rule_out_shards_and_split_backwards() -> None:
-    asked = replace(question("llama", 2, mtp_num_layers=1), software=catalogue.software("megatron-bridge"))
-    found = [Candidate(dp_shard=2, zero_stage=3), Candidate(pp=2, schedule="zb-h1"), Candidate(pp=2, schedule="1f1b")]
+    asked = replace(small_job("llama", 2, mtp_num_layers=1), software=catalogue.software("megatron-bridge"))
+    found = [
+        plain_plan(dp_shard=2, zero_stage=3),
+        plain_plan(pp=2, schedule="zb-h1"),
+        plain_plan(pp=2, schedule="1f1b"),
+    ]
     whys = ["mtp_sharded", "schedule_modelled", None]
     assert [Rules(asked).first(candidate) for candidate in found] == whys
     assert [is_plan(asked, candidate) for candidate in found] == [why is None for why in whys]
@@ -186,24 +192,24 @@ def test_layers_for_later_tokens_rule_out_shards_and_split_backwards() -> None:
 def test_sharded_parameters_are_rejected_where_the_software_has_none_of_such_a_training(
     software: str, changes: dict[str, Any]
 ) -> None:
-    asked = replace(question("llama", 2, **changes), software=catalogue.software(software))
+    asked = replace(small_job("llama", 2, **changes), software=catalogue.software(software))
     try:
-        asked.check()
+        check_without_plan(asked, SearchSpace())
     except NotModelledError:
         return  # no plan at all
-    sharded = [Candidate(dp_shard=2, zero_stage=stage) for stage in asked.software.zero_stages if stage]
+    sharded = [plain_plan(dp_shard=2, zero_stage=stage) for stage in asked.software.zero_stages if stage]
     rules = Rules(asked)
     assert [rules.first(one) is None for one in sharded] == [is_plan(asked, one) for one in sharded]
 
 
 def test_sequence_parallelism_is_rejected_where_the_software_has_none() -> None:
     """Megatron-LM has it since 2022 (Korthikanti et al., arXiv:2205.05198)."""
-    one, found = Candidate(tp=2, sequence_parallel=True), []
+    one, found = plain_plan(tp=2, sequence_parallel=True), []
     for name in ("megatron-lm-2021", "megatron-lm-2022", "megatron-deepspeed", "megatron-core"):
-        asked = replace(question("gpt", 2), software=catalogue.software(name))
+        asked = replace(small_job("gpt", 2), software=catalogue.software(name))
         found.append(is_plan(asked, one))
         assert (Rules(asked).first(one) is None) == found[-1]
-        assert is_plan(asked, one._replace(sequence_parallel=False))
+        assert is_plan(asked, one.model_copy(update={"sequence_parallel": False}))
     assert found == [False, True, False, True]
 
 
@@ -211,9 +217,9 @@ def test_sequence_parallelism_is_rejected_where_the_software_has_none() -> None:
     ("software", "found"), [("megatron-lm-2022", [6]), ("megatron-core", [4, 6]), ("torch", [4, 6])]
 )
 def test_stages_have_as_many_blocks_where_the_software_has_no_others(software: str, found: list[int]) -> None:
-    asked = replace(question("llama", 2, num_hidden_layers=6), software=catalogue.software(software))
+    asked = replace(small_job("llama", 2, num_hidden_layers=6), software=catalogue.software(software))
     plans = {
-        stages: Candidate(pp=2, virtual_stages=stages // 2, schedule="interleaved_1f1b", microbatch_size=2)
+        stages: ParallelPlan(pp=2, virtual_stages=stages // 2, schedule="interleaved_1f1b", microbatch_size=2)
         for stages in (4, 6)
     }
     assert [stages for stages, one in plans.items() if Rules(asked).first(one) is None] == found
@@ -222,9 +228,9 @@ def test_stages_have_as_many_blocks_where_the_software_has_no_others(software: s
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_they_are_counted_there_too(name: str) -> None:
-    asked = question("llama", 4, batch=4, **SPECIAL[name])
+    asked = small_job("llama", 4, batch=4, **SPECIAL[name])
     enumeration, rejected = Enumeration(SearchSpace(cp=(1, 2), cp_comm=("all_gather",)), asked), Counter[str]()
-    found = list(enumeration.candidates(enumeration.meshes, rejected))
+    found = [t.plan(row) for t in enumeration.tables(rejected) for row in range(len(t))]
     assert all(is_plan(asked, candidate) for candidate in found)
     assert len(found) + rejected.total() == enumeration.total
     assert found
@@ -233,10 +239,10 @@ def test_they_are_counted_there_too(name: str) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_candidates_are_all_plans_of_the_ranges(family: str) -> None:
     """Against all combinations of values, those left out that mean nothing in a plan."""
-    asked = question(family, 4, batch=4)
+    asked = small_job(family, 4, batch=4)
     enumeration = Enumeration(SearchSpace(), asked)
     rejected: Counter[str] = Counter()
-    found = list(enumeration.candidates(enumeration.meshes, rejected))
+    found = [t.plan(row) for t in enumeration.tables(rejected) for row in range(len(t))]
     assert len(set(found)) == len(found)
     assert len(found) + rejected.total() == enumeration.total
     assert set(rejected) <= set(RULES)
@@ -256,26 +262,36 @@ def test_the_candidates_are_all_plans_of_the_ranges(family: str) -> None:
         ):
             if grad_sync == "microbatch" and (sharding[0] < 2 or dp_replicate * dp_shard * size == 4):
                 continue  # whole gradients are there anyway, or there is one microbatch
-            one = Candidate(dp_replicate, dp_shard, *sharding, tp, split, 1, "ring", ep, pp)
+            one = plain_plan(
+                dp_replicate=dp_replicate,
+                dp_shard=dp_shard,
+                zero_stage=sharding[0],
+                reshard_after_forward=sharding[1],
+                tp=tp,
+                sequence_parallel=split,
+                ep=ep,
+                pp=pp,
+            )
             every.add(
-                one._replace(
-                    schedule=pipeline[0],
-                    virtual_stages=pipeline[1],
-                    microbatch_size=size,
-                    recompute=recompute,
-                    grad_sync=grad_sync,
+                one.model_copy(
+                    update={
+                        "schedule": pipeline[0],
+                        "virtual_stages": pipeline[1],
+                        "microbatch_size": size,
+                        "recompute": recompute,
+                        "grad_sync": grad_sync,
+                    }
                 )
             )
     assert set(found) == {candidate for candidate in every if is_plan(asked, candidate)}
 
 
 def test_ranges_narrow_and_widen() -> None:
-    asked = question(num_devices=4)
+    asked = small_job(num_devices=4)
     space = SearchSpace(
         tp=(2, 3), zero_stage=(3,), reshard_after_forward=(False,), schedule=("naive", "zb-2p"), recompute=("minimal",)
     )
-    enumeration = Enumeration(space, asked)
-    found = list(enumeration.candidates(enumeration.meshes, Counter()))
+    found = plans_of(asked, space)
     assert {c.tp for c in found} == {2}
     assert {(c.zero_stage, c.reshard_after_forward) for c in found if c.dp_shard > 1} == {(3, False)}
     assert {c.schedule for c in found} == {"none", "naive"}  # zb-2p cannot recompute whole layers
@@ -283,11 +299,11 @@ def test_ranges_narrow_and_widen() -> None:
 
 
 def test_tensor_parallel_groups_stay_inside_a_node_unless_asked_otherwise() -> None:
-    asked = question(num_devices=32, num_attention_heads=16, hidden_size=256, num_key_value_heads=16)
+    asked = small_job(num_devices=32, num_attention_heads=16, hidden_size=256, num_key_value_heads=16)
 
     def degrees(space: SearchSpace) -> tuple[set[int], int]:
         enumeration, rejected = Enumeration(space, asked), Counter[str]()
-        found = {c.tp for c in enumeration.candidates(enumeration.meshes, rejected)}
+        found = {tp for table in enumeration.tables(rejected) for tp in table["tp"].tolist()}
         return found, rejected["tp_in_node"]
 
     assert degrees(SearchSpace()) == ({1, 2, 4, 8}, 0)
@@ -298,15 +314,15 @@ def test_tensor_parallel_groups_stay_inside_a_node_unless_asked_otherwise() -> N
 
 def test_context_parallelism_is_tried_for_long_sequences() -> None:
     def degrees(seq_len: int) -> set[int]:
-        asked = question("llama", 8, seq_len=seq_len)
+        asked = small_job("llama", 8, seq_len=seq_len)
         return {mesh.cp for mesh in Enumeration(SearchSpace(), asked).meshes}
 
     assert (degrees(32_767), degrees(32_768)) == ({1}, {1, 2, 4, 8})
 
 
 def test_what_no_plan_could_mend_is_refused() -> None:
-    asked = question(num_devices=16)
+    asked = small_job(num_devices=16)
     asked = replace(asked, cluster=asked.cluster.model_copy(update={"inter_link": None}))
     with pytest.raises(SpecError, match="2 nodes need a network"):
-        asked.check()
-    question(num_devices=16, batch=3).check()
+        check_without_plan(asked, SearchSpace())
+    check_without_plan(small_job(num_devices=16, batch=3), SearchSpace())

@@ -28,7 +28,7 @@ def seconds(*places: Place) -> list[float]:
 
 def seconds_of(ops: Sequence[Op], places: Sequence[Place]) -> list[float]:
     """By operation."""
-    program = Program(2, (), tuple(ops), (0, 1), (0, 1), {}, {})
+    program = Program.from_ops(2, (), tuple(ops), (0, 1), (0, 1), {}, {})
     start_s, end_s = (np.array([place[index] for place in places]) for index in (3, 4))
     return list(Beside.of(program).seconds(start_s, end_s))
 

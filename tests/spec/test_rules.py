@@ -138,10 +138,11 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             "e.g. [3, 3, 2, 2, 2], or remove it",
         ),
         (
-            {"pp": 2, "dp_replicate": 2},
+            {"pp": 4, "schedule": "zb-1p"},
             {"training": {"global_batch_size": 4_000_000}},
-            "training.global_batch_size = 4000000: gives 4,000,000 microbatches x pipeline ranks, more than 30,000; "
-            "use at most 30000, or a larger microbatch_size",
+            "training.global_batch_size = 4000000: gives 16,000,000 microbatches x pipeline ranks, more than 30,000, "
+            "and schedule zb-1p differs with every number of microbatches; use at most 7500, a larger microbatch_size, "
+            "or 1f1b",
         ),
     ],
 )  # fmt: skip

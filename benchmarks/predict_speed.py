@@ -1,0 +1,126 @@
+"""One prediction, and one truncated evaluation of a search, beside the same of an earlier commit in one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.table import Row
+
+__all__ = ["predict_speed"]
+
+_BEFORE = "0cd7f5c"  # the last commit before Programs were arrays
+_ROUNDS = 5
+_PROGRAM = """
+import json, sys, time
+from simplan.predict import predict
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
+
+name = sys.argv[1]
+size, framework, schedule = name.split()
+changes = {"vocab_size": 51200, "tied_embeddings": False}
+if size == "gpt3-175b":
+    model, cluster = catalogue.model(size).model_copy(update=changes), catalogue.cluster("dgx-a100-80gb", 1024)
+    training, fields = TrainingSpec(global_batch_size=1536), {"tp": 8, "pp": 8, "recompute": "selective"}
+elif size == "llama3.1-405b":
+    model, cluster = catalogue.model(size), catalogue.cluster("dgx-h100", 16384)
+    training, fields = TrainingSpec(global_batch_size=2048), {"tp": 8, "pp": 16}
+else:
+    model, cluster = catalogue.model(size), catalogue.cluster("dgx-h100", 8)
+    training, fields = TrainingSpec(global_batch_size=16), {"ep": 8}
+if schedule != "none":
+    fields |= {"schedule": schedule, "virtual_stages": 3 if schedule == "interleaved_1f1b" else 1}
+replicas = cluster.num_devices // (fields.get("tp", 1) * fields.get("pp", 1))
+sharded = framework == "torch" and schedule == "interleaved_1f1b"  # DistributedDataParallel has one stage a rank
+fields |= {"dp_shard": replicas, "zero_stage": 2} if sharded else {"dp_replicate": replicas}
+plan, software = ParallelPlan(**fields), catalogue.software(framework)
+try:
+    from simplan.job import Job
+    from simplan.predict.step_summary import evaluate_step
+    job = Job(model, cluster, training, plan, software)
+    whole, truncated = lambda: predict(job), lambda: evaluate_step(job)
+except ImportError:
+    from simplan.predict.brief import brief_numbers
+    asked = model, cluster, training, plan, software
+    whole, truncated = lambda: predict("x", *asked), lambda: brief_numbers(*asked)
+
+def seconds(run):
+    run()
+    found = []
+    for _ in range(int(sys.argv[2])):
+        start_s = time.process_time()
+        run()
+        found.append(time.process_time() - start_s)
+    return found
+
+evaluation_s = seconds(truncated)  # loads numba, so that both engines are compiled
+print(json.dumps({"whole_s": seconds(whole), "truncated_s": evaluation_s}))
+"""
+_GOALS_S = {
+    "gpt3-175b torch 1f1b": 0.25,
+    "gpt3-175b megatron-lm-2022 1f1b": 0.25,
+    "gpt3-175b megatron-core 1f1b": 0.25,
+    "gpt3-175b torch interleaved_1f1b": 0.5,
+    "gpt3-175b megatron-lm-2022 interleaved_1f1b": 0.5,
+    "gpt3-175b megatron-core interleaved_1f1b": 0.5,
+    "llama3.1-405b megatron-core 1f1b": 0.5,
+    "deepseek-moe-16b megatron-core none": 0.05,
+}
+_TRUNCATED_S = 0.015
+
+
+def predict_speed() -> list[Row]:
+    """Processor seconds of a warm ``predict`` with memory and interval, and of a truncated step with memory."""
+    rows = []
+    with _checkout(_BEFORE) as before:
+        for name, goal_s in _GOALS_S.items():
+            now, then = _times(name, Path(__file__).parent.parent), _times(name, before)
+            rows.append(_row(f"predict {name}", goal_s, now["whole_s"], then["whole_s"]))
+            rows.append(
+                _row(f"truncated step with memory {name}", _TRUNCATED_S, now["truncated_s"], then["truncated_s"])
+            )
+    return rows
+
+
+def _row(what: str, goal_s: float, now_s: list[float], then_s: list[float]) -> Row:
+    middle_s, before_s = statistics.median(now_s), statistics.median(then_s)
+    found = (
+        f"{middle_s:.3f} s (of {len(now_s)} {min(now_s):.3f} to {max(now_s):.3f}); at {_BEFORE} {before_s:.3f} s, "
+        f"{before_s / middle_s:.1f} times as long"
+    )
+    return Row(what, f"at most {goal_s} s", found, middle_s <= goal_s)
+
+
+@contextmanager
+def _checkout(commit: str) -> Iterator[Path]:
+    """The files of a commit in a folder that goes afterwards."""
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "before")
+        subprocess.run(["git", "worktree", "add", "--detach", path, commit], cwd=root, check=True, capture_output=True)
+        try:
+            yield path
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", path], cwd=root, check=True, capture_output=True)
+
+
+def _times(name: str, root: Path) -> dict[str, list[float]]:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, name, str(_ROUNDS)],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    found: dict[str, list[float]] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,108 @@
+"""What a rank needs of its device: tensors, what the caching allocator keeps beyond them, and the context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from simplan.cost.calibration import Calibration
+from simplan.job import Job
+from simplan.prediction import RankMemory
+from simplan.program.program import MemoryCategory, Program
+from simplan.sim.memory import host_peak_bytes, memory_peak, resting_bytes, step_peaks, whole_blocks
+
+__all__ = ["RankPeaks", "device_memory", "rank_memory", "rank_peaks"]
+
+
+class RankPeaks(NamedTuple):
+    """Bytes of tensors of a rank on its device.
+
+    Attributes:
+        resting: Held between steps.
+        rebuild: Held once beside that, between the first two steps.
+        passes, update: As of ``StepPeaks``.
+    """
+
+    resting: int
+    rebuild: int
+    passes: int
+    update: int
+
+    @property
+    def allocated(self) -> int:
+        """At the worst instant."""
+        return self.resting + max(self.rebuild, self.passes, self.update)
+
+
+def rank_peaks(program: Program, rank: int) -> RankPeaks:
+    """Bytes of tensors of one rank of a Program of Level 2."""
+    return RankPeaks(resting_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
+
+
+def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:
+    """Memory of every rank at its worst instant.
+
+    Args:
+        program: Of Level 2.
+        job, calibration: As in ``predict``.
+    """
+    context_bytes = _context_bytes(job, calibration)
+    found = {}
+    for rank in program.ranks:
+        peak = memory_peak(program, rank)
+        found[rank] = replace(
+            device_memory(rank_peaks(program, rank), job, calibration),
+            by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
+            peak_action=peak.action,
+            activations_in_flight=peak.activations_in_flight,
+            host_bytes=host_peak_bytes(program, rank),
+        )
+    return tuple(
+        RankMemory(
+            rank,
+            (of := found[other]).by_category,
+            of.allocated_bytes,
+            of.reserved_bytes,
+            of.device_bytes,
+            of.peak_action,
+            of.activations_in_flight,
+            of.host_bytes,
+            of.short_bytes,
+        )
+        for rank, other in enumerate(program.stands_for)
+    )
+
+
+def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None) -> RankMemory:
+    """What a rank needs of its device, without categories.
+
+    The caching allocator has whole blocks of the device, and more than is in use, as it cannot move them. One that the
+    driver has nothing left for gives its free blocks back and asks again, and fails only then (torch 2.13,
+    c10/cuda/CUDACachingAllocator.cpp, ``malloc``: ``release_cached_blocks``, then ``alloc_block``). So what it would
+    keep beyond the tensors is needed by nobody, and the reserve ends where the device does. Free parts of blocks that
+    are in use cannot be given back; how many those are nobody published, and none are counted.
+
+    Args:
+        peaks: Of tensors.
+        job, calibration: As in ``predict``.
+    """
+    cluster, software = job.cluster, job.software
+    allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
+    if cluster.device.kind == "cpu":
+        return RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {})
+    if software.flat_updates:
+        wanted = peaks.resting + (1 + software.reserve_fraction) * peaks.passes + peaks.update
+        reserved = whole_blocks(int(max(allocated, wanted)))
+    else:
+        reserved = whole_blocks(int(allocated + software.reserve_fraction * max(0, allocated - peaks.resting)))
+    short, capacity = 0, cluster.device.memory_bytes
+    if capacity is not None:
+        short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))
+    reserved -= short
+    return RankMemory(0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short)
+
+
+def _context_bytes(job: Job, calibration: Calibration | None) -> int:
+    """What the driver's context and libraries take of a device."""
+    calibrated = None if calibration is None else calibration.context_bytes
+    return calibrated or int(job.software.context_bytes.get(job.cluster.device.kind, 0))

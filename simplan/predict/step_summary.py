@@ -1,0 +1,174 @@
+"""Time and memory of a truncated step, without all that ``predict`` says besides: for hundreds of plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.cost.calibration import Calibration
+from simplan.cost.pricing import Pricing
+from simplan.job import Job
+from simplan.predict.build import folding_of
+from simplan.predict.memory import device_memory
+from simplan.predict.simulated import interval_s, moved_durations_s
+from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
+from simplan.program.program import Program, Work
+from simplan.program.uncollected import uncollected
+from simplan.spec.rules import check_plan
+
+__all__ = [
+    "OverlapSlowdown",
+    "StepSummary",
+    "StepTerm",
+    "evaluate_step",
+    "step_terms",
+    "summarize_step",
+    "summarized_step",
+]
+
+_Floats = NDArray[np.float64]
+_MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays the longest
+_APART = 1e-4
+_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly, without repeats
+_MIN_TIMES = 1e-3
+_MIN_OVERLAP = 1e-6  # of the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSummary:
+    """The numbers of a prediction.
+
+    Attributes:
+        step_time_s, step_time_interval_s: As of ``Prediction``.
+        allocated_bytes, reserved_bytes, device_bytes: Peaks of the rank that has most of each.
+        fits: Whether the device bytes are within the capacity; None where that is unknown.
+    """
+
+    step_time_s: float
+    step_time_interval_s: tuple[float, float]
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    fits: bool | None
+
+
+class OverlapSlowdown(NamedTuple):
+    """Part of a device that messages take from what is computed beside them."""
+
+
+class StepTerm(NamedTuple):
+    """A part of a step time.
+
+    Attributes:
+        work: What is done, or what messages take of devices.
+        seconds: Its price; of what is taken, the part.
+        times: How often the step waits for it: the derivative of the step time with respect to its price; of what is
+            taken, the seconds that are computed beside messages.
+    """
+
+    work: Work | OverlapSlowdown
+    seconds: float
+    times: float
+
+
+@uncollected()
+def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
+    """Predicts time and memory of one optimizer step on devices of their own.
+
+    Args:
+        job: What is asked.
+        steps_overlap: No rank waits for others at the end of a step, so that a step takes as long as the busiest rank
+            is at it; else from the first start to the last end.
+
+    Raises:
+        SpecError: As ``predict``.
+    """
+    step = summarized_step(job, steps_overlap=steps_overlap)
+    step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
+    memory = [device_memory(peaks, job) for peaks in step.peaks().values()]
+    device_bytes, capacity = max(rank.device_bytes for rank in memory), job.cluster.device.memory_bytes
+    return StepSummary(
+        step_time_s=step_time_s,
+        step_time_interval_s=interval_s(step_time_s, moved_s),
+        allocated_bytes=max(rank.allocated_bytes for rank in memory),
+        reserved_bytes=max(rank.reserved_bytes for rank in memory),
+        device_bytes=device_bytes,
+        fits=None if capacity is None else device_bytes <= capacity,
+    )
+
+
+@uncollected()
+def evaluate_step(
+    job: Job, calibration: Calibration | None = None, max_bytes: int | None = None, *, whole: bool = False
+) -> tuple[int, float | None]:
+    """Device memory of the worst rank, with all that the caching allocator would like, and the step time, seconds.
+
+    Args:
+        job: What is asked; it keeps the rules.
+        calibration: Timings of the device, if there are any.
+        max_bytes: The time of a plan that needs more is None, and costs nothing; None for no limit.
+        whole: As much is simulated as by ``predict``; else the step is truncated, and ranks to which ZeRO-1 deals out
+            unequal parameters count as alike.
+    """
+    extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
+    folding = folding_of(job, dealt_alike=not whole)
+    step = TruncatedStep(job, extent, calibration, folding=folding)
+    peaks = set(step.peaks().values())
+    num_bytes = max(device_memory(each, job, calibration).wanted_bytes for each in peaks)
+    if max_bytes is not None and num_bytes > max_bytes:
+        return num_bytes, None
+    return num_bytes, float(step.seconds()[0])
+
+
+@uncollected()
+def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]:
+    """The step time as a sum: that of its longest path, which is linear in prices as long as it stays the longest.
+
+    Where stages are alike several paths are as long, and a price may lengthen one of them and not shorten the others.
+    So every price is first moved by less than one part in ten thousand, each by another, and one path is the longest.
+
+    Args:
+        job, steps_overlap: As of ``summarize_step``.
+
+    Returns:
+        What the step waits for; prices, each so many times, add up to the step time, to one part in ten thousand.
+    """
+    pricings: list[Pricing] = []
+
+    def moved(program: Program, pricing: Pricing) -> list[_Floats]:
+        pricings.append(pricing)
+        row_of = {work: row for row, work in enumerate(pricings[0].by_work)}
+        by_entry = np.zeros((len(row_of) + 1, len(program.works)))
+        for entry in np.unique(program.columns.work).tolist():
+            for work in program.works[entry]:
+                by_entry[row_of[work], entry] += pricing.by_work[work].price.seconds
+        seconds = by_entry[:, program.columns.work]
+        if pricing.taken_share:
+            seconds[-1] = pricing.durations_s - seconds.sum(axis=0)
+        apart_s = (1 + _APART * (np.arange(len(seconds)) * _GOLDEN % 1)) @ seconds
+        return [apart_s, *(apart_s + _MOVED * seconds)]
+
+    seconds = summarized_step(job, steps_overlap=steps_overlap).seconds(moved, steps_overlap=steps_overlap)
+    prices: dict[Work | OverlapSlowdown, float] = {
+        work: term.price.seconds for work, term in pricings[0].by_work.items()
+    }
+    prices[OverlapSlowdown()] = max(pricing.taken_share for pricing in pricings)
+    terms = (
+        StepTerm(work, price, float(moved_s - seconds[1]) / (_MOVED * price))
+        for (work, price), moved_s in zip(prices.items(), seconds[2:], strict=True)
+        if price > 0
+    )
+    least_s = _MIN_OVERLAP * float(seconds[0])
+    return tuple(t for t in terms if abs(t.times) > (least_s if isinstance(t.work, OverlapSlowdown) else _MIN_TIMES))
+
+
+def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
+    """The step behind a summary; arguments as of ``summarize_step``."""
+    assert job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
+    check_plan(job)
+    whole = job.num_microbatches
+    folding = folding_of(job, dealt_alike=True)
+    return TruncatedStep(job, Extent(whole, 0, whole) if steps_overlap else extent_of(job), folding=folding)

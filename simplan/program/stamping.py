@@ -1,0 +1,297 @@
+"""Actions lowered once and stamped for every microbatch.
+
+What an action of a rank becomes depends on its kind and stage and on where its rank stands: what the next computation
+waits for, what is gathered or still under way. Two forwards of a stage that find their rank in the same state become
+the same operations, only later. So an action is lowered once for each state in which its rank comes to it, into an
+``ActionTemplate`` whose waits are relative, and a rank's row is then a list of templates. numpy writes out all of them
+at once (``ProgramBuilder.columns``).
+
+The state of a rank is held by the objects that lower it: each names the attributes that change in ``STATE``. Their
+indices of operations (``OpIndex``) are taken out and kept beside the rest, the *shape*, which is all that decides what
+comes next. While an action is lowered they are symbols: a wait of -1 - k means the k-th index of the state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.program.action import ActionKind
+from simplan.program.program import ACTION_KINDS, MemoryEffect, OpColumns, Work
+
+__all__ = ["ActionTemplate", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
+
+
+class OpIndex(int):
+    """Index of an operation: relative to the first one of the action that is lowered, or a symbol, negative."""
+
+    __slots__ = ()
+
+
+class TemplateRow(NamedTuple):
+    """One operation of a template; codes and indices as in ``OpColumns``.
+
+    Attributes:
+        has_microbatch: Whether its action names the microbatch.
+        stage: Its stage, less that of the action that is lowered.
+        meeting: Index of the group that meets, -1 for none.
+        waits: Relative indices, or symbols.
+    """
+
+    stream: int
+    kind: int
+    name: int
+    stage: int
+    action: int
+    has_microbatch: bool
+    work: int
+    memory: int
+    meeting: int
+    waits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTemplate:
+    """An action as it is lowered in one state of its rank.
+
+    Attributes:
+        first: Where its rows begin among all rows of the builder.
+        num_ops: Its operations.
+        next_shape: Shape of the state that it leaves.
+        next_indices: Indices of that state: relative ones, or symbols of the state before.
+        received: Operations among these that receive something for the forward or backward that follows.
+        sent: Those that send something.
+        sent_bytes: What sending holds until the end of the step.
+    """
+
+    first: int
+    num_ops: int
+    next_shape: int
+    next_indices: tuple[int, ...]
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    sent_bytes: int
+
+
+class ProgramBuilder:
+    """Collects templates and the order in which ranks run them.
+
+    Attributes:
+        num_ops: Operations so far.
+        rank: The rank to which templates are added.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self._names: dict[str, int] = {}
+        self._works: list[tuple[Work, ...]] = []
+        self._work_of: dict[int, int] = {}
+        self._memory: dict[tuple[MemoryEffect, ...], int] = {(): 0}
+        self._meetings: dict[Hashable, int] = {}
+        self._shapes: dict[Hashable, int] = {}
+        self._structures: list[Hashable] = []
+        self._rows: list[TemplateRow] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was stamped, and keeps templates and names."""
+        self.num_ops = 0
+        # by stamped template: first row, operations, stage, microbatch and rank; then the indices that it may wait for
+        self._stamped: list[tuple[int, int, int, int, int]] = []
+        self._inputs: list[int] = []
+        self._num_inputs: list[int] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See ``Program``."""
+        return tuple(self._names)
+
+    @property
+    def works(self) -> tuple[tuple[Work, ...], ...]:
+        """See ``Program``."""
+        return tuple(self._works)
+
+    @property
+    def effects(self) -> tuple[tuple[MemoryEffect, ...], ...]:
+        """See ``Program``."""
+        return tuple(self._memory)
+
+    def name(self, text: str) -> int:
+        """Number of a name."""
+        return self._names.setdefault(text, len(self._names))
+
+    def work(self, work: tuple[Work, ...]) -> int:
+        """Number of a tuple of work; one object has one number."""
+        found = self._work_of.get(id(work))
+        if found is None:  # long to hash, and kept from here on, so that nothing else gets its identity
+            found = self._work_of[id(work)] = len(self._works)
+            self._works.append(work)
+        return found
+
+    def memory(self, effects: tuple[MemoryEffect, ...]) -> int:
+        """Number of a tuple of effects."""
+        return self._memory.setdefault(effects, len(self._memory))
+
+    def meeting(self, key: Hashable) -> int:
+        """Number of a group that meets: even for collectives, which meet in the order of issue, odd for messages."""
+        found = self._meetings.get(key)
+        if found is None:
+            found = self._meetings[key] = 2 * len(self._meetings) + (isinstance(key, tuple) and key[0] == "send")
+        return found
+
+    def shape(self, structure: Hashable) -> int:
+        """Number of a state without its indices."""
+        found = self._shapes.get(structure)
+        if found is None:
+            found = self._shapes[structure] = len(self._structures)
+            self._structures.append(structure)
+        return found
+
+    def structure(self, shape: int) -> Hashable:
+        """The state behind a number."""
+        return self._structures[shape]
+
+    def template_rows(self, rows: Sequence[TemplateRow]) -> int:
+        """Keeps the rows of a template; gives where they begin."""
+        self._rows.extend(rows)
+        return len(self._rows) - len(rows)
+
+    def stamp(self, template: ActionTemplate, stage: int, microbatch: int, inputs: Sequence[int]) -> None:
+        """Adds a template to the rank.
+
+        Args:
+            template: What to add.
+            stage, microbatch: Of the action; -1 for no microbatch.
+            inputs: The operations that its symbols stand for.
+        """
+        self._stamped.append((template.first, template.num_ops, stage, microbatch, self.rank))
+        self._inputs.extend(inputs)
+        self._num_inputs.append(len(inputs))
+        self.num_ops += template.num_ops
+
+    def columns(self) -> OpColumns:
+        """All that was stamped, written out."""
+        stamped = np.array(self._stamped, np.int64).reshape(-1, 5)
+        first_row, num_ops, of_stage, microbatch, rank = stamped.T
+        start = np.cumsum(num_ops) - num_ops
+        # by operation: which stamped template it is of, and its row
+        of = np.repeat(np.arange(len(stamped)), num_ops)
+        row = np.arange(self.num_ops) + (first_row - start)[of]
+        stream, kind, name, stage, action, has_microbatch, work, memory, group = (
+            np.array([each[column] for each in self._rows], np.int32)[row] for column in range(9)
+        )
+        stage = stage + of_stage[of].astype(np.int32)
+        number = np.where(has_microbatch, microbatch[of], -1)
+        counts = np.array([len(each.waits) for each in self._rows], np.int64)
+        waits = np.array([wait for each in self._rows for wait in each.waits], np.int64)
+        waits_from = np.cumsum(counts) - counts
+        wait_first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[row])])
+        waiting = np.repeat(np.arange(self.num_ops), counts[row])
+        relative = waits[np.arange(wait_first[-1]) + (waits_from[row] - wait_first[:-1])[waiting]]
+        inputs, num_inputs = np.array([*self._inputs, 0], np.int64), np.array(self._num_inputs, np.int64)
+        inputs_from = np.cumsum(num_inputs) - num_inputs
+        template = of[waiting]
+        symbol = np.where(relative < 0, inputs_from[template] - 1 - relative, 0)
+        wait = np.where(relative < 0, inputs[symbol], start[template] + relative)
+        ranks = rank[of]
+        return OpColumns(
+            ranks.astype(np.int32),
+            stream.astype(np.int8),
+            kind.astype(np.int8),
+            name,
+            stage,
+            action.astype(np.int8),
+            number.astype(np.int32),
+            work,
+            memory,
+            _meetings(group, number, stage + _SOURCE[action], ranks),
+            wait_first,
+            wait.astype(np.int32),
+        )
+
+
+_SOURCE = np.array(
+    [{ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}.get(kind, 0) for kind in ACTION_KINDS], np.int32
+)  # stage that a message comes from, less that of the action
+
+
+def _meetings(
+    group: NDArray[np.int32], microbatch: NDArray[np.int64], source: NDArray[np.int32], rank: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Numbers of meetings.
+
+    A message is known by its microbatch and the stage it comes from, a collective by how many its rank had before.
+    """
+    found = np.full(len(group), -1, np.int64)
+    meets = np.flatnonzero(group >= 0)
+    if not len(meets):
+        return found
+    of_rank = group[meets] * (1 + rank.max()) + rank[meets]
+    order = np.argsort(of_rank, kind="stable")
+    begins = np.flatnonzero(np.diff(of_rank[order], prepend=-1))
+    sizes = np.diff(begins, append=len(order))
+    before = np.empty(len(meets), np.int64)
+    before[order] = np.arange(len(order)) - np.repeat(begins, sizes)
+    sent = microbatch[meets] * (2 + source.max()) + source[meets]
+    which = np.where(group[meets] % 2 == 1, sent, before)
+    found[meets] = group[meets].astype(np.int64) * (1 + which.max()) + which
+    return found
+
+
+def take_state(objects: Sequence[Any]) -> tuple[Hashable, list[int]]:
+    """The state of objects: its shape, and the indices of operations in it, in order."""
+    indices: list[int] = []
+    shape = tuple(_taken(getattr(each, name), indices) for each in objects for name in each.STATE)
+    return shape, indices
+
+
+def restore_state(objects: Sequence[Any], shape: Hashable) -> int:
+    """Puts objects into the state of a shape, with symbols for its indices: -1 for the first, -2 for the second.
+
+    Returns:
+        How many indices there are.
+    """
+    assert isinstance(shape, tuple)
+    symbols = map(OpIndex, count(-1, -1))
+    values = iter(shape)
+    for each in objects:
+        for name in each.STATE:
+            setattr(each, name, _restored(next(values), symbols))
+    return -1 - next(symbols)
+
+
+_INDEX = ("index",)
+
+
+def _taken(value: Any, indices: list[int]) -> Hashable:
+    if isinstance(value, OpIndex):
+        indices.append(int(value))
+        return _INDEX
+    if isinstance(value, dict):
+        return dict, tuple((key, _taken(each, indices)) for key, each in value.items())
+    if isinstance(value, list | deque | tuple):
+        return type(value), tuple(_taken(each, indices) for each in value)
+    if isinstance(value, set):
+        return set, frozenset(value)
+    hashable: Hashable = value
+    return hashable
+
+
+def _restored(shape: Any, symbols: Iterator[OpIndex]) -> Any:
+    if shape is _INDEX:
+        return next(symbols)
+    if not isinstance(shape, tuple):
+        return shape
+    kind, values = shape
+    if kind is dict:
+        return {key: _restored(each, symbols) for key, each in values}
+    if kind is set:
+        return set(values)
+    items = [_restored(each, symbols) for each in values]
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)

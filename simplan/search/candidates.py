@@ -1,0 +1,130 @@
+"""Candidates of a search: plans as a table of columns that are named by the fields of ``ParallelPlan``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.spec.plan import ParallelPlan, Recompute
+from simplan.spec.schedules import SCHEDULE_FACTS
+
+__all__ = ["FIELDS", "Candidates", "Categories", "Column", "categories", "plan_order"]
+
+Column = NDArray[np.int64]
+Categories = Mapping[str, tuple[Any, ...]]
+"""By field whose values are no numbers, the values: a column has positions in them."""
+
+FIELDS = (
+    "dp_replicate", "dp_shard", "zero_stage", "reshard_after_forward", "tp", "sequence_parallel", "cp", "cp_comm",
+    "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "recompute", "recompute_modules", "grad_sync",
+)  # fmt: skip
+"""Fields of a plan that a search varies."""
+
+_FLAGS = ("reshard_after_forward", "sequence_parallel")
+
+
+def categories(recompute_modules: Sequence[tuple[str, ...]] = ()) -> Categories:
+    """Values of the fields that are no numbers.
+
+    Args:
+        recompute_modules: Those of a space; None, which names no modules, comes first.
+    """
+    return MappingProxyType(
+        {
+            "cp_comm": ("ring", "all_gather", "a2a"),
+            "schedule": ("none", *SCHEDULE_FACTS),
+            "recompute": get_args(Recompute),
+            "recompute_modules": (None, *recompute_modules),
+            "grad_sync": ("step", "microbatch"),
+        }
+    )
+
+
+def plan_order(plan: ParallelPlan) -> tuple[Any, ...]:
+    """Breaks ties between plans that are equally good; what a plan does not say comes first."""
+    values = (getattr(plan, name) for name in (*FIELDS, "recompute_layers"))
+    return tuple((value is not None, value) for value in values)
+
+
+class Candidates:
+    """Plans that differ in ``FIELDS`` alone.
+
+    Args:
+        base: Has the other fields.
+        values: Of the fields that are no numbers.
+        columns: By field, ``(num_rows,)`` whole numbers.
+    """
+
+    __slots__ = ("base", "columns", "values")
+
+    def __init__(self, base: ParallelPlan, values: Categories, columns: Mapping[str, Column]) -> None:
+        self.base, self.values, self.columns = base, values, columns
+
+    @classmethod
+    def of_rows(cls, base: ParallelPlan, values: Categories, rows: Sequence[tuple[int, ...]]) -> Candidates:
+        """A table of rows in the order of ``FIELDS``."""
+        table = np.array(rows, np.int64).reshape(-1, len(FIELDS)).T
+        return cls(base, values, dict(zip(FIELDS, table, strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.columns["pp"])
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def take(self, rows: NDArray[Any]) -> Candidates:
+        """Some rows, by number or by a mask."""
+        return Candidates(self.base, self.values, {name: column[rows] for name, column in self.columns.items()})
+
+    def with_value(self, name: str, value: Any) -> Candidates:
+        """The same with one value in all rows of a field."""
+        number = self.values[name].index(value) if name in self.values else int(value)
+        return Candidates(self.base, self.values, {**self.columns, name: np.full(len(self), number)})
+
+    @staticmethod
+    def joined(tables: Sequence[Candidates]) -> Candidates:
+        """All rows of several tables of one search, of which there is at least one."""
+        first = tables[0]
+        columns = {name: np.concatenate([table[name] for table in tables]) for name in FIELDS}
+        return Candidates(first.base, first.values, columns)
+
+    def plan(self, row: int) -> ParallelPlan:
+        """The plan of a row."""
+        fields: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
+        fields |= {name: self.values[name][fields[name]] for name in self.values}
+        fields |= {name: bool(fields[name]) for name in _FLAGS}
+        return self.base.model_copy(update=fields)
+
+    def has(self, name: str, value: Any) -> NDArray[np.bool_]:
+        """``(num_rows,)`` Whether a field has a value."""
+        wanted = self.values[name].index(value) if name in self.values else int(value)
+        return np.asarray(self.columns[name] == wanted)
+
+    @property
+    def dp(self) -> Column:
+        """Data-parallel ranks."""
+        return self["dp_replicate"] * self["dp_shard"]
+
+    @property
+    def num_shards(self) -> Column:
+        """Ranks over which ZeRO shards, where it does."""
+        return self["dp_shard"] * self["cp"]
+
+    @property
+    def num_devices(self) -> Column:
+        """Devices that a plan needs."""
+        return self.dp * self["tp"] * self["cp"] * self["pp"]
+
+    @property
+    def shards_parameters(self) -> NDArray[np.bool_]:
+        """See ``ParallelPlan``."""
+        return np.asarray((self["zero_stage"] >= 2) & (self.num_shards > 1))
+
+    @property
+    def shards_optimizer_only(self) -> NDArray[np.bool_]:
+        """See ``ParallelPlan``."""
+        return np.asarray((self["zero_stage"] == 1) & (self.num_shards > 1))

@@ -1,0 +1,212 @@
+"""The loop of a search: rules, bounds of all candidates, truncated steps of the most promising, best first.
+
+Exact: a candidate is left out only when it violates a rule, does not fit, or could not be kept whatever its time. Only
+plans whose bounds leave them a place are simulated: of the others nobody knows whether they fit. Which candidates are
+left out is decided between batches of a fixed size, and so depends on neither the number of processes nor their speed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.search.bounds import Bounds
+from simplan.search.candidates import Candidates, Column, plan_order
+from simplan.search.enumeration import Enumeration
+from simplan.search.evaluate import Evaluator
+from simplan.search.incumbents import Incumbents
+from simplan.search.layer_sums import Floats
+from simplan.search.statistics import MORE_MEMORY, ROUNDING, Limits, Miss, OnProgress, Statistics, Waiting, rounded
+from simplan.spec.plan import ParallelPlan
+
+__all__ = ["Exploration"]
+
+_BATCHES = (2, 4, 8, 16, 32)
+"""Candidates of the first batches; all further ones have as many as the last."""
+_MOST_BEYOND = 256
+"""Candidates that do not fit by a bound, of which the nearest misses are found."""
+_FEW_MISSES = 16
+
+
+class _Beyond(NamedTuple):
+    """A plan that does not fit. Order: what it lacks, then the plan's fields.
+
+    Attributes:
+        lacking: Bytes too many, at least.
+        order: Of the plan, as of ``plan_order``.
+        plan: The plan.
+        step_time_s: Its time, at least.
+        is_known: It lacks just so many.
+    """
+
+    lacking: int
+    order: tuple[object, ...]
+    plan: ParallelPlan
+    step_time_s: float
+    is_known: bool
+
+
+class Exploration:
+    """The candidates of one number of devices.
+
+    Args:
+        enumeration: The space.
+        bounds: Of the same job.
+        evaluator: Of the same job.
+        limits: What a plan must keep within.
+        incumbents: Takes the best; what it holds already bounds the others.
+        statistics: Takes the counts. Both are right up to the last batch when this is interrupted.
+        on_progress: Called after every batch.
+    """
+
+    def __init__(
+        self,
+        enumeration: Enumeration,
+        bounds: Bounds,
+        evaluator: Evaluator,
+        limits: Limits,
+        incumbents: Incumbents,
+        statistics: Statistics,
+        on_progress: OnProgress,
+    ) -> None:
+        self._enumeration, self._bounds, self._evaluator = enumeration, bounds, evaluator
+        self._limits, self._incumbents, self._statistics, self._told = limits, incumbents, statistics, on_progress
+        self._rows: Candidates | None = None  # those that fit by their bounds, the most promising first
+        self._least_bytes: Column = np.zeros(0, np.int64)
+        self._least_s: Floats = np.zeros(0)
+        self._left: list[int] = []  # rows that nobody looked at
+        self._has_explored = False
+        self._beyond: list[_Beyond] = []
+        self._num_batches, self._num_devices = 0, enumeration.num_devices
+
+    def bound(self) -> None:
+        """Bounds of all candidates; those of memory reject, and the others wait."""
+        capacity, statistics = self._limits.device_bytes, self._statistics
+        found: list[tuple[Candidates, Column, Floats]] = []
+        for table in self._enumeration.tables(statistics.rejected):
+            least_bytes, least_s = self._bounds.of(table, None if capacity is None else MORE_MEMORY * capacity)
+            least_s = least_s * ROUNDING
+            inside = least_bytes <= (np.inf if capacity is None else capacity)
+            found.append((table.take(inside), least_bytes[inside], least_s[inside]))
+            if capacity is not None:
+                statistics.too_large([], far=int((~inside).sum()))
+                self._note_beyond(table, least_bytes, least_s, ~inside, capacity)
+            self._told(statistics, self._incumbents)
+        if not found:
+            return
+        rows = Candidates.joined([table for table, _, _ in found])
+        least_bytes, least_s = (np.concatenate([each[place] for each in found]) for place in (1, 2))
+        order = np.lexsort((least_s, self._incumbents.goal.first_values(rows.num_devices, least_bytes, least_s)))
+        self._rows, self._least_bytes, self._least_s = rows.take(order), least_bytes[order], least_s[order]
+        self._left = list(range(len(order)))
+
+    def explore(self) -> None:
+        """Memory and time of those that no bound cuts, by what is known when each batch begins.
+
+        Called again when plans have turned out to be slower than they were taken for, it goes on with what was cut.
+        """
+        cut: list[int] = []
+        hopeful = self._hopeful(self._left, cut)
+        while batch := list(islice(hopeful, _BATCHES[min(self._num_batches, len(_BATCHES) - 1)])):
+            self._take(batch)
+            self._num_batches += 1
+            self._told(self._statistics, self._incumbents)
+        self._left, self._has_explored = cut, True
+
+    def find_misses(self) -> None:
+        """The nearest misses: of those that would be among the best as far as bounds tell.
+
+        Where there is a plan they are no more than advice, and few are looked at whose memory is not known yet.
+        """
+        capacity, statistics = self._limits.device_bytes, self._statistics
+        left = _FEW_MISSES if self._incumbents.ranked else _MOST_BEYOND
+        for one in sorted(self._beyond):
+            if capacity is None or statistics.is_far(one.lacking):
+                break
+            size = capacity + one.lacking
+            if self._incumbents.is_hopeless(one.plan.num_devices, size, one.step_time_s):
+                continue
+            if not one.is_known:
+                if not left:
+                    continue
+                left -= 1
+                [(size, _)] = self._evaluator.numbers([one.plan], 0)
+            statistics.missed([Miss.of(size - capacity, one.plan, size)])
+
+    def _hopeful(self, rows: Sequence[int], cut: list[int]) -> Iterator[int]:
+        """Rows that no bound cuts, by what is known when each is asked for; takes note of those that one cuts."""
+        deadline_s, incumbents, statistics = self._limits.step_time_s, self._incumbents, self._statistics
+        one_objective, num_new = len(incumbents.goal.objectives) == 1, int(not self._has_explored)
+        assert self._rows is not None or not rows
+        for place, row in enumerate(rows):
+            least_s = float(self._least_s[row])
+            late = deadline_s is not None and least_s > deadline_s
+            if late and (incumbents.ranked or statistics.is_later(least_s, deadline_s or 0.0)):
+                statistics.too_late(1)
+                statistics.bounded -= 1 - num_new
+            elif not incumbents.is_hopeless(self._num_devices, int(self._least_bytes[row]), least_s):
+                statistics.bounded -= 1 - num_new
+                yield row
+            elif one_objective:  # and so is all that comes after it
+                rest = np.array(rows[place:])
+                late_rows = self._least_s[rest] > (np.inf if deadline_s is None else deadline_s)
+                statistics.too_late(int(late_rows.sum()))
+                statistics.bounded += num_new * len(rest) - int(late_rows.sum())
+                cut += rest[~late_rows].tolist()
+                return
+            else:
+                statistics.bounded += num_new
+                cut.append(row)
+
+    def _take(self, rows: Sequence[int]) -> None:
+        """Memory, and times of those that fit."""
+        assert self._rows is not None
+        capacity, deadline_s, statistics = self._limits.device_bytes, self._limits.step_time_s, self._statistics
+        plans = [self._rows.plan(row) for row in rows]
+        numbers = self._evaluator.numbers(plans, capacity)
+        for row, plan, (size, exact_s) in zip(rows, plans, numbers, strict=True):
+            if exact_s is None:
+                assert capacity is not None
+                statistics.too_large([], far=1)
+                least_s = float(self._least_s[row])
+                self._beyond = heapq.nsmallest(
+                    _MOST_BEYOND,
+                    [*self._beyond, _Beyond(size - capacity, plan_order(plan), plan, least_s, True)],
+                )
+                if size <= MORE_MEMORY * capacity:
+                    statistics.almost([self._waiting(plan, size, least_s)])
+                continue
+            step_time_s = rounded(exact_s)
+            if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
+                statistics.too_late(1, [Miss.of(step_time_s - deadline_s, plan, size, step_time_s)])
+            else:
+                statistics.timed += 1
+                self._incumbents.add(plan, size, step_time_s)
+
+    def _note_beyond(
+        self, table: Candidates, least_bytes: Column, least_s: Floats, outside: NDArray[np.bool_], capacity: int
+    ) -> None:
+        """Remembers those that lack least, and those that a little more memory may make fit, the fastest first."""
+        rows = np.flatnonzero(outside)
+        nearest = rows[np.argsort(least_bytes[rows], kind="stable")[:_MOST_BEYOND]]
+        found = [
+            _Beyond(
+                int(least_bytes[row]) - capacity, plan_order(plan := table.plan(row)), plan, float(least_s[row]), False
+            )
+            for row in nearest.tolist()
+        ]
+        self._beyond = heapq.nsmallest(_MOST_BEYOND, [*self._beyond, *found])
+        near = rows[least_bytes[rows] <= MORE_MEMORY * capacity]
+        fastest = near[np.argsort(least_s[near], kind="stable")[:_MOST_BEYOND]]
+        self._statistics.almost(
+            self._waiting(table.plan(row), int(least_bytes[row]), float(least_s[row])) for row in fastest.tolist()
+        )
+
+    def _waiting(self, plan: ParallelPlan, device_bytes: int, least_s: float) -> Waiting:
+        value = self._incumbents.goal.values(plan.num_devices, device_bytes, least_s)[0]
+        return Waiting(value, least_s, plan_order(plan), plan)

@@ -1,0 +1,82 @@
+"""The job of a search: what no plan could mend, other numbers of devices, and the memory that plans may use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
+from simplan.problems import render_value
+from simplan.search.space import SearchSpace
+from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.recompute_rules import recompute_rules, unmodelled_recompute
+from simplan.spec.rules import check_plan
+
+__all__ = ["capacity_bytes", "check_without_plan", "with_num_devices"]
+
+
+def check_without_plan(job: Job, space: SearchSpace) -> None:
+    """Refuses what no plan of a space could mend.
+
+    Args:
+        job: What is asked; what its plan has of the fields that a search varies is not looked at.
+        space: The plans.
+
+    Raises:
+        SpecError: With every problem.
+        NotModelledError: The software does not run a module of ``search.recompute_modules`` alone again.
+    """
+    plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
+    try:
+        check_plan(job.with_plan(plan))
+    except SpecError as error:
+        lasting = [p for p in error.problems if p.field.split(".")[0] != "plan" and "batch" not in p.field]
+        if lasting:
+            raise type(error)(lasting) from None
+    _check_modules(job, space)
+
+
+def _check_modules(job: Job, space: SearchSpace) -> None:
+    """Whether a module can run again does not depend on the ranks."""
+    model, training, software = job.model, job.training, job.software
+    if space.recompute_modules and space.recompute is not None and "selective" not in space.recompute:
+        value = render_value([list(modules) for modules in space.recompute_modules])
+        asked = render_value(list(space.recompute))
+        rule = f"says what selective recomputation may run again, and search.recompute = {asked} has none"
+        fix = "add selective to it, or remove this"
+        raise SpecError(Problem(field="search.recompute_modules", value=value, rule=rule, fix=fix))
+    for modules in space.recompute_modules or ():
+        plan = ParallelPlan(recompute="selective", recompute_modules=modules)
+        for error, problems in (
+            (SpecError, recompute_rules(model, training, plan, software)),
+            (NotModelledError, unmodelled_recompute(model, plan, software)),
+        ):
+            found = [replace(problem, field="search.recompute_modules") for problem in problems]
+            if found:
+                raise error(found)
+
+
+def with_num_devices(job: Job, num_devices: int) -> Job:
+    """The same job on another number of devices of its cluster.
+
+    Nodes of a cluster without a network of its own are joined by what the catalogue has for its preset.
+    """
+    cluster = job.cluster
+    if num_devices == cluster.num_devices:
+        return job
+    if cluster.cores_per_node is not None:  # each rank of a CPU has another share of its memory
+        return replace(job, cluster=catalogue.cluster(cluster.id, num_devices))
+    update: dict[str, object] = {"num_devices": num_devices}
+    if num_devices > cluster.devices_per_node and cluster.inter_link is None:
+        if cluster.id in catalogue.names("clusters"):
+            update["inter_link"] = catalogue.cluster(cluster.id, num_devices).inter_link
+    elif num_devices <= cluster.devices_per_node:
+        update["inter_link"] = None
+    return replace(job, cluster=cluster.model_copy(update=update))
+
+
+def capacity_bytes(job: Job, space: SearchSpace) -> int | None:
+    """Memory of a device that plans may use; None when the catalogue does not know it."""
+    memory_bytes = job.cluster.device.memory_bytes
+    return None if memory_bytes is None else int(memory_bytes * space.max_memory_fraction)

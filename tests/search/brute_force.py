@@ -1,0 +1,62 @@
+"""What a search has to find, from a look at the prediction of every plan."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from simplan.job import Job
+from simplan.predict import predict
+from simplan.search import SearchSpace
+from simplan.search.statistics import rounded
+from simplan.spec.plan import ParallelPlan
+from tests.search.jobs import plans_of
+
+__all__ = ["Row", "every_plan", "front", "shown"]
+
+Row = tuple[ParallelPlan, int, float]
+"""A plan, bytes of its worst device with all that the allocator would like, and seconds of its step to 12 digits."""
+
+
+@cache
+def every_plan(job: Job, space: SearchSpace) -> tuple[Row, ...]:
+    """All plans of a space that keep the rules, by ``predict``."""
+    found = []
+    for plan in plans_of(job, space):
+        one = predict(job.with_plan(plan))
+        found.append((plan, max(rank.wanted_bytes for rank in one.memory), rounded(one.step_time_s)))
+    return tuple(found)
+
+
+def shown(ascending: list[Row], *, alone: bool = False) -> list[tuple[ParallelPlan, int, float, int]]:
+    """Plans of which none before is alike and as good, the simplest of each group, and how many are as good.
+
+    Args:
+        ascending: Plans, the best first.
+        alone: Only plans that are equal in all are as good.
+    """
+    left, found = list(ascending), []
+    while left:
+        first = left[0]
+        group = [one for one in left if _likeness(one[0]) == _likeness(first[0]) and _as_good(one, first, alone=alone)]
+        left = [one for one in left if one not in group]
+        plan, size, seconds = min(group, key=lambda n: (n[0].virtual_stages, n[0].recompute != "none", n[1], n[2]))
+        found.append((plan, size, seconds, len(group) - 1))
+    return sorted(found, key=lambda n: (n[1], n[2]) if alone else (n[2], n[1]))
+
+
+def front(rows: list[Row]) -> set[tuple[int, float]]:
+    """Bytes and seconds of plans that none is better than in both, and as good in one."""
+    numbers = {row[1:] for row in rows}
+    return {
+        (size, seconds)
+        for size, seconds in numbers
+        if not any(a <= size and b <= seconds and (a, b) != (size, seconds) for a, b in numbers)
+    }
+
+
+def _as_good(one: Row, first: Row, *, alone: bool) -> bool:
+    return one[1:] == first[1:] if alone else one[2] <= 1.001 * first[2]
+
+
+def _likeness(plan: ParallelPlan) -> tuple[int, ...]:
+    return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size

@@ -1,0 +1,68 @@
+"""Lower bounds on memory and step time, against ``predict`` of plans of many kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simplan.job import Job
+from simplan.predict import predict
+from simplan.search import SearchSpace
+from simplan.search.bounds import Bounds
+from simplan.search.candidates import FIELDS, Candidates, categories
+from simplan.search.space import that_it_has
+from simplan.spec.plan import ParallelPlan
+from tests.search.jobs import FAMILIES, plans_of, small_job
+
+FRAMEWORKS = (
+    "torch", "torchtitan", "megatron-core", "megatron-lm-2021", "megatron-lm-2022", "megatron-deepspeed",
+    "megatron-bridge", "nemo", "llm-foundry", "maxtext", "deepspeed-2021",
+)  # fmt: skip
+LARGE: dict[str, Any] = {"hidden_size": 512, "seq_len": 256, "vocab_size": 1024}
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """A job with a plan that keeps the rules."""
+    software = draw(st.sampled_from(FRAMEWORKS))
+    family = draw(st.sampled_from(sorted(set(FAMILIES) - {"resnet", "vit"})))
+    job = small_job(
+        family,
+        draw(st.sampled_from([4, 8, 12])),
+        batch=draw(st.sampled_from([12, 48])),
+        software=software,
+        num_hidden_layers=draw(st.sampled_from([4, 6])),
+        **(LARGE if draw(st.booleans()) else {}),
+    )
+    space = SearchSpace(
+        cp=(1, 2),
+        cp_comm=("ring", "all_gather"),
+        schedule=("gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-2p", "zb-v"),
+    )
+    if job.software.layers.attention == "unfused":
+        space = space.model_copy(update={"cp": None})
+    plans = plans_of(job, that_it_has(job.software, space))
+    return job.with_plan(draw(st.sampled_from(plans)))
+
+
+def table_of(plan: ParallelPlan) -> Candidates:
+    """A table of one row."""
+    values = categories()
+    row = [getattr(plan, name) for name in FIELDS]
+    numbers = (
+        values[name].index(value) if name in values else int(value) for name, value in zip(FIELDS, row, strict=True)
+    )
+    return Candidates.of_rows(plan, values, [tuple(numbers)])
+
+
+@given(jobs())
+@settings(max_examples=120, deadline=None)
+def test_no_prediction_is_below_its_bounds(job: Job) -> None:
+    one = predict(job)
+    table = table_of(job.plan)
+    assert table.plan(0) == job.plan
+    [num_bytes], [seconds] = Bounds(job).of(table)
+    assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
+    assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
