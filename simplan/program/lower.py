@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.batches import waits_for
-from simplan.program.complete import last_backwards
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
@@ -118,18 +118,22 @@ class Lowerer:
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
         scripts = Scripts(self._stages)
-        self._ranks = {
-            rank: _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding)
-            for rank in self._folding.ranks
-        }
+        self._ranks: dict[int, _AlikeRank] = {}
+        leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
+        for rank in self._folding.ranks:
+            key, own = _rank_key(self._stages, rank), self._stages.stages_of(self._stages.mapping.place(rank).pp)
+            if key not in leaders:
+                leaders[key] = _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding), own
+            leader, stages = leaders[key]
+            self._ranks[rank] = _AlikeRank(leader, dict(zip(own, stages, strict=True)))
 
     def program(self, table: Table) -> Program:
         """The Program of a table."""
         stages, builder = self._stages, self._builder
-        stages.last_backward = last_backwards(table)
         builder.restart()
-        for rank, lowering in self._ranks.items():
-            lowering.run(table[stages.mapping.place(rank).pp])
+        for rank, (leader, leading) in self._ranks.items():
+            builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
+            leader.run(table[stages.mapping.place(rank).pp], leading)
         rebuilds = stages.software.rebuilds_buckets
         return Program(
             self._how.level,
@@ -140,15 +144,52 @@ class Lowerer:
             builder.effects,
             self._folding.ranks,
             self._folding.stands_for,
-            {rank: lowering.resting_bytes() for rank, lowering in self._ranks.items()},
-            {rank: lowering.bucket_bytes() if rebuilds else 0 for rank, lowering in self._ranks.items()},
+            {rank: alike.leader.resting_bytes() for rank, alike in self._ranks.items()},
+            {rank: alike.leader.bucket_bytes() if rebuilds else 0 for rank, alike in self._ranks.items()},
             one_memory=self._how.host_waits,
             layer_names=stages.layer_names,
         )
 
 
+class _AlikeRank(NamedTuple):
+    """A rank that does what another one does, on other stages and among other ranks.
+
+    Attributes:
+        leader: Lowers for both.
+        leading: By stage of the rank, that of the leader.
+    """
+
+    leader: _RankLowering
+    leading: dict[int, int]
+
+
+def _stage_key(stages: Stages, stage: int) -> Hashable:
+    """Stages with the same one have the same layers, which keep the same, and the same neighbours."""
+    own = stages.placement[stage]
+    around = [stages.placement.get(stage + step) for step in (-1, 1)]
+    return (
+        tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage]))),
+        tuple(layer.key for layer in stages.layers[stage]),
+        tuple(stages.trained[stage]),
+        tuple(stages.experts[stage]),
+        tuple(None if other is None else other - own for other in around),
+        tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1])),
+        stages.waits_for_batch(stage),
+        stage == 0,
+    )
+
+
+def _rank_key(stages: Stages, rank: int) -> Hashable:
+    """Ranks with the same one do the same, but for their stages and for the ranks that they talk to."""
+    place, plan = stages.mapping.place(rank), stages.plan
+    deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
+    if deals or plan.offload_activations or plan.offload_optimizer:  # what is dealt out, or named, is of one rank
+        return rank
+    return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
+
+
 class _RankLowering:
-    """Lowers the actions of one rank to templates, and stamps them."""
+    """Lowers the actions of a rank to templates, and stamps them for it and for all ranks that are alike."""
 
     def __init__(
         self,
@@ -185,14 +226,19 @@ class _RankLowering:
         self.stateful = (self.writer, self.hooks, self.offload)
         self.first_shape = builder.shape(take_state(self.stateful)[0])
 
-    def run(self, row: Sequence[Action]) -> None:
-        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it."""
+    def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
+        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it.
+
+        Args:
+            row: Of this rank, or of one that is alike.
+            leading: By stage of the row, the stage of this rank that stands for it.
+        """
         builder, templates = self.builder, self.templates
-        builder.rank = self.rank
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
         self.offload.start(row)
         offloads = self.offload.expands
+        variants = [variant.at_stage(leading) for variant in variants]
         known = [self._template_key(variant) for variant in variants]
         received: dict[int, list[int]] = {}
         shape, indices = self.first_shape, list[int]()
@@ -210,7 +256,8 @@ class _RankLowering:
             template = templates.get(key)
             if template is None:
                 variant = variants[entry.variant]
-                template = self._lowered(entry.action, shape, len(inputs) - len(indices), held, variant)
+                action = variant.action._replace(microbatch=entry.action.microbatch)
+                template = self._lowered(action, shape, len(inputs) - len(indices), held, variant)
                 templates[key] = template
             start = builder.num_ops
             builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
@@ -233,19 +280,11 @@ class _RankLowering:
 
         Stages are told apart where hooks know them.
         """
-        stages = self.stages
         first: dict[Hashable, int] = {}
         found = {}
-        for stage in stages.stages_of(self.pp_rank):
-            neighbors = [stages.placement.get(stage + step) for step in (-1, 1)]
-            key: Hashable = stage
-            if not (self.hooks.knows_stages or self.offload.expands):
-                owned = tuple(stages.trained[stage]), tuple(stages.experts[stage])
-                facts = tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage])))
-                layers = tuple(layer.key for layer in stages.layers[stage])
-                crossed = tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1]))
-                key = facts, layers, owned, *neighbors, crossed, stages.waits_for_batch(stage), stage == 0
-            found[stage] = first.setdefault(key, stage)
+        for stage in self.stages.stages_of(self.pp_rank):
+            apart = self.hooks.knows_stages or self.offload.expands
+            found[stage] = first.setdefault(stage if apart else _stage_key(self.stages, stage), stage)
         return found
 
     def _lowered(
@@ -261,7 +300,7 @@ class _RankLowering:
             variant: What tells it apart from others of its kind.
         """
         self.is_paired, self.receives = variant.is_paired, variant.receives
-        self.hooks.is_first_forward = variant.is_first
+        self.hooks.is_first_forward, self.hooks.is_last_backward = variant.is_first, variant.is_last
         builder = self.builder
         structure = builder.structure(shape)
         num_indices = restore_state(self.stateful, structure)

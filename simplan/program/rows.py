@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,6 +37,11 @@ class ActionVariant(NamedTuple):
     is_last: bool
     is_paired: bool
     receives: bool
+
+    def at_stage(self, leading: Mapping[int, int]) -> ActionVariant:
+        """The same at the stage that stands for its own."""
+        action = self.action
+        return self._replace(action=action._replace(stage=leading.get(action.stage, action.stage)))
 
 
 class RowEntry(NamedTuple):

@@ -14,8 +14,9 @@ comes next. While an action is lowered they are symbols: a wait of -1 - k means 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -23,15 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.program.action import ActionKind
-from simplan.program.program import ACTION_KINDS, MemoryEffect, OpColumns, Work
+from simplan.program.program import ACTION_KINDS, Excess, MemoryEffect, Message, OpColumns, Work
+from simplan.spec.layer import CollectiveKind
 
-__all__ = ["ActionTemplate", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
+__all__ = ["ActionTemplate", "Meeting", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
 
 
 class OpIndex(int):
     """Index of an operation: relative to the first one of the action that is lowered, or a symbol, negative."""
 
     __slots__ = ()
+
+
+class Meeting(NamedTuple):
+    """Ranks that take part in something together.
+
+    Attributes:
+        what: The stream of a collective, or which of the messages between two ranks.
+        ranks: Those that are written out.
+        sends: It is a message from one rank to another.
+    """
+
+    what: Hashable
+    ranks: tuple[int, ...]
+    sends: bool = False
 
 
 class TemplateRow(NamedTuple):
@@ -84,16 +100,16 @@ class ProgramBuilder:
 
     Attributes:
         num_ops: Operations so far.
-        rank: The rank to which templates are added.
     """
 
     def __init__(self) -> None:
-        self.rank = 0
         self._names: dict[str, int] = {}
         self._works: list[tuple[Work, ...]] = []
         self._work_of: dict[int, int] = {}
         self._memory: dict[tuple[MemoryEffect, ...], int] = {(): 0}
-        self._meetings: dict[Hashable, int] = {}
+        self._meetings: dict[Meeting, int] = {}
+        self._met: list[Meeting] = []
+        self._moved: dict[tuple[int, int], int] = {}  # by work and by how much higher a rank is, its work
         self._shapes: dict[Hashable, int] = {}
         self._structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
@@ -102,10 +118,21 @@ class ProgramBuilder:
     def restart(self) -> None:
         """Forgets what was stamped, and keeps templates and names."""
         self.num_ops = 0
-        # by stamped template: first row, operations, stage, microbatch and rank; then the indices that it may wait for
-        self._stamped: list[tuple[int, int, int, int, int]] = []
+        self._ranks: list[_RankStart] = []
+        # by stamped template: first row, operations, stage and microbatch; then the indices that it may wait for
+        self._stamped: list[tuple[int, int, int, int]] = []
         self._inputs: list[int] = []
         self._num_inputs: list[int] = []
+
+    def start(self, rank: int, above: int, width: int) -> None:
+        """What is stamped from here on is of a rank.
+
+        Args:
+            rank: The rank.
+            above: How much higher it is than the rank of the templates.
+            width: Ranks of a pipeline stage.
+        """
+        self._ranks.append(_RankStart(self.num_ops, rank, above, width))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,11 +165,12 @@ class ProgramBuilder:
         """Number of a tuple of effects."""
         return self._memory.setdefault(effects, len(self._memory))
 
-    def meeting(self, key: Hashable) -> int:
+    def meeting(self, meeting: Meeting) -> int:
         """Number of a group that meets: even for collectives, which meet in the order of issue, odd for messages."""
-        found = self._meetings.get(key)
+        found = self._meetings.get(meeting)
         if found is None:
-            found = self._meetings[key] = 2 * len(self._meetings) + (isinstance(key, tuple) and key[0] == "send")
+            found = self._meetings[meeting] = 2 * len(self._met) + meeting.sends
+            self._met.append(meeting)
         return found
 
     def shape(self, structure: Hashable) -> int:
@@ -170,15 +198,15 @@ class ProgramBuilder:
             stage, microbatch: Of the action; -1 for no microbatch.
             inputs: The operations that its symbols stand for.
         """
-        self._stamped.append((template.first, template.num_ops, stage, microbatch, self.rank))
+        self._stamped.append((template.first, template.num_ops, stage, microbatch))
         self._inputs.extend(inputs)
         self._num_inputs.append(len(inputs))
         self.num_ops += template.num_ops
 
     def columns(self) -> OpColumns:
         """All that was stamped, written out."""
-        stamped = np.array(self._stamped, np.int64).reshape(-1, 5)
-        first_row, num_ops, of_stage, microbatch, rank = stamped.T
+        stamped = np.array(self._stamped, np.int64).reshape(-1, 4)
+        first_row, num_ops, of_stage, microbatch = stamped.T
         start = np.cumsum(num_ops) - num_ops
         # by operation: which stamped template it is of, and its row
         of = np.repeat(np.arange(len(stamped)), num_ops)
@@ -199,7 +227,9 @@ class ProgramBuilder:
         template = of[waiting]
         symbol = np.where(relative < 0, inputs_from[template] - 1 - relative, 0)
         wait = np.where(relative < 0, inputs[symbol], start[template] + relative)
-        ranks = rank[of]
+        self._among_own_ranks(work, group)
+        begins = np.array([each.first_op for each in self._ranks])
+        ranks = np.repeat([each.rank for each in self._ranks], np.diff(begins, append=self.num_ops))
         return OpColumns(
             ranks.astype(np.int32),
             stream.astype(np.int8),
@@ -214,6 +244,60 @@ class ProgramBuilder:
             wait_first,
             wait.astype(np.int32),
         )
+
+    def _among_own_ranks(self, work: NDArray[np.int32], meeting: NDArray[np.int32]) -> None:
+        """Puts the ranks that talk to a rank in the place of those that talk to the rank of its templates."""
+        ends = [each.first_op for each in self._ranks[1:]] + [self.num_ops]
+        for start, end in zip(self._ranks, ends, strict=True):
+            if start.above:
+                here = slice(start.first_op, end)
+                work[here] = _replaced(work[here], partial(self._moved_work, start))
+                meeting[here] = _replaced(meeting[here], partial(self._moved_meeting, start))
+
+    def _moved_work(self, start: _RankStart, entry: int) -> int:
+        found = self._moved.get((entry, start.above))
+        if found is None:
+            work = self._works[entry]
+            moved = tuple([_moved(part, start) for part in work])
+            same = all(one is other for one, other in zip(work, moved, strict=True))
+            found = self._moved[entry, start.above] = entry if same else self.work(moved)
+        return found
+
+    def _moved_meeting(self, start: _RankStart, number: int) -> int:
+        if number < 0:
+            return number
+        meeting = self._met[number // 2]
+        return self.meeting(meeting._replace(ranks=start.moved(meeting.ranks, sends=meeting.sends)))
+
+
+class _RankStart(NamedTuple):
+    """Where the operations of a rank begin; as of ``ProgramBuilder.start``."""
+
+    first_op: int
+    rank: int
+    above: int
+    width: int
+
+    def moved(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
+        """Ranks of one pipeline stage are those of another one then; a group of several stages has both ranks."""
+        if not sends and len({rank // self.width for rank in ranks}) > 1:
+            return ranks
+        return tuple([rank + self.above for rank in ranks])
+
+
+def _moved(part: Work, start: _RankStart) -> Work:
+    if isinstance(part, Message):
+        return part._replace(ranks=start.moved(part.ranks, sends=part.kind is CollectiveKind.SEND))
+    if isinstance(part, Excess):
+        sends = CollectiveKind.SEND
+        messages = [m._replace(ranks=start.moved(m.ranks, sends=m.kind is sends)) for m in part.messages]
+        return part._replace(messages=tuple(messages))
+    return part
+
+
+def _replaced(column: NDArray[np.int32], other: Callable[[int], int]) -> NDArray[np.int32]:
+    used, place = np.unique(column, return_inverse=True)
+    return np.array([other(entry) for entry in used.tolist()], np.int32)[place]
 
 
 _SOURCE = np.array(
