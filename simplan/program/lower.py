@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.batches import waits_for
@@ -27,13 +29,14 @@ from simplan.program.program import (
     Work,
 )
 from simplan.program.reduction import complete_gradients
-from simplan.program.rows import ALL_SENT, ActionVariant, row_entries
+from simplan.program.rows import ActionVariant, row_of_actions
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
-from simplan.program.stamping import ActionTemplate, OpIndex, ProgramBuilder, restore_state, take_state
+from simplan.program.stamping import OpIndex, ProgramBuilder, restore_state, take_state
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
+from simplan.program.walk import ActionTemplate, Walker
 from simplan.program.writer import RankWriter
 from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
@@ -208,7 +211,8 @@ class _RankLowering:
         ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.builder = builder
-        self.templates: dict[tuple[object, ...], ActionTemplate] = {}
+        self.walker = Walker()
+        self.numbers: dict[Hashable, int] = {}  # of actions that are told apart
         self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
@@ -233,41 +237,27 @@ class _RankLowering:
             row: Of this rank, or of one that is alike.
             leading: By stage of the row, the stage of this rank that stands for it.
         """
-        builder, templates = self.builder, self.templates
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
-        entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
+        actions, stage, microbatch, variant, needs, variants = row_of_actions(
+            row, self.waits, overlaps_experts=overlaps
+        )
         self.offload.start(row)
-        offloads = self.offload.expands
-        variants = [variant.at_stage(leading) for variant in variants]
-        known = [self._template_key(variant) for variant in variants]
-        received: dict[int, list[int]] = {}
-        shape, indices = self.first_shape, list[int]()
-        sent: list[int] = []
-        sent_bytes = 0
-        for number, entry in enumerate(entries):
-            inputs, held = indices, 0
-            if entry.needs >= 0:
-                arrived = received.pop(entry.needs, None)
-                inputs = [*indices, *arrived] if arrived else indices
-            elif entry.needs == ALL_SENT:
-                inputs, held = [*indices, *sent], sent_bytes
-            # what is offloaded is known by its microbatch
-            key = (shape, known[entry.variant], len(inputs), held, entry.microbatch if offloads else 0)
-            template = templates.get(key)
-            if template is None:
-                variant = variants[entry.variant]
-                action = variant.action._replace(microbatch=entry.action.microbatch)
-                template = self._lowered(action, shape, len(inputs) - len(indices), held, variant)
-                templates[key] = template
-            start = builder.num_ops
-            builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
-            if template.received:
-                received[number] = [start + index for index in template.received]
-            if template.sent:
-                sent += [start + index for index in template.sent]
-                sent_bytes += template.sent_bytes
-            shape = template.next_shape
-            indices = [start + index if index >= 0 else inputs[-1 - index] for index in template.next_indices]
+        leaders = [each.at_stage(leading) for each in variants]
+        numbers = [self._number(self._template_key(each)) for each in leaders]
+        kinds = np.array(numbers, np.int64)[variant]
+        if self.offload.expands:  # what is offloaded is known by its microbatch
+            kinds = np.array([self._number(pair) for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
+
+        def lowered(place: int, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+            of = leaders[variant[place]]
+            action = of.action._replace(microbatch=actions[place].microbatch)
+            return self._lowered(action, shape, num_inputs, sent_bytes, of)
+
+        walked = self.walker.run(kinds, needs, (self.first_shape, self.builder.num_ops), lowered)
+        self.builder.stamp(walked, stage, microbatch)
+
+    def _number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """What tells templates of actions apart, besides the state in which the rank comes to them."""

@@ -3,8 +3,8 @@
 What an action of a rank becomes depends on its kind and stage and on where its rank stands: what the next computation
 waits for, what is gathered or still under way. Two forwards of a stage that find their rank in the same state become
 the same operations, only later. So an action is lowered once for each state in which its rank comes to it, into an
-``ActionTemplate`` whose waits are relative, and a rank's row is then a list of templates. numpy writes out all of them
-at once (``ProgramBuilder.columns``).
+``ActionTemplate`` whose waits are relative, and a rank's row is then a list of templates (``simplan.program.walk``).
+numpy writes out all of them at once (``ProgramBuilder.columns``).
 
 The state of a rank is held by the objects that lower it: each names the attributes that change in ``STATE``. Their
 indices of operations (``OpIndex``) are taken out and kept beside the rest, the *shape*, which is all that decides what
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -25,9 +24,10 @@ from numpy.typing import NDArray
 
 from simplan.program.action import ActionKind
 from simplan.program.program import ACTION_KINDS, Excess, MemoryEffect, Message, OpColumns, Work
+from simplan.program.walk import Integers, Walked
 from simplan.spec.layer import CollectiveKind
 
-__all__ = ["ActionTemplate", "Meeting", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
+__all__ = ["Meeting", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
 
 
 class OpIndex(int):
@@ -72,29 +72,6 @@ class TemplateRow(NamedTuple):
     waits: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ActionTemplate:
-    """An action as it is lowered in one state of its rank.
-
-    Attributes:
-        first: Where its rows begin among all rows of the builder.
-        num_ops: Its operations.
-        next_shape: Shape of the state that it leaves.
-        next_indices: Indices of that state: relative ones, or symbols of the state before.
-        received: Operations among these that receive something for the forward or backward that follows.
-        sent: Those that send something.
-        sent_bytes: What sending holds until the end of the step.
-    """
-
-    first: int
-    num_ops: int
-    next_shape: int
-    next_indices: tuple[int, ...]
-    received: tuple[int, ...]
-    sent: tuple[int, ...]
-    sent_bytes: int
-
-
 class ProgramBuilder:
     """Collects templates and the order in which ranks run them.
 
@@ -119,10 +96,10 @@ class ProgramBuilder:
         """Forgets what was stamped, and keeps templates and names."""
         self.num_ops = 0
         self._ranks: list[_RankStart] = []
-        # by stamped template: first row, operations, stage and microbatch; then the indices that it may wait for
-        self._stamped: list[tuple[int, int, int, int]] = []
-        self._inputs: list[int] = []
-        self._num_inputs: list[int] = []
+        # by row, of stamped templates: first row, operations, stage and microbatch; then what each may wait for
+        self._stamped: list[tuple[Integers, Integers, Integers, Integers]] = []
+        self._inputs: list[Integers] = []
+        self._num_inputs: list[Integers] = []
 
     def start(self, rank: int, above: int, width: int) -> None:
         """What is stamped from here on is of a rank.
@@ -190,26 +167,24 @@ class ProgramBuilder:
         self._rows.extend(rows)
         return len(self._rows) - len(rows)
 
-    def stamp(self, template: ActionTemplate, stage: int, microbatch: int, inputs: Sequence[int]) -> None:
-        """Adds a template to the rank.
+    def stamp(self, walked: Walked, stage: Integers, microbatch: Integers) -> None:
+        """Adds a row to the rank.
 
         Args:
-            template: What to add.
-            stage, microbatch: Of the action; -1 for no microbatch.
-            inputs: The operations that its symbols stand for.
+            walked: Its templates, and what they may wait for.
+            stage, microbatch: ``(actions,)`` Of its actions; -1 for no microbatch.
         """
-        self._stamped.append((template.first, template.num_ops, stage, microbatch))
-        self._inputs.extend(inputs)
-        self._num_inputs.append(len(inputs))
-        self.num_ops += template.num_ops
+        self._stamped.append((walked.first, walked.num_ops, stage, microbatch))
+        self._inputs.append(walked.inputs)
+        self._num_inputs.append(walked.num_inputs)
+        self.num_ops += int(walked.num_ops.sum())
 
     def columns(self) -> OpColumns:
         """All that was stamped, written out."""
-        stamped = np.array(self._stamped, np.int64).reshape(-1, 4)
-        first_row, num_ops, of_stage, microbatch = stamped.T
+        first_row, num_ops, of_stage, microbatch = map(np.concatenate, zip(*self._stamped, strict=True))
         start = np.cumsum(num_ops) - num_ops
         # by operation: which stamped template it is of, and its row
-        of = np.repeat(np.arange(len(stamped)), num_ops)
+        of = np.repeat(np.arange(len(num_ops)), num_ops)
         row = np.arange(self.num_ops) + (first_row - start)[of]
         stream, kind, name, stage, action, has_microbatch, work, memory, group = (
             np.array([each[column] for each in self._rows], np.int32)[row] for column in range(9)
@@ -222,7 +197,8 @@ class ProgramBuilder:
         wait_first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[row])])
         waiting = np.repeat(np.arange(self.num_ops), counts[row])
         relative = waits[np.arange(wait_first[-1]) + (waits_from[row] - wait_first[:-1])[waiting]]
-        inputs, num_inputs = np.array([*self._inputs, 0], np.int64), np.array(self._num_inputs, np.int64)
+        inputs = np.concatenate([*self._inputs, np.zeros(1, np.int64)])
+        num_inputs = np.concatenate(self._num_inputs)
         inputs_from = np.cumsum(num_inputs) - num_inputs
         template = of[waiting]
         symbol = np.where(relative < 0, inputs_from[template] - 1 - relative, 0)
@@ -296,8 +272,10 @@ def _moved(part: Work, start: _RankStart) -> Work:
 
 
 def _replaced(column: NDArray[np.int32], other: Callable[[int], int]) -> NDArray[np.int32]:
-    used, place = np.unique(column, return_inverse=True)
-    return np.array([other(entry) for entry in used.tolist()], np.int32)[place]
+    others = np.bincount(1 + column).astype(np.int32)
+    used = np.flatnonzero(others)
+    others[used] = [other(entry - 1) for entry in used.tolist()]
+    return others[1 + column]
 
 
 _SOURCE = np.array(
