@@ -13,8 +13,8 @@ comes next. While an action is lowered they are symbols: a wait of -1 - k means 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -309,7 +309,7 @@ def _meetings(
 def take_state(objects: Sequence[Any]) -> tuple[Hashable, list[int]]:
     """The state of objects: its shape, and the indices of operations in it, in order."""
     indices: list[int] = []
-    shape = tuple(_taken(getattr(each, name), indices) for each in objects for name in each.STATE)
+    shape = tuple([_taken(getattr(each, name), indices) for each in objects for name in each.STATE])
     return shape, indices
 
 
@@ -329,31 +329,35 @@ def restore_state(objects: Sequence[Any], shape: Hashable) -> int:
 
 
 _INDEX = ("index",)
+_PLAIN = frozenset((int, bool, str, type(None)))
 
 
 def _taken(value: Any, indices: list[int]) -> Hashable:
-    if isinstance(value, OpIndex):
+    kind = type(value)
+    if kind is OpIndex:
         indices.append(int(value))
         return _INDEX
-    if isinstance(value, dict):
-        return dict, tuple((key, _taken(each, indices)) for key, each in value.items())
-    if isinstance(value, list | deque | tuple):
-        return type(value), tuple(_taken(each, indices) for each in value)
-    if isinstance(value, set):
+    if kind in _PLAIN or isinstance(value, Enum):
+        plain: Hashable = value
+        return plain
+    if kind is dict:
+        return dict, tuple([(key, _taken(each, indices)) for key, each in value.items()])
+    if kind is set:
         return set, frozenset(value)
-    hashable: Hashable = value
-    return hashable
+    return kind, tuple([_taken(each, indices) for each in value])  # a list, a deque or a tuple
 
 
 def _restored(shape: Any, symbols: Iterator[OpIndex]) -> Any:
     if shape is _INDEX:
         return next(symbols)
-    if not isinstance(shape, tuple):
+    if type(shape) is not tuple:
         return shape
     kind, values = shape
-    if kind is dict:
-        return {key: _restored(each, symbols) for key, each in values}
     if kind is set:
         return set(values)
+    if kind is dict:
+        return {key: _restored(each, symbols) for key, each in values}
     items = [_restored(each, symbols) for each in values]
+    if kind is list:
+        return items
     return kind(*items) if hasattr(kind, "_fields") else kind(items)

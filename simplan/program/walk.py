@@ -8,7 +8,7 @@ in machine code.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ _LONG_ROW = 5_000
 """Actions from which on the interpreter (10 microseconds for each, in many rows) is slower than importing numba."""
 _MOST_NEEDED = 4
 """One more than the messages that a forward or backward ever needs."""
-_PLACE, _SHAPE, _USED, _OPS, _HELD = range(5)
+_ACTION, _NEEDS, _TEMPLATE, _BEGINS, _INPUTS = range(5)  # of an action of a row
+_FIRST, _NUM_OPS, _NEXT_SHAPE, _ITEMS, _NUM_NEXT, _NUM_RECEIVED, _NUM_SENT, _SENT_BYTES, _EARLIER, _CODE = range(10)
 
 
 class ActionTemplate(NamedTuple):
@@ -69,13 +70,14 @@ class Walker:
     """The automaton of a rank and of all ranks that are alike."""
 
     def __init__(self) -> None:
-        self._templates: list[ActionTemplate] = []
-        self._longest = 0  # most indices that a state has
-        self._num_ops, self._next_shape = _Growing(), _Growing()
-        self._next, self._received = _Lists(), _Lists()
-        # by shape the last template that was lowered in it; by template the one before, and its action and messages
-        self._latest, self._earlier, self._codes = _Growing(), _Growing(), _Growing()
-        self._ends: dict[tuple[int, int, int, int], int] = {}  # by the same and what sending holds
+        # By template: numbers of an ``ActionTemplate``, whose indices are so many of ``_items`` from one on, then the
+        # template that was lowered before it in the same state, and its action with the messages that it needs.
+        self._templates = np.zeros((64, 10), np.int64)
+        self._items = np.zeros(256, np.int64)
+        self._num_templates = self._num_items = 0
+        self._latest = np.full(64, -1)  # by shape, the last template that was lowered in it
+        self._longest = 1  # most indices that a state has
+        self._ends: dict[tuple[int, int, int, int], int] = {}  # templates of what needs all that was sent
 
     def run(
         self,
@@ -94,152 +96,109 @@ class Walker:
                 messages it needs something, and what sending holds.
         """
         count = len(actions)
-        template, begins, inputs_from = np.zeros((3, count), np.int64)
-        inputs, state = np.empty(16 * count + 64, np.int64), np.empty(64, np.int64)
+        row = np.stack([actions, needs, *np.zeros((3, count), np.int64)])
+        inputs, state = np.empty(16 * count + 64, np.int64), np.empty(self._longest, np.int64)
         at = np.array([0, start[0], 0, start[1], 0])  # actions walked, shape, inputs used, operations, length of state
         walk = _compiled() if "numba" in sys.modules or count >= _LONG_ROW else _walk
         while True:
-            if len(state) < self._longest:
-                state = np.resize(state, self._longest)
-            walk(
-                actions, needs, template, begins, inputs_from, inputs, state, at, self._latest.values,
-                self._earlier.values, self._codes.values, self._num_ops.values, self._next_shape.values,
-                self._next.first.values, self._next.values.values, self._received.first.values,
-                self._received.values.values,
-            )  # fmt: skip
-            place, shape, used, _, held = at.tolist()
+            state = state if len(state) >= self._longest else np.resize(state, self._longest)
+            walk(row, inputs, state, at, self._latest, self._templates, self._items)
+            place, shape, used, ops, held = at.tolist()
             if place == count:
                 break
-            action, room = int(actions[place]), len(inputs) - used - held - _MOST_NEEDED
-            if needs[place] == ALL_SENT:
-                given = np.concatenate([state[:held], self._all_sent(template[:place], begins)])
-                sent_bytes = int(self._column("sent_bytes")[template[:place]].sum())
+            action, needed = row[:_TEMPLATE, place].tolist()
+            if used + held + _MOST_NEEDED > len(inputs):
+                inputs = np.concatenate([inputs, np.empty_like(inputs)])
+            elif needed != ALL_SENT:
+                num_needed = int(self._templates[row[_TEMPLATE, needed], _NUM_RECEIVED]) if needed >= 0 else 0
+                self._add(lowered(place, shape, num_needed, 0), shape, action * _MOST_NEEDED + num_needed)
+            else:
+                taken = self._templates[row[_TEMPLATE, :place]]
+                given, sent_bytes = self._all_sent(taken, row[_BEGINS, :place]), int(taken[:, _SENT_BYTES].sum())
                 key = shape, action, len(given), sent_bytes
                 if key not in self._ends:
-                    self._ends[key] = self._add(lowered(place, shape, len(given) - held, sent_bytes))
+                    self._ends[key] = self._add(lowered(place, shape, len(given), sent_bytes))
+                number = self._ends[key]
+                given = np.concatenate([state[:held], given])
+                row[_TEMPLATE:, place] = number, ops, used
                 inputs = np.concatenate([inputs[:used], given, np.empty(16 * (count - place) + 64, np.int64)])
-                state = self._end(self._ends[key], given, (template, begins, inputs_from), at)
-            elif room < 0:
-                inputs = np.concatenate([inputs, np.empty_like(inputs)])
-            else:
-                num_needed = len(self._templates[template[needs[place]]].received) if needs[place] >= 0 else 0
-                made = self._add(lowered(place, shape, num_needed, 0))
-                self._leads(shape, action, num_needed, made)
-        return Walked(
-            self._column("first")[template],
-            self._num_ops.values[template],
-            inputs[:used],
-            np.diff(inputs_from, append=used),
-        )
+                state = self._after(number, given, ops)
+                template = self._templates[number]
+                at[:] = place + 1, template[_NEXT_SHAPE], used + len(given), ops + template[_NUM_OPS], len(state)
+        taken = self._templates[row[_TEMPLATE]]
+        return Walked(taken[:, _FIRST], taken[:, _NUM_OPS], inputs[:used], np.diff(row[_INPUTS], append=used))
 
-    def _column(self, name: str) -> Integers:
-        return np.array([getattr(each, name) for each in self._templates], np.int64)
+    def _add(self, template: ActionTemplate, shape: int = 0, code: int = -1) -> int:
+        """Adds a template; from now on an action with a code leads from a state to it."""
+        number, begin = self._num_templates, self._num_items
+        *numbers, nexts, received, sent, sent_bytes = template
+        items = (*nexts, *received, *sent)
+        self._num_templates, self._num_items = number + 1, begin + len(items)
+        self._longest = max(self._longest, len(nexts))
+        self._templates, self._items = _with_room(self._templates, number), _with_room(self._items, self._num_items)
+        self._items[begin : self._num_items] = items
+        self._latest = _with_room(self._latest, shape)
+        earlier = -1
+        if code >= 0:
+            earlier, self._latest[shape] = self._latest[shape], number
+        self._templates[number] = *numbers, begin, len(nexts), len(received), len(sent), sent_bytes, earlier, code
+        return number
 
-    def _add(self, template: ActionTemplate) -> int:
-        self._num_ops.extend([template.num_ops])
-        self._next_shape.extend([template.next_shape])
-        self._next.append(template.next_indices)
-        self._received.append(template.received)
-        self._templates.append(template)
-        self._longest = max(self._longest, len(template.next_indices))
-        return len(self._templates) - 1
+    def _all_sent(self, taken: Integers, begins: Integers) -> Integers:
+        """Indices of all sends of some actions, in order."""
+        counts = taken[:, _NUM_SENT]
+        of = np.repeat(np.arange(len(taken)), counts)
+        first = (taken[:, _ITEMS] + taken[:, _NUM_NEXT] + taken[:, _NUM_RECEIVED] - (np.cumsum(counts) - counts))[of]
+        return begins[of] + self._items[first + np.arange(len(of))]
 
-    def _leads(self, shape: int, action: int, num_needed: int, template: int) -> None:
-        """From now on an action leads from a state to a template."""
-        self._latest.extend([-1] * (1 + shape - self._latest.size))
-        self._earlier.extend([-1] * (template - self._earlier.size) + [int(self._latest.values[shape])])
-        self._codes.extend([-1] * (template - self._codes.size) + [action * _MOST_NEEDED + num_needed])
-        self._latest.values[shape] = template
-
-    def _all_sent(self, templates: Integers, begins: Integers) -> Integers:
-        sent = [
-            begins[place] + index
-            for place, number in enumerate(templates.tolist())
-            for index in self._templates[number].sent
-        ]
-        return np.array(sent, np.int64)
-
-    def _end(self, number: int, given: Integers, row: tuple[Integers, Integers, Integers], at: Integers) -> Integers:
-        """Takes a template that needs all that was sent; gives the state after it."""
-        template = self._templates[number]
-        place = at[_PLACE]
-        for column, value in zip(row, (number, at[_OPS], at[_USED]), strict=True):
-            column[place] = value
-        nexts = np.array(template.next_indices, np.int64)
-        symbols = np.minimum(nexts, -1)
-        state = np.where(nexts < 0, np.append(given, 0)[-1 - symbols], at[_OPS] + nexts)
-        at += 1, template.next_shape - at[_SHAPE], len(given), template.num_ops, len(nexts) - at[_HELD]
-        return np.append(state, 0)  # never empty
+    def _after(self, number: int, given: Integers, ops: int) -> Integers:
+        """The state after a template with these inputs."""
+        begin, num_next = self._templates[number, [_ITEMS, _NUM_NEXT]]
+        nexts = self._items[begin : begin + num_next]
+        return np.array([ops + index if index >= 0 else given[-1 - index] for index in nexts.tolist()], np.int64)
 
 
-class _Growing:
-    """Integers, in an array with room for more."""
-
-    def __init__(self) -> None:
-        self.values, self.size = np.full(64, -1), 0
-
-    def extend(self, numbers: Sequence[int]) -> None:
-        end = self.size + len(numbers)
-        if end > len(self.values):
-            self.values = np.concatenate([self.values, np.full(end, -1)])
-        self.values[self.size : end] = numbers
-        self.size = end
-
-
-class _Lists:
-    """Lists of integers, one after the other; ``first`` says where each begins, and the next one."""
-
-    def __init__(self) -> None:
-        self.first, self.values = _Growing(), _Growing()
-        self.first.extend([0])
-
-    def append(self, numbers: Sequence[int]) -> None:
-        self.values.extend(numbers)
-        self.first.extend([self.values.size])
+def _with_room(array: Integers, place: int) -> Integers:
+    """The array, or a larger one that has a place."""
+    if place < len(array):
+        return array
+    return np.concatenate([array, np.full((place + 1, *array.shape[1:]), -1)])
 
 
 def _walk(
-    actions: Integers,
-    needs: Integers,
-    template: Integers,
-    begins: Integers,
-    inputs_from: Integers,
+    row: Integers,
     inputs: Integers,
     state: Integers,
     at: Integers,
     latest: Integers,
-    earlier: Integers,
-    codes: Integers,
-    num_ops: Integers,
-    next_shape: Integers,
-    next_first: Integers,
-    next_indices: Integers,
-    received_first: Integers,
-    received: Integers,
+    templates: Integers,
+    items: Integers,
 ) -> None:
     """Takes templates until one is not known yet, all that was sent is needed, or there is no more room."""
     place, shape, used, ops, held = at
-    while place < len(actions) and needs[place] != ALL_SENT and used + held + _MOST_NEEDED <= len(inputs):
-        inputs[used : used + held] = state[:held]
-        needed, end = needs[place], used + held
+    while place < row.shape[1] and used + held + _MOST_NEEDED <= len(inputs):
+        needed, end = row[_NEEDS, place], used + held
+        if needed == ALL_SENT:
+            break
+        inputs[used:end] = state[:held]
         if needed >= 0:
-            sender = template[needed]
-            for index in range(received_first[sender], received_first[sender + 1]):
-                inputs[end] = begins[needed] + received[index]
+            sender = row[_TEMPLATE, needed]
+            first = templates[sender, _ITEMS] + templates[sender, _NUM_NEXT]
+            for index in range(first, first + templates[sender, _NUM_RECEIVED]):
+                inputs[end] = row[_BEGINS, needed] + items[index]
                 end += 1
-        code = actions[place] * _MOST_NEEDED + end - used - held
+        code = row[_ACTION, place] * _MOST_NEEDED + end - used - held
         number = latest[shape] if shape < len(latest) else -1
-        while number >= 0 and codes[number] != code:
-            number = earlier[number]
+        while number >= 0 and templates[number, _CODE] != code:
+            number = templates[number, _EARLIER]
         if number < 0:
             break
-        template[place], begins[place], inputs_from[place] = number, ops, used
-        held = 0
-        for place_of_index in range(next_first[number], next_first[number + 1]):
-            index = next_indices[place_of_index]
-            state[held] = ops + index if index >= 0 else inputs[used - 1 - index]
-            held += 1
-        shape, used, ops, place = next_shape[number], end, ops + num_ops[number], place + 1
+        row[_TEMPLATE, place], row[_BEGINS, place], row[_INPUTS, place] = number, ops, used
+        first, held = templates[number, _ITEMS], templates[number, _NUM_NEXT]
+        for nth in range(held):
+            index = items[first + nth]
+            state[nth] = ops + index if index >= 0 else inputs[used - 1 - index]
+        shape, used, ops, place = templates[number, _NEXT_SHAPE], end, ops + templates[number, _NUM_OPS], place + 1
     at[0], at[1], at[2], at[3], at[4] = place, shape, used, ops, held
 
 
