@@ -17,11 +17,11 @@ from simplan.prediction import Prediction, Term
 from simplan.program.check import check_table
 from simplan.program.executable import check_executable
 from simplan.program.uncollected import uncollected
+from simplan.rules import check_job
 from simplan.sim.engine import timeline
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.plan import StageAssignment
 from simplan.spec.recompute import recomputation, recompute_of
-from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_own_schedule
 
 __all__ = ["predict", "recomputed_share"]
@@ -40,7 +40,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
         SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
         NotModelledError: The plan asks for what simplan does not model.
     """
-    check_plan(job)
+    check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
     step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))
