@@ -48,7 +48,7 @@ def accuracy() -> list[Row]:
         measured_s = [seconds for run in runs[case.name] for seconds in run.step_times_s]
         middle_s, truth_s = statistics.median(predicted_s), statistics.median(measured_s)
         error = middle_s / truth_s - 1
-        compared = [compare(p.to_json(), run) for p, run in zip(predictions, runs[case.name], strict=True)]
+        compared = [compare(p, run) for p, run in zip(predictions, runs[case.name], strict=True)]
         structures += [comparison.structure_equal for comparison in compared]
         if case.num_ranks == 2:
             errors.append(error)

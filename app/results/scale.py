@@ -11,7 +11,7 @@ from typing import Any
 from app.state import document_text
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.predict import Resource, marginal_values, predict, simulate_again
+from simplan.predict import Resource, marginal_values, predict_step
 from simplan.predict.sensitivity import MarginalValue, improved
 from simplan.predict.step_summary import summarize_step
 from simplan.scenario import Scenario, parse_scenario
@@ -192,8 +192,7 @@ def worth(text: str) -> tuple[MarginalValue, ...]:
         SpecError: The scenario is wrong, or its ranks share cores.
     """
     asked = _own_devices(text)
-    prediction = predict(asked.job, name=asked.name)
-    return marginal_values(prediction, simulate_again(prediction))
+    return marginal_values(*predict_step(asked.job, name=asked.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +222,7 @@ def slow_ranks(text: str, slower: float) -> tuple[SlowRank, ...]:
         SpecError: The scenario is wrong, or its ranks share cores.
     """
     asked = _own_devices(text)
-    prediction = predict(asked.job, name=asked.name)
-    simulated = simulate_again(prediction)
+    _, simulated = predict_step(asked.job, name=asked.name)
     program = simulated.program
     before_s = simulated.times.step_time_s
     durations_s = [

@@ -42,12 +42,12 @@ def predict_command(
     """``simplan predict``."""
     scenario = load_scenario(file)
     calibration = _calibration_for(scenario, calibration_file)
-    prediction = scenario.predict(calibration)
+    prediction, simulated = scenario.predict_step(calibration)
     document = prediction.to_json()
     if output is not None:
         write_json(output, document)
     if trace is not None:
-        write_predicted_trace(trace, prediction, calibration)
+        write_predicted_trace(trace, prediction, simulated)
     if as_json:
         print_json(document)
         return 0
@@ -88,7 +88,7 @@ def trace_command(file: Path, *, as_json: bool, output: Path | None, calibration
         raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
     scenario = load_scenario(file)
     calibration = _calibration_for(scenario, calibration_file)
-    document = predicted_trace(scenario.predict(calibration), calibration)
+    document = predicted_trace(*scenario.predict_step(calibration))
     if output is not None:
         write_json(output, document)
         say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")

@@ -16,7 +16,7 @@ from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError, Problem, RunError
 from simplan.io import read_model, write_json, write_model
-from simplan.predict import run_spec_of
+from simplan.predict import run_spec_of, simulate_again
 from simplan.prediction import Prediction
 from simplan.program.checkpoint import Checkpointing
 from simplan.program.measurement import Measurement
@@ -125,7 +125,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         RunError: Ranks failed or hung.
     """
     with refusing_for_all(options.nodes):
-        prediction = scenario.predict(calibration)
+        prediction, simulated = scenario.predict_step(calibration)
         job = run_spec_of_scenario(scenario, prediction, options)
         on_fewer = _predictions_on_fewer(scenario, calibration, options)
         job = job.model_copy(update={"fewer_nodes": fewer_nodes(on_fewer)})
@@ -133,7 +133,8 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
     write_json(folder / "prediction.json", prediction.to_json())
-    write_predicted_trace(folder / "predicted.trace.json", prediction, calibration)
+    write_predicted_trace(folder / "predicted.trace.json", prediction, simulated)
+    del simulated  # it is large, and a run is long
     for number, other in on_fewer.items():
         write_json(folder / f"prediction.{number}-nodes.json", other.to_json())
     write_model(job_file, job)
@@ -154,8 +155,8 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     for number, other in on_fewer.items():
         if measurement.job.plan == other.job.plan:
             prediction, prediction_file = other, folder / f"prediction.{number}-nodes.json"
-            write_predicted_trace(folder / "predicted.trace.json", prediction, calibration)
-    comparison = compare(prediction.to_json(), measurement)
+            write_predicted_trace(folder / "predicted.trace.json", other, simulate_again(other, calibration))
+    comparison = compare(prediction, measurement)
     write_json(folder / "comparison.json", comparison.to_json())
     write_measured_trace(folder / "measured.trace.json", measurement)
     return Outcome(prediction, measurement, comparison, folder, prediction_file)

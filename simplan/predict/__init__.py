@@ -2,7 +2,7 @@
 
 from simplan.predict.build import build_program, cost_model, folding_of, sharing_of
 from simplan.predict.critical_path import CriticalPath, critical_path
-from simplan.predict.evaluate import predict
+from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.run_spec import run_spec_of
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
@@ -19,6 +19,7 @@ __all__ = [
     "folding_of",
     "marginal_values",
     "predict",
+    "predict_step",
     "rank_memory",
     "run_spec_of",
     "sharing_of",

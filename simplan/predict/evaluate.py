@@ -11,7 +11,7 @@ from simplan.job import Job
 from simplan.predict.assumptions import assumptions
 from simplan.predict.build import expands_all, folding_of
 from simplan.predict.packing import attention_s, packing_assumptions
-from simplan.predict.simulated import interval_s, moved_durations_s
+from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
 from simplan.program.check import check_table
@@ -24,10 +24,9 @@ from simplan.spec.plan import StageAssignment
 from simplan.spec.recompute import recomputation, recompute_of
 from simplan.spec.schedules import is_own_schedule
 
-__all__ = ["predict", "recomputed_share"]
+__all__ = ["predict", "predict_step", "recomputed_share"]
 
 
-@uncollected()
 def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
     """Predicts time and memory of one optimizer step.
 
@@ -39,6 +38,21 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
     Raises:
         SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
         NotModelledError: The plan asks for what simplan does not model.
+    """
+    return predict_step(job, name=name, calibration=calibration)[0]
+
+
+@uncollected()
+def predict_step(
+    job: Job, *, name: str = "scenario", calibration: Calibration | None = None
+) -> tuple[Prediction, Simulated]:
+    """A prediction, and the simulated step that it was read off, as ``simulate_again`` makes it; that is large.
+
+    Args:
+        job, name, calibration: As of ``predict``.
+
+    Raises:
+        SpecError, NotModelledError: As of ``predict``.
     """
     check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
@@ -61,7 +75,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
         None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
         for full in (False, True)
     )
-    return Prediction(
+    prediction = Prediction(
         name=name,
         job=job,
         assignment=step.assignment,
@@ -87,6 +101,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
             *_truncation_assumptions(extent),
         ),
     )
+    return prediction, simulated
 
 
 def _truncation_assumptions(extent: Extent) -> tuple[str, ...]:

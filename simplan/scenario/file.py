@@ -28,7 +28,7 @@ from simplan.document import Document, Place
 from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
-from simplan.predict import predict
+from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.problems import Path as ProblemPath
 from simplan.problems import find_place, in_file_order
@@ -81,8 +81,19 @@ class Scenario:
         Raises:
             SpecError: As ``simplan.predict.predict``, with the scenario's file.
         """
+        return self.predict_step(calibration)[0]
+
+    def predict_step(self, calibration: Calibration | None = None) -> tuple[Prediction, Simulated]:
+        """The same with the simulated step behind it, for whoever draws it.
+
+        Args:
+            calibration: As of ``predict``.
+
+        Raises:
+            SpecError: As ``predict``.
+        """
         try:
-            return predict(self.job, name=self.name, calibration=calibration)
+            return predict_step(self.job, name=self.name, calibration=calibration)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
 
