@@ -40,7 +40,7 @@ else:
 if schedule != "none":
     fields |= {"schedule": schedule, "virtual_stages": 3 if schedule == "interleaved_1f1b" else 1}
 replicas = cluster.num_devices // (fields.get("tp", 1) * fields.get("pp", 1))
-sharded = framework == "torch" and schedule == "interleaved_1f1b"  # DistributedDataParallel has one stage a rank
+sharded = framework in ("torch", "torchtitan") and schedule == "interleaved_1f1b"  # DistributedDataParallel has one stage a rank
 fields |= {"dp_shard": replicas, "zero_stage": 2} if sharded else {"dp_replicate": replicas}
 plan, software = ParallelPlan(**fields), catalogue.software(framework)
 try:
@@ -69,9 +69,16 @@ _GOALS_S = {
     "gpt3-175b torch 1f1b": 0.25,
     "gpt3-175b megatron-lm-2022 1f1b": 0.25,
     "gpt3-175b megatron-core 1f1b": 0.25,
+    "gpt3-175b megatron-deepspeed 1f1b": 0.25,
+    "gpt3-175b megatron-bridge 1f1b": 0.25,
+    "gpt3-175b nemo 1f1b": 0.25,
+    "gpt3-175b maxtext 1f1b": 0.25,
     "gpt3-175b torch interleaved_1f1b": 0.5,
+    "gpt3-175b torchtitan interleaved_1f1b": 0.5,
     "gpt3-175b megatron-lm-2022 interleaved_1f1b": 0.5,
     "gpt3-175b megatron-core interleaved_1f1b": 0.5,
+    "gpt3-175b megatron-bridge interleaved_1f1b": 0.5,
+    "gpt3-175b nemo interleaved_1f1b": 0.5,
     "llama3.1-405b megatron-core 1f1b": 0.5,
     "deepseek-moe-16b megatron-core none": 0.05,
 }

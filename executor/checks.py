@@ -10,22 +10,26 @@ import torch
 
 from executor.recompute_rules import unmodelled_recompute
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
 from simplan.program.executable import check_executable
 from simplan.program.run_spec import RunSpec
-from simplan.spec.adapter_rules import adapter_task_rules, unmodelled_adapters
-from simplan.spec.compile_rules import unmodelled_compilation
-from simplan.spec.convolution_rules import unmodelled_convolutions
-from simplan.spec.expert_rules import unmodelled_expert_parallelism
-from simplan.spec.low_precision_rules import low_precision_sizes, unmodelled_low_precision
-from simplan.spec.model_rules import model_rules
-from simplan.spec.offload_rules import unmodelled_offload
-from simplan.spec.optimizer_rules import unmodelled_optimizers
-from simplan.spec.parallel_rules import parallel_rules, unmodelled_splits
+from simplan.rules import RULES, violations
+from simplan.spec import catalogue
 
 __all__ = ["check_job", "check_rehearsal", "runs_on_cuda"]
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by precision, the dtype of a job
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
+
+
+_OF_PLAN = [rule for rule in RULES if not rule.reads_cluster]
+_COULD_NOT_BE = [rule for rule in _OF_PLAN if rule.modelled]
+_NOT_MODELLED = [rule for rule in _OF_PLAN if not rule.modelled]
+
+
+def _asked(job: RunSpec) -> Job:
+    """As rules take it; which cluster it was planned for does not matter to those that are asked here."""
+    return Job(job.model, catalogue.cluster("this-machine", 1), job.training, job.plan, job.software)
 
 
 def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
@@ -41,7 +45,7 @@ def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
             fit each other.
         ProgramError: The table is one that torch would run wrongly or not at all.
     """
-    not_modelled = list(_not_modelled(job))
+    not_modelled = [*violations(_asked(job), _NOT_MODELLED), *_not_modelled(job)]
     if not_modelled:
         raise NotModelledError(not_modelled)
     num_ranks = num_local_ranks or job.plan.num_devices
@@ -63,7 +67,7 @@ def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
         NotModelledError, SpecError, ProgramError: As ``check_job``, however many ranks the job has; there is no such
             rank, or no such device here.
     """
-    not_modelled = [*_not_modelled(job), *_compiled_rehearsal(job, fake=fake)]
+    not_modelled = [*violations(_asked(job), _NOT_MODELLED), *_not_modelled(job), *_compiled_rehearsal(job, fake=fake)]
     if not_modelled:
         raise NotModelledError(not_modelled)
     problems = [*_inconsistent(job), *_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
@@ -79,13 +83,6 @@ def runs_on_cuda(job: RunSpec, num_local_ranks: int) -> bool:
 
 def _not_modelled(job: RunSpec) -> Iterator[Problem]:
     plan, training = job.plan, job.training
-    yield from unmodelled_splits(job.model, plan)
-    yield from unmodelled_convolutions(job.model, training, plan)
-    yield from unmodelled_expert_parallelism(job.model, plan, job.software)
-    yield from unmodelled_offload(job.model, plan)
-    yield from unmodelled_adapters(job.model, training, plan, job.software)
-    yield from unmodelled_optimizers(job.model, training, plan, job.software)
-    yield from unmodelled_compilation(training, plan, job.software)
     for field in ("attention_sinks", "expert_bias"):
         if getattr(job.model, field):
             rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
@@ -174,7 +171,6 @@ def _not_modelled(job: RunSpec) -> Iterator[Problem]:
 def _unmodelled_fp8(job: RunSpec) -> Iterator[Problem]:
     """The executor's fp8 layers have one scale for all of a tensor, and each rank all of it."""
     plan, training = job.plan, job.training
-    yield from unmodelled_low_precision(job.model, training, plan, job.software)
     if training.precision != "fp8":
         return
     if training.fp8_recipe not in (None, "tensorwise"):
@@ -196,12 +192,7 @@ def _unmodelled_fp8(job: RunSpec) -> Iterator[Problem]:
 
 def _inconsistent(job: RunSpec) -> Iterator[Problem]:
     plan, batch = job.plan, job.training.global_batch_size
-    yield from model_rules(job.model)
-    yield from adapter_task_rules(job.model, job.training)
-    yield from parallel_rules(job.model, plan, job.software)
-    linear = job.software.state(job.training, plan).linear
-    if linear is not None:
-        yield from low_precision_sizes(job.model, plan, linear)
+    yield from violations(_asked(job), _COULD_NOT_BE)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):
         yield Problem(

@@ -8,6 +8,7 @@ from itertools import count, product
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from simplan.predict import Simulated, cost_model, folding_of, predict, simulate
 from simplan.program import lower as lower_module
 from simplan.program.lower import Lowering, _RankLowering, lower
 from simplan.program.program import Program
-from simplan.program.rows import ActionVariant, RowEntry, row_entries
+from simplan.program.rows import Row, row_of_actions
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
@@ -101,16 +102,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
-    """Actions that are lowered once and stamped are the actions lowered one by one."""
+    """Actions that are lowered once and stamped, for ranks that are alike, too, are the actions lowered one by one."""
     number = count()
 
-    def every_one_alone(*args: Any, **options: Any) -> tuple[list[RowEntry], list[ActionVariant]]:
-        entries, variants = row_entries(*args, **options)
-        alone = [entry._replace(variant=place) for place, entry in enumerate(entries)]
-        return alone, [variants[entry.variant]._replace(action=entry.action) for entry in entries]
+    def every_one_alone(*args: Any, **options: Any) -> Row:
+        row = row_of_actions(*args, **options)
+        each = zip(row.actions, row.variant.tolist(), strict=True)
+        variants = [row.variants[number]._replace(action=action) for action, number in each]
+        return row._replace(variant=np.arange(len(variants)), variants=variants)
 
     with (
-        mock.patch.object(lower_module, "row_entries", every_one_alone),
+        mock.patch.object(lower_module, "row_of_actions", every_one_alone),
+        mock.patch.object(lower_module, "_rank_key", lambda _, rank: rank),
         mock.patch.object(_RankLowering, "_template_key", side_effect=number),
     ):
         one_by_one = lowered()

@@ -72,10 +72,9 @@ def question_of_run(run: PublishedRun) -> RunQuestion:
     software = with_recipes(_software(run, notes), run)
     notes += [f"as its recipe says: {recipe.settings}" for recipe in recipes_of(run)]
     model, cluster, training = _model(run, software, notes), _cluster(run, notes), _training(run, software, notes)
-    plan = _plan(run, notes)
-    software = without_refused_overlap(software, training, plan, notes)
+    job = Job(model, cluster, training, _plan(run, notes), software)
     return RunQuestion(
-        job=Job(model, cluster, training, plan, software),
+        job=without_refused_overlap(job, notes),
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
         notes=tuple(notes),
     )

@@ -7,14 +7,15 @@ prediction that says what it took for granted is worth more than none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from simplan.accuracy.schema import RunPlan
+from simplan.job import Job
+from simplan.rules import violations
+from simplan.rules.experts import expert_overlap_precision, expert_overlap_ranks, expert_overlap_stages
 from simplan.spec import catalogue
-from simplan.spec.expert_rules import expert_overlap_rules
-from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
 
 __all__ = ["with_stand_ins", "without_refused_overlap"]
 
@@ -51,25 +52,22 @@ def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> So
     return profile.model_copy(update=changes)
 
 
-def without_refused_overlap(
-    software: SoftwareSpec, training: TrainingSpec, plan: ParallelPlan, notes: list[str]
-) -> SoftwareSpec:
-    """Without exchanges for experts beside another microbatch where the framework itself refuses them.
+def without_refused_overlap(job: Job, notes: list[str]) -> Job:
+    """A job without exchanges for experts beside another microbatch where the framework itself refuses them.
 
     A recipe has them for a model on a device; a run of other stages or recomputation cannot have had them.
 
     Args:
-        software: The profile with what recipes set.
-        training, plan: Of the run.
+        job: Of the run; its software has what recipes set.
         notes: Gets a sentence where they are left out.
     """
-    again = plan.recompute == "full" or "moe" in (plan.recompute_modules or ())
-    refused = next(expert_overlap_rules(training, plan, software), None)
-    if not software.expert_overlap or (refused is None and not again):
-        return software
-    why = "recomputation of experts" if refused is None else f"{refused.field} = {refused.value}"
-    notes.append(f"no exchanges for experts beside another microbatch: {software.id} refuses them with {why}")
-    return software.model_copy(update={"expert_overlap": False})
+    again = job.plan.recompute == "full" or "moe" in (job.plan.recompute_modules or ())
+    refused = violations(job, (expert_overlap_ranks, expert_overlap_stages, expert_overlap_precision))
+    if not job.software.expert_overlap or not (refused or again):
+        return job
+    why = f"{refused[0].field} = {refused[0].value}" if refused else "recomputation of experts"
+    notes.append(f"no exchanges for experts beside another microbatch: {job.software.id} refuses them with {why}")
+    return replace(job, software=job.software.model_copy(update={"expert_overlap": False}))
 
 
 def _torch(profile: SoftwareSpec) -> SoftwareSpec:

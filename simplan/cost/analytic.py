@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from simplan.cost.base import Price, Provenance
 from simplan.cost.collectives import message_price, message_s
@@ -11,6 +12,7 @@ from simplan.cost.host_link import host_copy_price
 from simplan.cost.route import Route, route_of
 from simplan.program.program import HostCopy, HostWait, LayerWork, Message
 from simplan.spec.hardware import ClusterSpec
+from simplan.spec.layer import CollectiveKind, ExpertDraw
 from simplan.spec.rates import StackRates
 from simplan.units import format_time
 
@@ -38,7 +40,9 @@ class AnalyticCost:
         self._cluster = cluster
         self._kernels = kernels
         self._stack = stack or StackRates()
-        self._routes: dict[tuple[int, ...], Route] = {}
+        self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
+        self._computed: dict[LayerWork, Price] = {}
+        self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], Price] = {}
 
     @property
     def taken_share(self) -> float:
@@ -49,7 +53,10 @@ class AnalyticCost:
 
     def compute(self, work: LayerWork) -> Price:
         """See ``CostModel``."""
-        return self._kernels.price(work)
+        found = self._computed.get(work)
+        if found is None:
+            found = self._computed[work] = self._kernels.price(work)
+        return found
 
     def compute_s(self, work: LayerWork) -> float:
         """Seconds of ``compute``, without what it says."""
@@ -58,11 +65,15 @@ class AnalyticCost:
     def message(self, message: Message) -> Price:
         """See ``CostModel``."""
         route = self._route(message.ranks)
-        alone, slowdown = message_price(message, self._cluster, route), self._slowdown(route)
-        if slowdown == 1.0:
-            return alone
-        formula = f"{slowdown:.2f} x ({alone.formula})"
-        return replace(alone, seconds=slowdown * alone.seconds, formula=formula)
+        key = message.kind, message.num_bytes, message.draw, route
+        found = self._moved.get(key)
+        if found is None:
+            found, slowdown = message_price(message, self._cluster, route), self._slowdown(route)
+            if slowdown != 1.0:
+                formula = f"{slowdown:.2f} x ({found.formula})"
+                found = replace(found, seconds=slowdown * found.seconds, formula=formula)
+            self._moved[key] = found
+        return found
 
     def message_s(self, message: Message) -> float:
         """Seconds of ``message``, without what it says."""
@@ -74,10 +85,7 @@ class AnalyticCost:
         return self._stack.intra_slowdown if inside else self._stack.inter_slowdown
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
-        found = self._routes.get(ranks)
-        if found is None and len(ranks) > 1:
-            found = self._routes[ranks] = route_of(ranks, self._cluster)
-        return found
+        return self._route_of(ranks) if len(ranks) > 1 else None
 
     def host_copy(self, copy: HostCopy) -> Price:
         """See ``CostModel``."""

@@ -23,7 +23,7 @@ def host_copy_price(copy: HostCopy, cluster: ClusterSpec) -> Price:
 
     Args:
         copy: What is copied.
-        cluster: ``spec.offload_rules`` have seen that it names the link.
+        cluster: ``simplan.rules.offload`` has seen that it names the link.
     """
     link = cluster.host_link
     assert link is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
@@ -21,8 +23,11 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind, Exchange
+from simplan.spec.optimizer import UpdateName
 from simplan.spec.plan import RankMapping, StageAssignment
 from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.training import Precision
 
 __all__ = [
     "assign_layers",
@@ -72,15 +77,22 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
     deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike
 
+    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
+
+
+@lru_cache(maxsize=128)
+def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: bool) -> Folding:
+    """Kept, because plans of a search have few meshes."""
+
     def owns(rank: int) -> int:
         """Tells ranks of a shard group apart where they hold unequal parts.
 
         torch's ZeRO-1 deals out whole parameters; and where rows do not divide, the last shards of parameters have
         fewer of them to sum over tensor-parallel ranks.
         """
-        return mapping.shard_group(rank).index(rank) if deals or uneven else 0
+        return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
-    return fold(mapping, cluster.node_of, owns)
+    return fold(mapping, lambda rank: rank // devices_per_node, owns)
 
 
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
@@ -129,21 +141,36 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
 
 
 def _datasheet_cost(job: Job) -> AnalyticCost:
-    cluster, training, plan, software = job.cluster, job.training, job.plan, job.software
-    return AnalyticCost(
-        cluster,
-        kernel_cost(
-            cluster.device,
-            training.precision,
-            software.state(training, plan),
-            training.update,
-            software,
-            num_devices=cluster.num_devices,
-            shards_parameters=plan.shards_parameters,
-            num_microbatches=job.num_microbatches,
-        ),
-        software.rates,
+    training, plan, software = job.training, job.plan, job.software
+    state = software.state(training, plan)
+    in_step = state.linear is not None  # casts of weights that are done once in it are spread over microbatches
+    num_microbatches = job.num_microbatches if in_step else 1
+    precision, update = training.precision, training.update
+    return _kept_cost(job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches)
+
+
+@lru_cache(maxsize=16)
+def _kept_cost(
+    cluster: ClusterSpec,
+    precision: Precision,
+    state: StateBytes,
+    update: UpdateName,
+    software: SoftwareSpec,
+    shards_parameters: bool,
+    num_microbatches: int,
+) -> AnalyticCost:
+    """Kept with all its prices: plans of a search share most of them."""
+    kernels = kernel_cost(
+        cluster.device,
+        precision,
+        state,
+        update,
+        software,
+        num_devices=cluster.num_devices,
+        shards_parameters=shards_parameters,
+        num_microbatches=num_microbatches,
     )
+    return AnalyticCost(cluster, kernels, software.rates)
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:

@@ -17,11 +17,11 @@ from simplan.prediction import Prediction, Term
 from simplan.program.check import check_table
 from simplan.program.executable import check_executable
 from simplan.program.uncollected import uncollected
+from simplan.rules import check_job
 from simplan.sim.engine import timeline
 from simplan.spec.layer import Attention, Gemm
 from simplan.spec.plan import StageAssignment
 from simplan.spec.recompute import recomputation, recompute_of
-from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_own_schedule
 
 __all__ = ["predict", "predict_step", "recomputed_share"]
@@ -46,7 +46,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
 def predict_step(
     job: Job, *, name: str = "scenario", calibration: Calibration | None = None
 ) -> tuple[Prediction, Simulated]:
-    """A prediction, and the simulated step it was read off, which is large: as ``simulate_again`` makes it.
+    """A prediction, and the simulated step that it was read off, as ``simulate_again`` makes it; that is large.
 
     Args:
         job, name, calibration: As of ``predict``.
@@ -54,7 +54,7 @@ def predict_step(
     Raises:
         SpecError, NotModelledError: As of ``predict``.
     """
-    check_plan(job)
+    check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
     step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))

@@ -73,7 +73,7 @@ def _term(program: Program, pricing: Pricing, beside_s: _Floats) -> PricedTerm:
     price = Price(
         pricing.taken_share * total_s / num_ranks,
         pricing.by_work[one].price.provenance,
-        float(relative @ beside_s) / total_s,
+        float((relative * beside_s).sum()) / total_s,
         f"{format_percent(pricing.taken_share)} of {format_time(total_s / num_ranks)} in which messages move beside it",
     )
     return PricedTerm("computing beside messages", SpanKind.COMPUTE, price, num_ranks)

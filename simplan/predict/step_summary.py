@@ -17,7 +17,7 @@ from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
 from simplan.program.program import Program, Work
 from simplan.program.uncollected import uncollected
-from simplan.spec.rules import check_plan
+from simplan.rules import check_job
 
 __all__ = [
     "OverlapSlowdown",
@@ -168,7 +168,7 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
 def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
     """The step behind a summary; arguments as of ``summarize_step``."""
     assert job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
-    check_plan(job)
+    check_job(job)
     whole = job.num_microbatches
     folding = folding_of(job, dealt_alike=True)
     return TruncatedStep(job, Extent(whole, 0, whole) if steps_overlap else extent_of(job), folding=folding)

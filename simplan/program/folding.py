@@ -7,9 +7,11 @@ it owns of the optimizer states, and, in turn, the classes of the columns it mee
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.spec.plan import RankMapping
 
@@ -64,16 +66,8 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
         )
     ]
 
-    def tiers(group: tuple[int, ...]) -> Hashable:
-        """Ranks by node, for the group on every pipeline stage."""
-        if len(group) == 1:
-            return ()
-        return tuple(
-            tuple(sorted(Counter(node_of(first + member) for member in group).values()))
-            for first in range(0, mapping.world_size, width)
-        )
-
-    seen = [_by_member(groups, tiers) for groups in kinds]
+    nodes = np.array([node_of(rank) for rank in range(mapping.world_size)])
+    seen = [_spread(groups, nodes, width) for groups in kinds]
 
     def first_look(first: int) -> Hashable:
         column = mapping.pp_group(first)
@@ -103,6 +97,15 @@ def _groups(ranks: range, group_of: Callable[[int], tuple[int, ...]]) -> list[tu
             found.append(group_of(rank))
             placed.update(found[-1])
     return found
+
+
+def _spread(groups: list[tuple[int, ...]], nodes: NDArray[np.int64], width: int) -> dict[int, int]:
+    """By rank, a number for how many ranks its group has on each node, on every pipeline stage."""
+    members = np.array(groups) + np.arange(0, len(nodes), width)[:, None, None]  # (stages, groups, ranks)
+    on = np.sort(nodes[members], axis=-1)
+    run = np.cumsum(np.diff(on, axis=-1, prepend=-1) != 0)  # number of the run of equal nodes
+    sizes = np.sort(np.bincount(run)[run].reshape(on.shape), axis=-1)  # every rank with the ranks on its node
+    return _by_member(groups, dict(zip(groups, map(bytes, sizes.swapaxes(0, 1)), strict=True)).__getitem__)
 
 
 def _by_member(groups: list[tuple[int, ...]], fact: Callable[[tuple[int, ...]], Hashable]) -> dict[int, int]:

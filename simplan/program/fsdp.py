@@ -231,7 +231,7 @@ class FsdpHooks(Hooks):
 
     def _synchronizes(self, action: Action) -> bool:
         each = self.stages.software.reduces_every(self.stages.plan)
-        return each or self.stages.last_backward[action.stage] == action
+        return each or self.is_last_backward
 
     def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
         """Issues the all-gather of a unit."""

@@ -30,13 +30,14 @@ class Hooks:
 
     Attributes:
         is_first_forward: What is lowered is the first forward of its stage.
+        is_last_backward: It completes the gradients of its stage.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
-        self.is_first_forward = False
+        self.is_first_forward = self.is_last_backward = False
 
     @property
     def knows_stages(self) -> bool:
@@ -202,4 +203,4 @@ class DdpHooks(Hooks):
 
     def _reduces(self, action: Action) -> bool:
         each = self.stages.plan.grad_sync == "microbatch"
-        return each or self.stages.last_backward[action.stage] == action
+        return each or self.is_last_backward

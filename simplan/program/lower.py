@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.batches import waits_for
-from simplan.program.complete import last_backwards
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
@@ -27,13 +29,14 @@ from simplan.program.program import (
     Work,
 )
 from simplan.program.reduction import complete_gradients
-from simplan.program.rows import ALL_SENT, ActionVariant, row_entries
+from simplan.program.rows import ActionVariant, row_of_actions
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
-from simplan.program.stamping import ActionTemplate, OpIndex, ProgramBuilder, restore_state, take_state
+from simplan.program.stamping import OpIndex, ProgramBuilder, restore_state, take_state
 from simplan.program.states import OptimizerStates
 from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
+from simplan.program.walk import ActionTemplate, Walker
 from simplan.program.writer import RankWriter
 from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
@@ -118,18 +121,22 @@ class Lowerer:
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
         scripts = Scripts(self._stages)
-        self._ranks = {
-            rank: _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding)
-            for rank in self._folding.ranks
-        }
+        self._ranks: dict[int, _AlikeRank] = {}
+        leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
+        for rank in self._folding.ranks:
+            key, own = _rank_key(self._stages, rank), self._stages.stages_of(self._stages.mapping.place(rank).pp)
+            if key not in leaders:
+                leaders[key] = _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding), own
+            leader, stages = leaders[key]
+            self._ranks[rank] = _AlikeRank(leader, dict(zip(own, stages, strict=True)))
 
     def program(self, table: Table) -> Program:
         """The Program of a table."""
         stages, builder = self._stages, self._builder
-        stages.last_backward = last_backwards(table)
         builder.restart()
-        for rank, lowering in self._ranks.items():
-            lowering.run(table[stages.mapping.place(rank).pp])
+        for rank, (leader, leading) in self._ranks.items():
+            builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
+            leader.run(table[stages.mapping.place(rank).pp], leading)
         rebuilds = stages.software.rebuilds_buckets
         return Program(
             self._how.level,
@@ -140,15 +147,52 @@ class Lowerer:
             builder.effects,
             self._folding.ranks,
             self._folding.stands_for,
-            {rank: lowering.resting_bytes() for rank, lowering in self._ranks.items()},
-            {rank: lowering.bucket_bytes() if rebuilds else 0 for rank, lowering in self._ranks.items()},
+            {rank: alike.leader.resting_bytes() for rank, alike in self._ranks.items()},
+            {rank: alike.leader.bucket_bytes() if rebuilds else 0 for rank, alike in self._ranks.items()},
             one_memory=self._how.host_waits,
             layer_names=stages.layer_names,
         )
 
 
+class _AlikeRank(NamedTuple):
+    """A rank that does what another one does, on other stages and among other ranks.
+
+    Attributes:
+        leader: Lowers for both.
+        leading: By stage of the rank, that of the leader.
+    """
+
+    leader: _RankLowering
+    leading: dict[int, int]
+
+
+def _stage_key(stages: Stages, stage: int) -> Hashable:
+    """Stages with the same one have the same layers, which keep the same, and the same neighbours."""
+    own = stages.placement[stage]
+    around = [stages.placement.get(stage + step) for step in (-1, 1)]
+    return (
+        tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage]))),
+        tuple(layer.key for layer in stages.layers[stage]),
+        tuple(stages.trained[stage]),
+        tuple(stages.experts[stage]),
+        tuple(None if other is None else other - own for other in around),
+        tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1])),
+        stages.waits_for_batch(stage),
+        stage == 0,
+    )
+
+
+def _rank_key(stages: Stages, rank: int) -> Hashable:
+    """Ranks with the same one do the same, but for their stages and for the ranks that they talk to."""
+    place, plan = stages.mapping.place(rank), stages.plan
+    deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
+    if deals or plan.offload_activations or plan.offload_optimizer:  # what is dealt out, or named, is of one rank
+        return rank
+    return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
+
+
 class _RankLowering:
-    """Lowers the actions of one rank to templates, and stamps them."""
+    """Lowers the actions of a rank to templates, and stamps them for it and for all ranks that are alike."""
 
     def __init__(
         self,
@@ -167,7 +211,8 @@ class _RankLowering:
         ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.builder = builder
-        self.templates: dict[tuple[object, ...], ActionTemplate] = {}
+        self.walker = Walker()
+        self.numbers: dict[Hashable, int] = {}  # of actions that are told apart
         self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
@@ -185,42 +230,34 @@ class _RankLowering:
         self.stateful = (self.writer, self.hooks, self.offload)
         self.first_shape = builder.shape(take_state(self.stateful)[0])
 
-    def run(self, row: Sequence[Action]) -> None:
-        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it."""
-        builder, templates = self.builder, self.templates
-        builder.rank = self.rank
+    def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
+        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it.
+
+        Args:
+            row: Of this rank, or of one that is alike.
+            leading: By stage of the row, the stage of this rank that stands for it.
+        """
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
-        entries, variants = row_entries(row, self.waits, overlaps_experts=overlaps)
+        actions, stage, microbatch, variant, needs, variants = row_of_actions(
+            row, self.waits, overlaps_experts=overlaps
+        )
         self.offload.start(row)
-        offloads = self.offload.expands
-        known = [self._template_key(variant) for variant in variants]
-        received: dict[int, list[int]] = {}
-        shape, indices = self.first_shape, list[int]()
-        sent: list[int] = []
-        sent_bytes = 0
-        for number, entry in enumerate(entries):
-            inputs, held = indices, 0
-            if entry.needs >= 0:
-                arrived = received.pop(entry.needs, None)
-                inputs = [*indices, *arrived] if arrived else indices
-            elif entry.needs == ALL_SENT:
-                inputs, held = [*indices, *sent], sent_bytes
-            # what is offloaded is known by its microbatch
-            key = (shape, known[entry.variant], len(inputs), held, entry.microbatch if offloads else 0)
-            template = templates.get(key)
-            if template is None:
-                variant = variants[entry.variant]
-                template = self._lowered(entry.action, shape, len(inputs) - len(indices), held, variant)
-                templates[key] = template
-            start = builder.num_ops
-            builder.stamp(template, entry.action.stage, entry.microbatch, inputs)
-            if template.received:
-                received[number] = [start + index for index in template.received]
-            if template.sent:
-                sent += [start + index for index in template.sent]
-                sent_bytes += template.sent_bytes
-            shape = template.next_shape
-            indices = [start + index if index >= 0 else inputs[-1 - index] for index in template.next_indices]
+        leaders = [each.at_stage(leading) for each in variants]
+        numbers = [self._number(self._template_key(each)) for each in leaders]
+        kinds = np.array(numbers, np.int64)[variant]
+        if self.offload.expands:  # what is offloaded is known by its microbatch
+            kinds = np.array([self._number(pair) for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
+
+        def lowered(place: int, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+            of = leaders[variant[place]]
+            action = of.action._replace(microbatch=actions[place].microbatch)
+            return self._lowered(action, shape, num_inputs, sent_bytes, of)
+
+        walked = self.walker.run(kinds, needs, (self.first_shape, self.builder.num_ops), lowered)
+        self.builder.stamp(walked, stage, microbatch)
+
+    def _number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """What tells templates of actions apart, besides the state in which the rank comes to them."""
@@ -233,19 +270,11 @@ class _RankLowering:
 
         Stages are told apart where hooks know them.
         """
-        stages = self.stages
         first: dict[Hashable, int] = {}
         found = {}
-        for stage in stages.stages_of(self.pp_rank):
-            neighbors = [stages.placement.get(stage + step) for step in (-1, 1)]
-            key: Hashable = stage
-            if not (self.hooks.knows_stages or self.offload.expands):
-                owned = tuple(stages.trained[stage]), tuple(stages.experts[stage])
-                facts = tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage])))
-                layers = tuple(layer.key for layer in stages.layers[stage])
-                crossed = tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1]))
-                key = facts, layers, owned, *neighbors, crossed, stages.waits_for_batch(stage), stage == 0
-            found[stage] = first.setdefault(key, stage)
+        for stage in self.stages.stages_of(self.pp_rank):
+            apart = self.hooks.knows_stages or self.offload.expands
+            found[stage] = first.setdefault(stage if apart else _stage_key(self.stages, stage), stage)
         return found
 
     def _lowered(
@@ -261,7 +290,7 @@ class _RankLowering:
             variant: What tells it apart from others of its kind.
         """
         self.is_paired, self.receives = variant.is_paired, variant.receives
-        self.hooks.is_first_forward = variant.is_first
+        self.hooks.is_first_forward, self.hooks.is_last_backward = variant.is_first, variant.is_last
         builder = self.builder
         structure = builder.structure(shape)
         num_indices = restore_state(self.stateful, structure)

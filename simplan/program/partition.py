@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,34 +40,52 @@ def balanced_assignment(layer_times_s: Sequence[float], num_stages: int, num_las
     """
     num_blocks = len(layer_times_s) - 1 - num_last
     assert 1 <= num_stages <= num_blocks, (num_stages, num_blocks)
-    # before[b]: time before block b, where the embedding belongs to the first block and the last layers to the last
-    total = np.cumsum(layer_times_s)
-    before = np.concatenate(([0.0], total[1:num_blocks], total[-1:]))
-    # times_s[end, start] of a stage of blocks start to end - 1; endless where there is no block in it
-    times_s = before[:, None] - before[None, :]
-    times_s[np.triu_indices(num_blocks + 1)] = np.inf
-    slowest_s = _smallest_slowest(times_s, num_stages) * _ROUNDING
-    inner = _most_even(np.where(times_s <= slowest_s, times_s**2, np.inf), num_stages)
+    intervals = _intervals(tuple(layer_times_s), num_blocks)
+    slowest_s = _smallest_slowest(intervals, num_stages) * _ROUNDING
+    inner = _most_even(np.where(intervals.times_s <= slowest_s, intervals.times_s**2, np.inf), num_stages)
     return StageAssignment((0, *(block + 1 for block in inner), len(layer_times_s)))
 
 
-def _smallest_slowest(times_s: _Floats, num_stages: int) -> float:
+class _Intervals(NamedTuple):
+    """What a stage may take.
+
+    Attributes:
+        before_s: ``(blocks + 1,)`` Time before a block; the embedding is part of the first one, the last layers of the
+            last one.
+        times_s: ``[end, start]`` Of blocks start to end - 1; endless where there is no block among them.
+        sorted_s: All that are not endless, ascending.
+    """
+
+    before_s: _Floats
+    times_s: _Floats
+    sorted_s: _Floats
+
+
+@lru_cache(maxsize=256)
+def _intervals(layer_times_s: tuple[float, ...], num_blocks: int) -> _Intervals:
+    total = np.cumsum(layer_times_s)
+    before_s = np.concatenate(([0.0], total[1:num_blocks], total[-1:]))
+    times_s = before_s[:, None] - before_s[None, :]
+    times_s[np.triu_indices(num_blocks + 1)] = np.inf
+    return _Intervals(before_s, times_s, np.sort(times_s[np.isfinite(times_s)]))
+
+
+def _smallest_slowest(intervals: _Intervals, num_stages: int) -> float:
     """The least time that no stage of some split exceeds: it is the time of some interval, so bisect these.
 
     A time is enough when stages that each take as many blocks as they can within it are at most ``num_stages``:
     splitting stages further never makes one slower.
     """
-    num_blocks = len(times_s) - 1
-    candidates = np.unique(times_s[np.isfinite(times_s)])
-    low, high = 0, len(candidates) - 1
+    before_s, _, sorted_s = intervals
+    low, high = 0, len(sorted_s) - 1
     while low < high:
         middle = (low + high) // 2
-        reached = np.arange(num_blocks + 1) + (times_s <= candidates[middle]).sum(axis=0)
+        reached = np.searchsorted(before_s, before_s + sorted_s[middle] * _ROUNDING, side="right").tolist()
         end = 0
         for _ in range(num_stages):
-            end = int(reached[end])
-        low, high = (low, middle) if end == num_blocks else (middle + 1, high)
-    return float(candidates[low])
+            end = reached[end] - 1
+        low, high = (low, middle) if end == len(before_s) - 1 else (middle + 1, high)
+    return float(sorted_s[low])
 
 
 def _most_even(squares: _Floats, num_stages: int) -> list[int]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from simplan.program.action import Action, ActionKind
 from simplan.program.batches import Waits, in_batches
 from simplan.program.complete import last_backwards
+from simplan.program.walk import ALL_SENT, Integers
 
-__all__ = ["ALL_SENT", "ActionVariant", "RowEntry", "paired_actions", "row_entries"]
+__all__ = ["ActionVariant", "Row", "paired_actions", "row_of_actions"]
 
-ALL_SENT = -2
-"""OPTIM needs all that the rank has sent."""
 _NOTHING = -1
 _K = ActionKind
 _COMPUTING = (_K.FORWARD, _K.BACKWARD)
@@ -38,24 +39,29 @@ class ActionVariant(NamedTuple):
     is_paired: bool
     receives: bool
 
+    def at_stage(self, leading: Mapping[int, int]) -> ActionVariant:
+        """The same at the stage that stands for its own."""
+        action = self.action
+        return self._replace(action=action._replace(stage=leading.get(action.stage, action.stage)))
 
-class RowEntry(NamedTuple):
-    """One action of a row.
+
+class Row(NamedTuple):
+    """The actions of a row in the order in which they are lowered.
 
     Attributes:
-        action: The action.
-        microbatch: Its microbatch; -1 for none.
-        variant: Index of its variant.
-        needs: Where in the row it receives what it needs, ``ALL_SENT``, or -1 for nothing.
+        actions: They.
+        stage, microbatch: ``(actions,)`` Of each; -1 for no microbatch.
+        variant: ``(actions,)`` Which of the variants it is.
+        needs: ``(actions,)`` As of ``Walker.run``.
+        variants: What tells actions apart, besides their microbatches.
     """
 
-    action: Action
-    microbatch: int
-    variant: int
-    needs: int
-
-
-Entries = tuple[list[RowEntry], list[ActionVariant]]
+    actions: tuple[Action, ...]
+    stage: Integers
+    microbatch: Integers
+    variant: Integers
+    needs: Integers
+    variants: list[ActionVariant]
 
 
 class _Row:
@@ -71,24 +77,24 @@ class _Row:
         return id(self.row)
 
 
-def row_entries(row: Sequence[Action], waits: Waits, *, overlaps_experts: bool) -> Entries:
-    """The actions of a row in the order in which they are lowered, and their variants.
+def row_of_actions(row: Sequence[Action], waits: Waits, *, overlaps_experts: bool) -> Row:
+    """The row of a rank.
 
     Args:
         row: Of a complete table.
         waits: What the rank waits for.
         overlaps_experts: Forwards are computed together with backwards.
     """
-    return _entries(_Row(row), waits, overlaps_experts)
+    return _row(_Row(row), waits, overlaps_experts)
 
 
 @lru_cache(maxsize=1024)
-def _entries(kept: _Row, waits: Waits, overlaps_experts: bool) -> Entries:
+def _row(kept: _Row, waits: Waits, overlaps_experts: bool) -> Row:
     row = in_batches(kept.row) if waits == "batch" else kept.row
     last = set(last_backwards((row,)).values())
     paired = paired_actions(row) if overlaps_experts else frozenset()
     place = {action: number for number, action in enumerate(row)}
-    entries: list[RowEntry] = []
+    entries: list[tuple[int, int, int, int]] = []
     variants: dict[tuple[ActionKind, int, bool, bool, bool, bool], int] = {}
     begun: set[int] = set()
     listed: list[ActionVariant] = []
@@ -107,9 +113,9 @@ def _entries(kept: _Row, waits: Waits, overlaps_experts: bool) -> Entries:
         if key not in variants:
             variants[key] = len(listed)
             listed.append(variant)
-        microbatch = -1 if action.microbatch is None else action.microbatch
-        entries.append(RowEntry(action, microbatch, variants[key], needs))
-    return entries, listed
+        entries.append((stage, -1 if action.microbatch is None else action.microbatch, variants[key], needs))
+    stage, microbatch, which, needed = np.array(entries, np.int64).reshape(-1, 4).T
+    return Row(tuple(row), stage, microbatch, which, needed, listed)
 
 
 def paired_actions(row: Sequence[Action]) -> frozenset[Action]:

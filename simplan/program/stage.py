@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from simplan.job import Job
 from simplan.program.action import Table
-from simplan.program.complete import last_backwards, stage_to_rank
+from simplan.program.complete import stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.products_footprint import products_footprint
@@ -93,7 +93,6 @@ class Stages:
         self.state = software.state(training, plan)
         self.mapping = RankMapping.of(plan)
         self.placement = stage_to_rank(table)
-        self.last_backward = last_backwards(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
         joined = software.layers.joined_products

@@ -19,7 +19,7 @@ def plan_table(
     """What every pipeline rank does in a step of the plan, complete.
 
     Args:
-        plan: The plan, whose schedule passed ``simplan.spec.rules``.
+        plan: The plan, whose schedule passed ``simplan.rules``.
         num_microbatches: Microbatches of a step.
         times: Of its stages, for the schedules that are found from them.
         kept_for_weight: Part of a microbatch's activations that a stage keeps from I to W, for the same schedules.

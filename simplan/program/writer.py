@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from simplan.program.action import Action
@@ -17,7 +17,7 @@ from simplan.program.program import (
     Stream,
     Work,
 )
-from simplan.program.stamping import OpIndex, ProgramBuilder, TemplateRow
+from simplan.program.stamping import Meeting, OpIndex, ProgramBuilder, TemplateRow
 from simplan.program.timeline import SpanKind
 from simplan.spec.layer import CollectiveKind
 
@@ -111,7 +111,7 @@ class RankWriter:
         members = self._members.get(message.ranks)
         if members is None:
             members = self._members[message.ranks] = self._folding.members(message.ranks)
-        meeting = (stream, members) if len(members) > 1 else None
+        meeting = Meeting(stream, members) if len(members) > 1 else None
         return self._add(
             action, stream, name, SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
         )
@@ -127,7 +127,7 @@ class RankWriter:
     ) -> int:
         """Collectives of one group that follow upon each other, as one operation: all members meet once."""
         members = self._folding.members(group)
-        meeting = (stream, members) if len(members) > 1 else None
+        meeting = Meeting(stream, members) if len(members) > 1 else None
         return self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), meeting, ())
 
     def exposed(self, action: Action, stream: Stream, name: str, messages: tuple[Work, ...]) -> None:
@@ -159,7 +159,7 @@ class RankWriter:
             gathered: What follows it at once, where the message is a part of a tensor.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
-        meeting = ("send", forward, ends, number)  # and the microbatch, and the stage it comes from
+        meeting = Meeting((forward, number), ends, sends=True)  # and the microbatch, and the stage it comes from
         message = Message(CollectiveKind.SEND, num_bytes, ends)
         peer = ends[1] if ends[0] == self.rank else ends[0]
         received = self._ahead and ends[1] == self.rank
@@ -201,7 +201,7 @@ class RankWriter:
         kind: SpanKind,
         work: tuple[Work, ...],
         waits: tuple[int, ...],
-        meeting: Hashable | None,
+        meeting: Meeting | None,
         memory: Sequence[MemoryEffect],
     ) -> int:
         builder = self._builder

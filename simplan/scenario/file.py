@@ -32,6 +32,7 @@ from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.problems import Path as ProblemPath
 from simplan.problems import find_place, in_file_order
+from simplan.rules import check_job
 from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
@@ -42,7 +43,6 @@ from simplan.spec.base import Spec
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.schedules import is_table_file
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
@@ -70,7 +70,7 @@ class Scenario:
     file: str | None = None
 
     def __post_init__(self) -> None:
-        check_plan(self.job)
+        check_job(self.job)
 
     def predict(self, calibration: Calibration | None = None) -> Prediction:
         """Time and memory of one optimizer step.

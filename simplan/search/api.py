@@ -10,6 +10,7 @@ from typing import Any
 from simplan.cost.calibration import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.rules import BY_NAME
 from simplan.search.bounds import Bounds
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
@@ -22,12 +23,14 @@ from simplan.search.jobs import capacity_bytes, check_without_plan, with_num_dev
 from simplan.search.objective import Goal
 from simplan.search.partial import explore_partial, has_partial
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
-from simplan.search.rules import in_words
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.statistics import ROUNDING, Limits, Miss, Statistics, rounded
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.software import SoftwareSpec
 
 __all__ = ["Progress", "search"]
+
+_LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +197,7 @@ class _Search:
                 {rule: number for rule, number in counts.rejected.most_common() if number},
                 counts.bounded,
                 counts.timed,
-                {rule: in_words(rule, job.software) for rule, number in counts.rejected.items() if number},
+                {name: _in_words(name, job.software) for name, number in counts.rejected.items() if number},
                 self._num_partial,
             ),
             nearest_misses=self._misses(),
@@ -283,6 +286,11 @@ def _alike(group: Group) -> Alike:
     shown, *others = ({name: getattr(timed.plan, name) for name in names} for timed in (group.shown, *group.others))
     found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
     return Alike(len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values})
+
+
+def _in_words(name: str, software: SoftwareSpec) -> str:
+    """What rejected candidates, a rule or a limit of the search, in one sentence."""
+    return _LIMITS.get(name) or BY_NAME[name].in_words(software)
 
 
 def _order(value: Any) -> tuple[bool, Any]:

@@ -10,8 +10,9 @@ from typing import NamedTuple, TypeVar
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.problems import render_value
+from simplan.rules import RULES, SEARCH_RULES
+from simplan.rules.filter import PlanFilter, Stage
 from simplan.search.candidates import Candidates, categories
-from simplan.search.rules import Rules
 from simplan.search.space import SearchSpace, given_ranges
 from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import divisors, either
@@ -29,6 +30,29 @@ _DEFAULT_RECOMPUTE = ("none", "selective", "full")
 _TABLE_ROWS = 32_768
 
 T = TypeVar("T")
+
+
+_STEPS = (
+    "tp cp pp dp_replicate dp_shard ep",
+    "zero_stage reshard_after_forward",
+    "schedule virtual_stages",
+    "sequence_parallel cp_comm",
+    "recompute recompute_modules",
+    "microbatch_size grad_sync",
+)
+"""Fields of a plan in the order in which they are decided."""
+_OF_REDUCTION = [rule for rule in RULES if "grad_sync" in rule.reads]
+
+
+class _Steps(NamedTuple):
+    """Which rule forbids what has been decided, by step."""
+
+    mesh: Stage
+    sharding: Stage
+    pipeline: Stage
+    exchanges: Stage
+    recompute: Stage
+    batch: Stage
 
 
 class Mesh(NamedTuple):
@@ -58,7 +82,10 @@ class Enumeration:
         self._space, self._job = space, job
         self._reduces_each = job.software.reduces_each_microbatch  # whatever a plan says
         self._values = categories(space.recompute_modules or ())
-        self.rules = Rules(job, tp_across_nodes=space.tp_across_nodes)
+        self.filter = PlanFilter(job, RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES))
+        self._why_not = _Steps(*self.filter.stages(*_STEPS))
+        assert not self._why_not.batch.reads & {*_STEPS[4].split()}, "sizes are looked at once for all recomputation"
+        [self._why_not_each] = PlanFilter(job, _OF_REDUCTION).stages(f"{_STEPS[0]} grad_sync")
         self.meshes = list(self._meshes())
 
     @property
@@ -87,7 +114,7 @@ class Enumeration:
         for _, group in groupby(self.meshes if meshes is None else meshes, key=lambda mesh: mesh.pp):
             of_pp = []
             for mesh in group:
-                why = self.rules.mesh(*mesh)
+                why = self._why_not.mesh(mesh)
                 if why is None:
                     of_pp.append(mesh)
                 else:
@@ -103,38 +130,30 @@ class Enumeration:
     def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[list[tuple[int, ...]]]:
         """Rows of meshes with as many pipeline ranks; those with one schedule follow each other."""
         pipelines = self._pipelines(meshes[0])
-        sharded: list[tuple[Mesh, int, bool]] = []
+        sharded: list[tuple[Mesh, tuple[int, bool]]] = []
         for mesh in meshes:
-            for zero_stage, reshard in self._shardings(mesh):
-                why = self.rules.sharding(mesh.tp, mesh.cp, mesh.dp_shard, zero_stage, reshard, mesh.pp, mesh.ep)
+            for sharding in self._shardings(mesh):
+                why = self._why_not.sharding((*mesh, *sharding))
                 if why is None:
-                    sharded.append((mesh, zero_stage, reshard))
+                    sharded.append((mesh, sharding))
                 else:
-                    rejected[why] += len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh, zero_stage)
-        for schedule, virtual_stages in pipelines:
-            for mesh, zero_stage, reshard in sharded:
-                why = self._why_no_pipeline(mesh, schedule, virtual_stages, zero_stage, reshard)
+                    rejected[why] += len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh, sharding[0])
+        for pipeline in pipelines:
+            for mesh, sharding in sharded:
+                why = self._why_not.pipeline((*mesh, *sharding, *pipeline))
                 if why is None:
-                    yield self._of_pipeline(mesh, zero_stage, reshard, schedule, virtual_stages, rejected)
+                    yield self._of_pipeline(mesh, sharding, pipeline, rejected)
                 else:
-                    rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh, zero_stage)
+                    rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh, sharding[0])
 
     def _inner(self, mesh: Mesh, zero_stage: int) -> int:
         return len(self._microbatches(mesh, zero_stage)) * len(self._recomputes())
 
-    def _why_no_pipeline(self, mesh: Mesh, schedule: str, v: int, zero_stage: int, reshard: bool) -> str | None:
-        ranks = mesh.dp_replicate * mesh.dp_shard * mesh.cp
-        sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
-        return self.rules.pipeline(mesh.pp, schedule, v, mesh.ep) or self.rules.sharded_pipeline(
-            schedule, v, ranks, sharded, zero_stage, reshard
-        )
-
     def _of_pipeline(
-        self, mesh: Mesh, zero_stage: int, reshard: bool, schedule: str, virtual_stages: int, rejected: Counter[str]
+        self, mesh: Mesh, sharding: tuple[int, bool], pipeline: tuple[str, int], rejected: Counter[str]
     ) -> list[tuple[int, ...]]:
-        tp, cp, pp, dp_replicate, dp_shard, ep = mesh
-        rules, dp = self.rules, dp_replicate * dp_shard
-        microbatches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
+        known = (*mesh, *sharding, *pipeline)
+        batches, recomputes = self._microbatches(mesh, sharding[0]), self._recomputes()
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
             """The options that break no rule; the others are counted, ``each`` candidates for one."""
@@ -147,29 +166,29 @@ class Enumeration:
                     rejected[broken] += each
             return kept
 
-        exchanges = self._exchanges(mesh)
+        exchanges = allowed(
+            self._exchanges(mesh), lambda e: self._why_not.exchanges((*known, *e)), len(batches) * len(recomputes)
+        )
         values = {name: {value: place for place, value in enumerate(of)} for name, of in self._values.items()}
-        first = dp_replicate, dp_shard, zero_stage, int(reshard), tp
         rows: list[tuple[int, ...]] = []
-        for sequence_parallel, cp_comm in allowed(
-            exchanges, lambda e: rules.tokens(tp, e[0], cp, e[1]), len(microbatches) * len(recomputes)
-        ):
-            cut = allowed(
-                microbatches,
-                lambda each: rules.microbatches(dp, each[0], pp, schedule),
-                len(recomputes),
+        for sequence_parallel, cp_comm in exchanges:
+            here = (*known, sequence_parallel, cp_comm)
+            kept = allowed(recomputes, lambda r: self._why_not.recompute((*here, *r)), len(batches))  # noqa: B023
+            if not kept:
+                continue
+            cut = allowed(batches, lambda b: self._why_not.batch((*here, *kept[0], *b)), len(kept))  # noqa: B023
+            first = mesh.dp_replicate, mesh.dp_shard, sharding[0], int(sharding[1]), mesh.tp, int(sequence_parallel)
+            of_pipeline = (
+                mesh.cp,
+                values["cp_comm"][cp_comm],
+                mesh.ep,
+                mesh.pp,
+                pipeline[1],
+                values["schedule"][pipeline[0]],
             )
-            kept = allowed(recomputes, lambda r: rules.recompute(schedule, *r), len(cut))
-            if kept and rules.in_low_precision:
-                cut = allowed(
-                    cut,
-                    lambda each: rules.low_precision(tp, sequence_parallel, cp, cp_comm, ep, each[0]),  # noqa: B023
-                    len(kept),
-                )
-            pipeline = cp, values["cp_comm"][cp_comm], ep, pp, virtual_stages, values["schedule"][schedule]
             rows += [
-                (*first, int(sequence_parallel), *pipeline, size, values["recompute"][recompute],
-                 values["recompute_modules"][modules or None], values["grad_sync"][grad_sync])
+                (*first, *of_pipeline, size, values["recompute"][recompute], values["recompute_modules"][modules],
+                 values["grad_sync"][grad_sync])
                 for size, grad_sync in cut
                 for recompute, modules in kept
             ]  # fmt: skip
@@ -239,7 +258,7 @@ class Enumeration:
         if not syncs:
             sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
             syncs = ("step", "microbatch") if sharded and not self._reduces_each else ("step",)
-        if self.rules.grad_sync(mesh.pp, dp * mesh.cp, mesh.ep, mesh.tp) is not None:
+        if self._why_not_each((*mesh, "microbatch")) is not None:
             syncs = ("step",)
         return [(size, sync) for size in sizes for sync in (syncs if batch >= 2 * dp * size else ("step",))]
 
@@ -250,11 +269,11 @@ class Enumeration:
         local, rest = divmod(self._job.training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
         return [1] if rest else divisors(local)
 
-    def _recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
+    def _recomputes(self) -> list[tuple[str, tuple[str, ...] | None]]:
         """What runs again, and of selective recomputation which modules; none are named by default."""
         choices = _unique(self._space.recompute) or _DEFAULT_RECOMPUTE
-        named = _unique(self._space.recompute_modules) or ((),)
-        return [(choice, modules) for choice in choices for modules in (named if choice == "selective" else ((),))]
+        named = _unique(self._space.recompute_modules) or (None,)
+        return [(choice, modules) for choice in choices for modules in (named if choice == "selective" else (None,))]
 
 
 def _unique(values: Iterable[T] | None) -> tuple[T, ...]:

@@ -12,11 +12,14 @@ from simplan.cost.calibration import Calibration
 from simplan.job import Job
 from simplan.predict.step_summary import evaluate_step
 from simplan.predict.truncated import extent_of
+from simplan.sim.choice import load_compiled
 from simplan.spec.plan import ParallelPlan
 
 __all__ = ["Evaluator", "Numbers", "evaluate"]
 
 _ALONE_S = 4.0  # for so long it works alone: other processes take about as long to start
+
+_LOADING_S = 0.4  # what loading the compiled engine takes
 
 Numbers = tuple[int, float | None]
 """Device memory of the worst rank with all that the allocator would like, and the step time, seconds."""
@@ -55,6 +58,8 @@ class Evaluator:
         """See ``evaluate``; plans keep the rules."""
         job, calibration = self._job, self._calibration
         if self._jobs == 1 or self._spent_s <= _ALONE_S:
+            if self._spent_s > _LOADING_S:
+                load_compiled()
             start_s = time.monotonic()
             found = [evaluate(job.with_plan(plan), calibration, max_bytes, whole=whole) for plan in plans]
             self._spent_s += time.monotonic() - start_s
@@ -85,5 +90,6 @@ def _worker_numbers(
     if token not in _asked:
         _asked.clear()
         _asked[token] = job, calibration
+        load_compiled()
     job, calibration = _asked[token]
     return evaluate(job.with_plan(plan), calibration, max_bytes, whole=whole)

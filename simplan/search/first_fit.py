@@ -38,7 +38,7 @@ def first_fit(
     failed = set() if failed is None else failed
     enumeration, capacity = Enumeration(space, job), capacity_bytes(job, space)
     evaluator = Evaluator(job, calibration)
-    if witness is not None and witness not in failed and enumeration.rules.first(witness) is None:
+    if witness is not None and witness not in failed and enumeration.filter.first_violated(witness) is None:
         if capacity is None or evaluator.numbers([witness], 0)[0][0] <= capacity:
             return witness
         failed.add(witness)

@@ -40,6 +40,8 @@ class Instants(NamedTuple):
         begins: 1 for the stage whose whole backward begins, else 0.
         used: 1 for a stage that something is still to be computed of, else 0.
         wanted: 1 for the next three of these, which FSDP gathers ahead, else 0.
+        late: ``(instants, 1)`` Whether it is in the second half of the step.
+        forwards_first: Whether all forwards come before all backwards.
     """
 
     rank: int
@@ -52,9 +54,22 @@ class Instants(NamedTuple):
     begins: _Integers
     used: _Integers
     wanted: _Integers
+    late: NDArray[np.bool_]
+    forwards_first: bool
+
+    def of_longer(self, more: int) -> Instants:
+        """The same instants of a step with more microbatches in the middle.
+
+        What follows an instant of the second half is the same in both steps.
+        """
+        more_backwards = 0 if self.forwards_first else more * self.late
+        return self._replace(
+            in_flight=self.in_flight + (more * (self.forwards > 0) if self.forwards_first else 0),
+            forwards=self.forwards + more * (self.late | self.forwards_first),
+            backwards=self.backwards + more_backwards,
+        )
 
 
-@lru_cache(maxsize=4096)
 def rank_instants(
     schedule: str, pp: int, num_microbatches: int, virtual_stages: int, ranks: tuple[int, ...]
 ) -> tuple[Instants, ...]:
@@ -64,14 +79,17 @@ def rank_instants(
     as well.
     """
     few = _few(schedule, pp, num_microbatches)
+    instants = (_instants(schedule, pp, few, virtual_stages, rank) for rank in ranks)
+    return tuple(each.of_longer(num_microbatches - few) for each in instants)
+
+
+@lru_cache(maxsize=32)
+def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages: int) -> list[tuple[_Integers, ...]]:
+    """By rank, kinds and stages of what it computes."""
     make = SCHEDULES.get(schedule) or own_schedule(schedule)
-    table = make(PipelineShape(pp, few, virtual_stages))
-    found = []
-    for rank in ranks:
-        row = [(_KINDS[action.kind], action.stage) for action in table[rank] if action.kind in _KINDS]
-        kinds, stages = np.array(row).T
-        found.append(_instants(rank, kinds, stages, num_microbatches - few))
-    return tuple(found)
+    table = make(PipelineShape(pp, num_microbatches, virtual_stages))
+    rows = ([(_KINDS[action.kind], action.stage) for action in row if action.kind in _KINDS] for row in table)
+    return [tuple(np.array(row).T) for row in rows]
 
 
 def _few(schedule: str, pp: int, num_microbatches: int) -> int:
@@ -93,14 +111,10 @@ def _peaks(numbers: _Integers) -> tuple[int, int]:
     return min(int(np.argmax(numbers)) + 1, end), min(len(numbers) - int(np.argmax(numbers[::-1])), end)
 
 
-def _instants(rank: int, kinds: _Integers, stages: _Integers, more: int) -> Instants:
-    """When the first backward begins, most microbatches are kept, all stages have gradients, one has them all.
-
-    Args:
-        rank: The pipeline rank.
-        kinds, stages: Of its computations.
-        more: Microbatches that the step has beside these: in the middle of the row.
-    """
+@lru_cache(maxsize=4096)
+def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int, rank: int) -> Instants:
+    """When the first backward begins, most microbatches are kept, all stages have gradients, one has them all."""
+    kinds, stages = _computations(schedule, pp, num_microbatches, virtual_stages)[rank]
     own, place = np.unique(stages, return_inverse=True)
     completes = np.flatnonzero((kinds == _B) | (kinds == _W))
     first, last = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
@@ -127,18 +141,17 @@ def _instants(rank: int, kinds: _Integers, stages: _Integers, more: int) -> Inst
         used[row, ahead] = 1
         wanted[row, ahead[:_AHEAD]] = 1
     adding_up = (completed > 0) & (completed < forwards.max())
-    # what follows an instant of the second half is the same in both steps
-    late = np.array([[2 * time >= len(kinds)] for time in times])
-    extra = more * (late | forwards_first)
     return Instants(
         rank,
         own,
-        forwards - wholes - inputs + (more if forwards_first else 0) * (forwards > 0),
+        forwards - wholes - inputs,
         inputs - weights,
         adding_up.astype(np.int64),
-        forwards + extra,
-        wholes + inputs + more * late * (not forwards_first),
+        forwards,
+        wholes + inputs,
         begins,
         used,
         wanted,
+        np.array([[2 * time >= len(kinds)] for time in times]),
+        forwards_first,
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.problems import render_value
+from simplan.rules import RULES, check_job
 from simplan.search.space import SearchSpace
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.recompute_rules import recompute_rules, unmodelled_recompute
-from simplan.spec.rules import check_plan
 
 __all__ = ["capacity_bytes", "check_without_plan", "with_num_devices"]
+
+_OF_MODULES = [rule for rule in RULES if rule.name.startswith("recompute_modules_")]
 
 
 def check_without_plan(job: Job, space: SearchSpace) -> None:
@@ -29,7 +30,7 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
     """
     plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
     try:
-        check_plan(job.with_plan(plan))
+        check_job(job.with_plan(plan))
     except SpecError as error:
         lasting = [p for p in error.problems if p.field.split(".")[0] != "plan" and "batch" not in p.field]
         if lasting:
@@ -39,7 +40,6 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
 
 def _check_modules(job: Job, space: SearchSpace) -> None:
     """Whether a module can run again does not depend on the ranks."""
-    model, training, software = job.model, job.training, job.software
     if space.recompute_modules and space.recompute is not None and "selective" not in space.recompute:
         value = render_value([list(modules) for modules in space.recompute_modules])
         asked = render_value(list(space.recompute))
@@ -47,14 +47,10 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
         fix = "add selective to it, or remove this"
         raise SpecError(Problem(field="search.recompute_modules", value=value, rule=rule, fix=fix))
     for modules in space.recompute_modules or ():
-        plan = ParallelPlan(recompute="selective", recompute_modules=modules)
-        for error, problems in (
-            (SpecError, recompute_rules(model, training, plan, software)),
-            (NotModelledError, unmodelled_recompute(model, plan, software)),
-        ):
-            found = [replace(problem, field="search.recompute_modules") for problem in problems]
-            if found:
-                raise error(found)
+        try:
+            check_job(job.with_plan(ParallelPlan(recompute="selective", recompute_modules=modules)), _OF_MODULES)
+        except SpecError as error:
+            raise type(error)([replace(each, field="search.recompute_modules") for each in error.problems]) from None
 
 
 def with_num_devices(job: Job, num_devices: int) -> Job:

@@ -17,6 +17,8 @@ import numpy as np
 from simplan.cost.calibration import Calibration
 from simplan.job import Job
 from simplan.predict.build import assign_layers, cost_model
+from simplan.rules import violations
+from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
 from simplan.search.bounds import Bounds
 from simplan.search.candidates import plan_order
 from simplan.search.enumeration import Enumeration
@@ -25,7 +27,6 @@ from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import Limits, OnProgress, Statistics, rounded
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.recompute_rules import unmodelled_recompute
 
 __all__ = ["explore_partial", "has_partial"]
 
@@ -67,7 +68,7 @@ def has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -
         and not job.software.expert_overlap
         and calibration is None
         and job.cluster.cores_per_node is None
-        and next(unmodelled_recompute(job.model, one, job.software), None) is None
+        and not violations(job.with_plan(one), (recompute_modelled, recompute_layers_modelled))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from simplan.program.program import Program
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import CoreUse, Times, simulate
 
-__all__ = ["Engine", "engine_of"]
+__all__ = ["Engine", "engine_of", "load_compiled"]
 
 _FEWEST_OPERATIONS = 60_000
 """From so many on, the three runs of a prediction in SimPy (8 microseconds an operation together) take longer than the
@@ -45,6 +46,11 @@ class _SimPy:
 
     def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
         return [self.times(vector_s).step_time_s for vector_s in durations_s]
+
+
+def load_compiled() -> None:
+    """Loads the compiled engine, which then runs small Programs as well: for whoever simulates many."""
+    importlib.import_module("simplan.sim.longest_path")
 
 
 def engine_of(program: Program, sharing: CoreUse | None) -> Engine:

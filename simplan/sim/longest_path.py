@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from simplan.sim.jit import jit
+from simplan.jit import jit
 
 __all__ = ["latest_ends", "node_ends", "node_tails", "topological_order"]
 

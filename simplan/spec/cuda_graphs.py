@@ -41,7 +41,7 @@ def graphed(layer: LayerSpec, graphs: Sequence[CudaGraph]) -> LayerSpec:
 
     Args:
         layer: As one rank has and computes it.
-        graphs: What is captured; ``simplan.spec.cuda_graph_rules`` have seen that it goes together.
+        graphs: What is captured; ``simplan.rules.graphs`` has seen that it goes together.
     """
     whole = "full_iteration" in graphs
     parts = [[kernel.name for kernel in layer.kernels]] if whole else [captured(layer, part) for part in graphs]

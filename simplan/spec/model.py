@@ -198,7 +198,7 @@ class ModelSpec(Spec):
         """The same layers, but only what one tensor- and context-parallel rank holds and does of each.
 
         Args:
-            shard: How layers are split; the degrees divide what they split (``simplan.spec.rules``).
+            shard: How layers are split; the degrees divide what they split (``simplan.rules``).
         """
         layers = FAMILIES[self.family].layers(self, shard)
         return adapted_layers(layers, self, shard) if self.lora_rank else layers

@@ -20,6 +20,7 @@ __all__ = [
     "installed_schedules",
     "is_own_schedule",
     "is_table_file",
+    "splits_backward",
 ]
 
 SCHEDULE_GROUP = "simplan.schedules"
@@ -94,6 +95,12 @@ def is_own_schedule(name: str) -> bool:
 def is_table_file(name: str) -> bool:
     """Whether a schedule is given as a file with a table of actions."""
     return name.lower().endswith(".csv")
+
+
+def splits_backward(name: str) -> bool:
+    """Whether it is one of simplan's whose backward is in two parts, for some microbatches at least."""
+    facts = SCHEDULE_FACTS.get(name)
+    return facts is not None and facts.splits_backward
 
 
 def installed_schedules() -> Mapping[str, EntryPoint]:

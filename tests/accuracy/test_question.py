@@ -15,8 +15,8 @@ from simplan.accuracy.stacks import STACKS, profile_name
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict.step_summary import summarize_step
+from simplan.rules import check_job
 from simplan.spec import catalogue
-from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
 from tests.accuracy.runs import run
 
@@ -103,7 +103,7 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
     assert brief.step_time_s > 0
     whole = catalogue.software(profile_name(asked.software, asked.plan))
     with pytest.raises(ValueError, match="is not modelled"):
-        check_plan(replace(question.job, software=whole))
+        check_job(replace(question.job, software=whole))
 
 
 def test_every_profile_name_is_known_to_the_catalogue() -> None:
@@ -205,7 +205,7 @@ def test_every_run_of_this_project_is_a_valid_plan() -> None:
         for published in read.runs or ():
             question = question_of_run(published)
             try:
-                check_plan(question.job)
+                check_job(question.job)
             except ValueError as error:
                 if "more than" not in str(error):  # large steps are not written out in full here
                     refused.append((published.id, str(error)))
@@ -245,7 +245,7 @@ def test_models_of_all_families(model: dict[str, Any], family: str, facts: dict[
     question = question_of_run(run(**{f"model__{key}": value for key, value in model.items()}))
     assert question.job.model.family == family
     assert {key: getattr(question.job.model, key) for key in facts} == facts
-    check_plan(question.job)
+    check_job(question.job)
 
 
 def test_what_a_family_does_not_have_is_refused_by_name() -> None:

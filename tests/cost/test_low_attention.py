@@ -15,11 +15,11 @@ from simplan.cost.attention import AttentionRates
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 
 Precision = Literal["bf16", "fp8", "mxfp8"]
@@ -118,7 +118,7 @@ def test_what_is_not_modelled_is_refused_by_name(
     asked = TrainingSpec.model_validate({"global_batch_size": 32, "precision": "mxfp8", **training})
     where = ParallelPlan.model_validate({"dp_shard": 8, "zero_stage": 1, **plan})
     with pytest.raises((SpecError, NotModelledError), match=said) as error:
-        check_plan(Job(model, catalogue.cluster(cluster, 8), asked, where, software))
+        check_job(Job(model, catalogue.cluster(cluster, 8), asked, where, software))
     assert "software.fp8_dot_product_attention = true" in str(error.value)
 
 

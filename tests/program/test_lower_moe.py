@@ -17,12 +17,12 @@ from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, P
 from simplan.program.table import plan_table
 from simplan.program.timeline import SpanKind
 from simplan.program.units import padded_elements, shard_dimension
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.low_precision import linears
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping, StageAssignment
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 from tests.jobs import job_to_lower
 from tests.test_random_plans import keeps_the_laws
@@ -235,7 +235,7 @@ def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
     reduced = {message for _, message in last_rank if message.kind is CollectiveKind.REDUCE_SCATTER}
     assert {len(message.ranks) for message in reduced} == {plan.dp // 2}
     with pytest.raises(NotModelledError, match="sharding one expert over several"):
-        check_plan(Job(MODEL, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH))
+        check_job(Job(MODEL, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH))
 
 
 @pytest.mark.parametrize("ep", [1, 2, EXPERTS])

@@ -15,6 +15,7 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
 from simplan.program.table import plan_table
+from simplan.rules import check_job
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.spec import catalogue
@@ -23,7 +24,6 @@ from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, StageAssignment
 from simplan.spec.recompute import recomputation
-from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 from simplan.units import GIB
@@ -335,7 +335,7 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     fields = catalogue.model("llama3-8b").model_dump(exclude_defaults=True)
     model = ModelSpec(**fields, lora_rank=16, lora_targets=("qkv",))
     training = TrainingSpec(global_batch_size=1, precision="fp8", task="lora")
-    check_plan(Job(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, software))
+    check_job(Job(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, software))
     block = software.layers_of(model, plan)[2]
     state = software.state(training, plan)
     assert keeping_quantized(block, state.linear, joined=True) == block
@@ -343,9 +343,7 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     stored = state.linear is not None and state.linear.weights == "stored"
     assert resting_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
     with pytest.raises(NotModelledError, match="a frozen matrix in low precision under torch with adapters"):
-        check_plan(
-            Job(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, catalogue.software("torch"))
-        )
+        check_job(Job(model, catalogue.cluster("dgx-h100", num_devices=1), training, plan, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize(("name", "divided"), [("torch", True), ("megatron-core", False), ("torchtitan", True)])

@@ -8,10 +8,10 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_len": 32}
@@ -49,7 +49,7 @@ def test_backward_makes_what_it_has_to() -> None:
 def refusals(model: ModelSpec, training: dict[str, Any], **plan: Any) -> str:
     layout = ParallelPlan(**plan)
     with pytest.raises((SpecError, NotModelledError)) as caught:
-        check_plan(
+        check_job(
             Job(
                 model,
                 catalogue.cluster("dgx-a100-80gb", num_devices=layout.num_devices),
@@ -102,4 +102,4 @@ def test_software_that_has_no_states_for_adapters_says_so() -> None:
     training = TrainingSpec(global_batch_size=8, precision="fp16", task="lora")
     cluster, profile = catalogue.cluster("dgx-a100-80gb", num_devices=1), catalogue.software("nemo-2022")
     with pytest.raises(NotModelledError, match=r"training.task = lora: training adapters with nemo-2022 is not model"):
-        check_plan(Job(GPT, cluster, training, ParallelPlan(), profile))
+        check_job(Job(GPT, cluster, training, ParallelPlan(), profile))

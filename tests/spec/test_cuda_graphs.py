@@ -8,12 +8,12 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.cuda_graphs import CudaGraph, captured
 from simplan.spec.layer import Exchange, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
 
@@ -168,7 +168,7 @@ def check(model: ModelSpec, profile: SoftwareSpec, *, cluster: str = "dgx-h100",
     fields = {"dp_shard": 8, "zero_stage": 1, "ep": 8 if model.num_experts else 1, **plan}
     where = catalogue.cluster(cluster) if cluster != "this-machine" else catalogue.cluster(cluster, num_devices=8)
     training = TrainingSpec(global_batch_size=32, precision="bf16", optimizer="adamw")
-    check_plan(Job(model, where, training, ParallelPlan.model_validate(fields), profile))
+    check_job(Job(model, where, training, ParallelPlan.model_validate(fields), profile))
 
 
 def test_outputs_are_of_a_rank_s_own_tokens() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.rules import check_job, violations
+from simplan.rules.experts import expert_overlap_precision, expert_overlap_ranks, expert_overlap_stages
 from simplan.spec import catalogue
-from simplan.spec.expert_rules import expert_overlap_rules
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 from tests.spec.test_moe import model_of
 
@@ -30,9 +30,9 @@ def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
     made = ParallelPlan(ep=2, dp_replicate=2, **plan)
     parts = model_of(), catalogue.cluster("dgx-h100", made.num_devices), TrainingSpec(global_batch_size=8), made
     profile = catalogue.software("megatron-bridge")
-    check_plan(Job(*parts, profile))
+    check_job(Job(*parts, profile))
     with pytest.raises(SpecError, match=said):
-        check_plan(Job(*parts, profile.model_copy(update=software)))
+        check_job(Job(*parts, profile.model_copy(update=software)))
 
 
 def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
@@ -42,11 +42,14 @@ def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_
 
     def fields(plan: ParallelPlan, precision: Any = "bf16") -> list[str]:
         training = TrainingSpec(global_batch_size=8, precision=precision)
-        return [p.field for p in expert_overlap_rules(training, plan, profile)]
+        job = Job(model_of(), cluster, training, plan, profile)
+        return [
+            p.field for p in violations(job, (expert_overlap_ranks, expert_overlap_stages, expert_overlap_precision))
+        ]
 
     assert fields(ParallelPlan(ep=2, dp_replicate=4)) == []
     assert fields(ParallelPlan(ep=2, dp_replicate=2, pp=2, virtual_stages=2)) == []
     assert fields(ParallelPlan(ep=2, dp_replicate=2, pp=2), "fp32") == ["plan.virtual_stages", "training.precision"]
     assert fields(ParallelPlan(ep=1, dp_replicate=2, pp=2)) == ["plan.ep"]
     several = ParallelPlan(ep=2, dp_replicate=2, pp=2, virtual_stages=2)
-    check_plan(Job(model_of(), cluster, TrainingSpec(global_batch_size=8), several, profile))
+    check_job(Job(model_of(), cluster, TrainingSpec(global_batch_size=8), several, profile))

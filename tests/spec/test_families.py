@@ -9,12 +9,12 @@ import pytest
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.problems import parse_model
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import Attention, Gemm, LayerSpec, Pointwise
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
-from simplan.spec.rules import check_plan
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec
 
@@ -36,7 +36,7 @@ def model_of(family: str, **fields: Any) -> ModelSpec:
 def check(model: ModelSpec, **plan: Any) -> None:
     made = ParallelPlan.model_validate(plan)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
+    check_job(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 def attention_of(layer: LayerSpec) -> Attention:

@@ -8,11 +8,11 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.low_precision import LinearFormat, casts, linear_format, linears
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec
 
@@ -117,7 +117,7 @@ def refusals(training: dict[str, Any], plan: dict[str, Any] | None = None, model
     cluster = catalogue.cluster("dgx-b200", made.num_devices)
     asked = TrainingSpec.model_validate({"global_batch_size": 64, **training})
     with pytest.raises(SpecError) as caught:
-        check_plan(Job(model, cluster, asked, made, TORCH))
+        check_job(Job(model, cluster, asked, made, TORCH))
     return [problem.sentence() for problem in caught.value.problems]
 
 

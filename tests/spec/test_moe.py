@@ -9,12 +9,12 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.experts import places_of
 from simplan.spec.plan import ParallelPlan, RankMapping
-from simplan.spec.rules import check_plan
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec
 
@@ -215,7 +215,7 @@ def test_groups_of_expert_parallel_ranks_are_neighbours() -> None:
 def check(model: ModelSpec, **plan: Any) -> None:
     made = ParallelPlan.model_validate(plan)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
+    check_job(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize(

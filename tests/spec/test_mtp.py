@@ -8,13 +8,13 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import CollectiveKind, Exchange, LayerSpec
 from simplan.spec.low_precision import linear_format, quantized_linears
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation, recompute_of
-from simplan.spec.rules import check_plan
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec
 
@@ -190,7 +190,7 @@ def test_what_is_not_modelled_is_refused_by_name(
     asked = TrainingSpec(global_batch_size=8, **training)
     cluster = catalogue.cluster("dgx-h100", found.num_devices)
     with pytest.raises(SpecError) as caught:
-        check_plan(Job(model(**sizes), cluster, asked, found, catalogue.software(software)))
+        check_job(Job(model(**sizes), cluster, asked, found, catalogue.software(software)))
     assert any(
         problem.sentence().startswith(sentence) or sentence in problem.sentence() for problem in caught.value.problems
     )
@@ -200,9 +200,9 @@ def test_beside_overlapped_exchanges_for_experts_there_is_one_at_most() -> None:
     software = catalogue.software("megatron-core").model_copy(update={"expert_overlap": True})
     plan = ParallelPlan(dp_shard=2, zero_stage=1, ep=2)
     asked = catalogue.cluster("dgx-h100", 2), TrainingSpec(global_batch_size=8), plan, software
-    check_plan(Job(model(LATENT), *asked))
+    check_job(Job(model(LATENT), *asked))
     with pytest.raises(SpecError, match=r"model\.mtp_num_layers = 2: must be at most 1 with software\.expert_overlap"):
-        check_plan(Job(model(LATENT, depths=2), *asked))
+        check_job(Job(model(LATENT, depths=2), *asked))
 
 
 def test_families_without_them_refuse_the_key() -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 
 ACTIVATIONS = {"offload_activations": True}
@@ -27,7 +27,7 @@ def check(
     **training: Any,
 ) -> None:
     spec = ParallelPlan(**plan)
-    check_plan(
+    check_job(
         Job(
             catalogue.model(model) if isinstance(model, str) else model,
             cluster or catalogue.cluster("dgx-a100-80gb", num_devices=spec.num_devices),

@@ -11,13 +11,13 @@ import pytest
 
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec import packing as packing_module
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
 from simplan.spec.packing import NUM_DOCUMENTS, Histogram, Lognormal, Packing, represent
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 
 PACKINGS: tuple[Packing, ...] = ("greedy", "first_fit_decreasing")
@@ -176,7 +176,7 @@ def checked(model: ModelSpec, software: str = "torch", **plan: Any) -> None:
     cluster = catalogue.cluster("dgx-h100", 8)
     plan = {"dp_replicate": 8, **plan}
     spec = catalogue.software(software)
-    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=8, task="sft"), ParallelPlan(**plan), spec))
+    check_job(Job(model, cluster, TrainingSpec(global_batch_size=8, task="sft"), ParallelPlan(**plan), spec))
 
 
 @pytest.mark.parametrize("name", REFUSED)

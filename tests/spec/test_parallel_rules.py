@@ -8,10 +8,10 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 
 MODEL = ModelSpec(
@@ -30,9 +30,9 @@ MODEL = ModelSpec(
 def test_buckets_are_refused_where_nothing_is_reduced_in_buckets() -> None:
     plan = ParallelPlan(dp_replicate=2, bucket_bytes=1000)
     asked = (MODEL, catalogue.cluster("dgx-h100", num_devices=2), TrainingSpec(global_batch_size=24), plan)
-    check_plan(Job(*asked, catalogue.software("megatron-bridge")))
+    check_job(Job(*asked, catalogue.software("megatron-bridge")))
     with pytest.raises(SpecError) as caught:
-        check_plan(Job(*asked, catalogue.software("megatron-core")))
+        check_job(Job(*asked, catalogue.software("megatron-core")))
     assert str(caught.value) == (
         "plan.bucket_bytes = 1000: is about reducing gradients while backward runs, "
         "and megatron-core reduces all of them after it; remove it"
@@ -43,7 +43,7 @@ def check(plan: dict[str, Any], **fields: Any) -> None:
     made = ParallelPlan.model_validate(plan)
     model = MODEL.model_copy(update=fields)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_plan(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
+    check_job(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize(

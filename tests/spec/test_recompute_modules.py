@@ -7,13 +7,13 @@ import pytest
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.program.low_precision_footprint import keeping_quantized
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RecomputeModule
 from simplan.spec.recompute import recomputation
-from simplan.spec.rules import check_plan
 from simplan.spec.shard import Shard
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
@@ -206,4 +206,4 @@ def test_delayed_scaling_makes_nothing_again() -> None:
 def check(model: ModelSpec, plan: ParallelPlan, software: str | SoftwareSpec, **training: str) -> None:
     fields = {"global_batch_size": 32, "precision": "bf16", "optimizer": "adamw", **training}
     named = catalogue.software(software) if isinstance(software, str) else software
-    check_plan(Job(model, catalogue.cluster("dgx-h100"), TrainingSpec.model_validate(fields), plan, named))
+    check_job(Job(model, catalogue.cluster("dgx-h100"), TrainingSpec.model_validate(fields), plan, named))

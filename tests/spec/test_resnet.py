@@ -14,11 +14,11 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
 from simplan.program.program import Message
 from simplan.program.table import plan_table
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.resnet import block_forms
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import TrainingSpec
 from tests.jobs import job_to_lower
 
@@ -30,7 +30,7 @@ def check(plan: dict[str, Any], **training: Any) -> None:
     made = ParallelPlan(**plan)
     cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
     trained = TrainingSpec(**{"global_batch_size": 32, "precision": "fp32", **training})
-    check_plan(Job(catalogue.model("resnet-50"), cluster, trained, made, catalogue.software("torch")))
+    check_job(Job(catalogue.model("resnet-50"), cluster, trained, made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize("name", GFLOPS)
@@ -118,4 +118,4 @@ def test_blocks_must_be_said() -> None:
     plan, cluster = ParallelPlan(), catalogue.cluster("dgx-h100", num_devices=1)
     empty = ModelSpec(family="resnet", depths=())
     with pytest.raises(SpecError, match="must name the blocks of one stage or more"):
-        check_plan(Job(empty, cluster, TrainingSpec(global_batch_size=1), plan, catalogue.software("torch")))
+        check_job(Job(empty, cluster, TrainingSpec(global_batch_size=1), plan, catalogue.software("torch")))

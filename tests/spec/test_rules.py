@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.program.schedules import SCHEDULES
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan, num_microbatches
 from simplan.spec.training import TrainingSpec
 
 GPT2 = catalogue.model("gpt2-124m")
@@ -29,7 +29,7 @@ def check(
     cluster: ClusterSpec | None = None,
 ) -> None:
     made = ParallelPlan.model_validate(plan)
-    check_plan(
+    check_job(
         Job(
             model,
             cluster or catalogue.cluster("dgx-h100", num_devices or made.num_devices),
@@ -273,8 +273,6 @@ def test_the_batch_sizes_offered_are_valid(batch: int, dp: int, microbatch_size:
     plan = {"dp_replicate": dp, "microbatch_size": microbatch_size}
     if batch % (dp * microbatch_size) == 0:
         check(plan, training={"global_batch_size": batch})
-        made = ParallelPlan.model_validate(plan)
-        assert num_microbatches(TrainingSpec(global_batch_size=batch), made) * dp * microbatch_size == batch
         return
     [sentence] = problems(plan, training={"global_batch_size": batch})
     sizes, _, microbatches = sentence.partition("; use ")[2].partition(", or plan.microbatch_size = ")

@@ -13,11 +13,11 @@ from simplan.program.lower import Lowering, lower
 from simplan.program.partition import assign_stage_layers
 from simplan.program.program import Program
 from simplan.program.table import plan_table
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.rules import check_plan
 from simplan.spec.training import Precision, TrainingSpec
 from tests.jobs import job_to_lower
 
@@ -40,7 +40,7 @@ def model(**fields: Any) -> ModelSpec:
 
 def check(plan: ParallelPlan, **fields: Any) -> None:
     cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
-    check_plan(Job(model(**fields), cluster, TrainingSpec(global_batch_size=24), plan, catalogue.software("torch")))
+    check_job(Job(model(**fields), cluster, TrainingSpec(global_batch_size=24), plan, catalogue.software("torch")))
 
 
 def test_flops_are_those_of_the_paper() -> None:

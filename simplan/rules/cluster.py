@@ -1,0 +1,84 @@
+"""Rules about the cluster: what joins its devices, how many there are, and what runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import not_modelled, rule
+from simplan.spec.numbers import either
+
+
+@rule("devices of one node need a link", reads_cluster=True)
+def link_within_nodes(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    if cluster.num_devices > 1 and cluster.devices_per_node > 1 and cluster.intra_link is None:
+        yield Problem(
+            field="cluster.intra_link",
+            rule=f"is missing: the catalogue does not say what joins {cluster.device.id} devices of one node",
+            fix="name a link, e.g. pcie4 (`simplan show links` lists them)",
+        )
+
+
+@rule("several nodes need a network", reads_cluster=True)
+def network_between_nodes(job: Job) -> Iterator[Problem]:
+    if job.cluster.num_nodes > 1 and job.cluster.inter_link is None:
+        yield Problem(
+            field="cluster.inter_link_gbit_per_device",
+            rule=f"is missing: {job.cluster.num_nodes} nodes need a network",
+            fix="give the network bandwidth of a node divided by its devices, Gbit/s",
+        )
+
+
+@rule("dp_replicate x dp_shard x tp x cp x pp must be the number of devices", reads="dp tp cp pp", reads_cluster=True)
+def devices(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    needed, there = plan.num_devices, job.cluster.num_devices
+    if needed == there:
+        return
+    fixes = []
+    for key, most in (("dp_replicate", there), ("pp", job.model.num_blocks)):
+        others = needed // getattr(plan, key)
+        if there % others == 0 and there // others <= most:
+            fixes.append(f"{key} = {there // others}")
+    fixes.append(f"num_devices = {needed}")
+    factors = [
+        f"{key} {getattr(plan, key)}"
+        for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+        if getattr(plan, key) > 1 or key in ("dp_replicate", "pp")
+    ]
+    yield Problem(
+        field="plan",
+        value=" x ".join(factors),
+        rule=f"the plan needs {needed} devices and the cluster has {there}",
+        fix=f"use {either(fixes)}",
+    )
+
+
+@rule("tensor-parallel groups stay inside a node (search.tp_across_nodes lifts it)", reads="tp", reads_cluster=True)
+def tp_in_node(job: Job) -> Iterator[Problem]:
+    """A rule of searches alone."""
+    cluster, tp = job.cluster, job.plan.tp
+    if cluster.num_nodes > 1 and cluster.devices_per_node % tp:
+        rule = f"must divide the {cluster.devices_per_node} devices of a node, unless search.tp_across_nodes is set"
+        yield Problem(field="plan.tp", value=str(tp), rule=rule, fix="use a smaller tp, or search.tp_across_nodes")
+
+
+@rule("CPUs compute in fp32, bf16 or fp8", reads_cluster=True)
+def precision_of_cpus(job: Job) -> Iterator[Problem]:
+    device, precision = job.cluster.device, job.training.precision
+    if device.kind == "cpu" and precision not in ("fp32", "bf16", "fp8"):
+        yield Problem(
+            field="training.precision",
+            value=precision,
+            rule=f"must be fp32, bf16 or fp8 on a CPU ({device.id}): the others are those of accelerators",
+            fix="use fp32",
+        )
+
+
+@rule("other software than torch on this machine is not modelled", modelled=False, reads_cluster=True)
+def software_of_this_machine(job: Job) -> Iterator[Problem]:
+    if job.cluster.cores_per_node is not None and not job.software.executable:
+        what = f"other software than torch on {job.cluster.id}, where times are of what the executor runs,"
+        yield not_modelled("software", job.software.id, what, "use torch")

@@ -1,0 +1,153 @@
+"""The rules for hundreds of thousands of plans of one job, asked step by step as their fields get known.
+
+An enumeration decides fields in steps, say the mesh, then the schedule, then the size of microbatches. ``stages`` makes
+for each step a function that names the first rule which the fields known so far violate. A step asks what earlier steps
+could not: the rules that read its fields, and none but known ones. Fields in no step are those of the job's plan.
+
+>>> from simplan.spec import catalogue
+>>> from simplan.spec.plan import ParallelPlan
+>>> from simplan.spec.training import TrainingSpec
+>>> training, cluster = TrainingSpec(global_batch_size=32), catalogue.cluster("dgx-h100", 8)
+>>> job = Job(catalogue.model("gpt2-124m"), cluster, training, ParallelPlan(), catalogue.software("torch"))
+>>> mesh, pipeline, batch = PlanFilter(job).stages("dp_replicate pp", "schedule", "microbatch_size")
+>>> mesh((2, 4)), mesh((3, 4))
+(None, 'devices')
+>>> pipeline((2, 4, "1f1b")), pipeline((2, 4, "none")), pipeline((2, 4, "zb-h1"))
+(None, 'schedule_goes_with_pipeline', 'split_backward_ddp')
+>>> batch((2, 4, "1f1b", 16)), batch((2, 4, "1f1b", 3))
+(None, 'batch_divides')
+
+Every rule is asked once for each combination of values of the fields that it reads; after that it is a dict lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from simplan.job import Job
+from simplan.rules.book import RULES
+from simplan.rules.rule import Rule
+from simplan.spec.plan import ParallelPlan
+
+__all__ = ["PlanFilter", "Stage"]
+
+
+class PlanFilter:
+    """The rules for plans of one job.
+
+    Args:
+        job: Everything but what varies of its plan.
+        rules: In the order in which they are named where several are violated.
+    """
+
+    def __init__(self, job: Job, rules: Sequence[Rule] = RULES) -> None:
+        self._job, self._rules = job, tuple(rules)
+        self._fixed = {name: getattr(job.plan, name) for name in ParallelPlan.model_fields}
+        self._whole: Stage | None = None
+
+    def stages(self, *steps: str) -> list[Stage]:
+        """One function for each step.
+
+        Rules that read no field of any step are asked in the first one, those that are asked after all others in the
+        last one.
+
+        Args:
+            steps: Names of the fields that get known in each, separated by spaces.
+        """
+        fields = " ".join(steps).split()
+        assert sorted(fields) == sorted({*fields} & {*self._fixed}), fields
+        made, asked, known = [], set[str](), 0
+        for number, step in enumerate(steps, 1):
+            known += len(step.split())
+            now = [
+                (place, rule)
+                for place, rule in enumerate(self._rules)
+                if rule.name not in asked
+                and rule.reads & set(fields) <= set(fields[:known])
+                and (number == len(steps) or not rule.after_others)
+            ]
+            asked |= {rule.name for _, rule in now}
+            made.append(Stage(now, fields, self._job, self._fixed))
+        return made
+
+    def first_violated(self, plan: ParallelPlan) -> str | None:
+        """The name of the first rule that a whole plan violates; None when it violates none."""
+        if self._whole is None:
+            [self._whole] = self.stages(" ".join(self._fixed))
+        return self._whole(tuple(getattr(plan, name) for name in self._fixed))
+
+
+class Stage:
+    """The rules of one step, together where they read the same fields.
+
+    Args:
+        rules: The rules, each with its place in the order in which they are named.
+        fields: Names of the fields of this step, earlier and later ones, in the order of values.
+        job: The job.
+        fixed: Values of all fields, where ``fields`` have others.
+    """
+
+    __slots__ = ("_groups", "_last", "_names", "reads")
+
+    def __init__(
+        self, rules: Sequence[tuple[int, Rule]], fields: Sequence[str], job: Job, fixed: Mapping[str, Any]
+    ) -> None:
+        self._names = {place: rule.name for place, rule in rules}
+        self.reads = {field for _, rule in rules for field in rule.reads}
+        by_reads: dict[tuple[bool, tuple[int, ...]], list[tuple[int, Rule]]] = {}
+        for place, rule in rules:
+            read = tuple(index for index, field in enumerate(fields) if field in rule.reads)
+            by_reads.setdefault((rule.after_others, read), []).append((place, rule))
+        groups: dict[bool, list[_Group]] = {False: [], True: []}
+        for (last, read), of_group in by_reads.items():
+            names = [fields[index] for index in read]
+            groups[last].append((_getter(read), {}, _asking(of_group, names, job, fixed)))
+        self._groups, self._last = groups[False], groups[True]
+
+    def __call__(self, values: Sequence[Any]) -> str | None:
+        """The name of the first rule that is violated.
+
+        Args:
+            values: Of all fields known so far, in the order of the steps; as a plan has them, so None for unset ones.
+        """
+        place = _first(self._groups, values)
+        if place is None and self._last:
+            place = _first(self._last, values)
+        return None if place is None else self._names[place]
+
+
+_Group = tuple[Callable[[Sequence[Any]], Hashable], dict[Hashable, int | None], Callable[[Any], int | None]]
+"""How a group gets the values that its rules read, what it found for these, and what finds it."""
+
+
+def _first(groups: Sequence[_Group], values: Sequence[Any]) -> int | None:
+    found: int | None = None
+    for getter, memo, asking in groups:
+        key = getter(values)
+        try:
+            place = memo[key]
+        except KeyError:
+            place = memo[key] = asking(key)
+        if place is not None and (found is None or place < found):
+            found = place
+    return found
+
+
+def _getter(read: Sequence[int]) -> Callable[[Sequence[Any]], Hashable]:
+    """Gets a tuple of values, or the only one; nothing where rules read none."""
+    return itemgetter(*read) if read else lambda _: ()
+
+
+def _asking(
+    rules: Sequence[tuple[int, Rule]], names: Sequence[str], job: Job, fixed: Mapping[str, Any]
+) -> Callable[[Any], int | None]:
+    """Asks rules that read the same fields; gives the place of the first that is violated."""
+
+    def ask(key: Any) -> int | None:
+        values = dict(zip(names, key if len(names) != 1 else (key,), strict=True))
+        made = job.with_plan(ParallelPlan.model_construct(**{**fixed, **values}))  # of valid values, so unchecked
+        return next((place for place, rule in rules if next(rule.problems(made), None) is not None), None)
+
+    return ask

@@ -1,0 +1,262 @@
+"""Rules between the fields of a model: its sizes, documents, images, adapters, experts and layers for later tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import not_modelled, rule
+from simplan.spec.adapters import GROUPS, adapted_matrices, matrices_of
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.shard import Shard
+
+_DOCUMENTS = "model.document_lengths"
+
+
+@rule("num_key_value_heads must divide num_attention_heads")
+def kv_heads_divide_heads(job: Job) -> Iterator[Problem]:
+    heads, kv_heads = job.model.num_attention_heads, job.model.num_key_value_heads
+    if kv_heads and heads % kv_heads:
+        yield Problem(
+            field="model.num_key_value_heads",
+            value=str(kv_heads),
+            rule=f"must divide num_attention_heads = {heads}",
+            fix=f"use {either(nearest_divisors(heads, kv_heads))}",
+        )
+
+
+@rule("heads with rotary positions must have an even width")
+def rotary_width_even(job: Job) -> Iterator[Problem]:
+    rotated = "qk_rope_head_dim" if job.model.family == "deepseek" else "head_dim"
+    width = getattr(job.model, rotated)
+    if job.model.family in ("llama", "moe", "deepseek") and width % 2:
+        yield Problem(
+            field=f"model.{rotated}",
+            value=str(width),
+            rule="must be even: rotary positions turn pairs",
+            fix=f"use {either([d for d in (width - 1, width + 1) if d])}",
+        )
+
+
+@rule("packs says where documents were drawn from, and needs document_lengths")
+def packs_need_documents(job: Job) -> Iterator[Problem]:
+    if not job.model.document_lengths and job.model.packs is not None:
+        rule = "says where documents were drawn from, and there is no document_lengths"
+        yield Problem(field="model.packs", rule=rule, fix="remove it")
+
+
+@rule("documents must fit into the sequence, and into the positions of the model")
+def documents_fit(job: Job) -> Iterator[Problem]:
+    model = job.model
+    lengths = model.document_lengths
+    if not lengths:
+        return
+    total, most = sum(lengths), model.max_position_embeddings
+    if total > model.seq_len:
+        yield Problem(
+            field=_DOCUMENTS,
+            value=_shown(lengths),
+            rule=f"has {total} tokens, and a sequence has seq_len = {model.seq_len}",
+            fix=f"use shorter documents, or model.seq_len = {total}",
+        )
+    elif FAMILIES[model.family].position_rows and max(model.segments) > most:
+        what = "a document" if max(lengths) > most else "the padding"
+        yield Problem(
+            field=_DOCUMENTS,
+            value=_shown(lengths),
+            rule=f"{what} has {max(model.segments)} tokens, and max_position_embeddings = {most}",
+            fix=f"set model.max_position_embeddings to {max(model.segments)}",
+        )
+
+
+@rule("a document needs two tokens, of which one can be predicted from the other")
+def documents_of_two_tokens(job: Job) -> Iterator[Problem]:
+    lengths = job.model.document_lengths
+    if lengths and max(lengths) == 1:
+        yield Problem(
+            field=_DOCUMENTS,
+            value=_shown(lengths),
+            rule="has no document of two tokens, of which one could be predicted from the other",
+            fix="use longer documents",
+        )
+
+
+@rule("seq_len must be at most max_position_embeddings")
+def positions_for_sequence(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if (
+        FAMILIES[model.family].position_rows
+        and not model.document_lengths
+        and model.seq_len > model.max_position_embeddings
+    ):
+        yield Problem(
+            field="model.seq_len",
+            value=str(model.seq_len),
+            rule=f"must be at most max_position_embeddings = {model.max_position_embeddings}",
+            fix=f"use {model.max_position_embeddings}, or set max_position_embeddings to {model.seq_len} as well",
+        )
+
+
+@rule("sliding_window_pattern says which blocks have a window, and needs sliding_window")
+def window_pattern_needs_window(job: Job) -> Iterator[Problem]:
+    if job.model.sliding_window_pattern and job.model.sliding_window is None:
+        yield Problem(
+            field="model.sliding_window_pattern",
+            value=str(job.model.sliding_window_pattern),
+            rule="says which blocks have a window, and there is no sliding_window",
+            fix="give sliding_window, or remove it",
+        )
+
+
+@rule("relative_attention_buckets must be a multiple of 4")
+def relative_buckets(job: Job) -> Iterator[Problem]:
+    buckets = job.model.relative_attention_buckets
+    if buckets % 4:
+        yield Problem(
+            field="model.relative_attention_buckets",
+            value=str(buckets),
+            rule="must be a multiple of 4: each direction has half of them, of which half are for one distance each",
+            fix=f"use {either([near for near in (buckets // 4 * 4, buckets // 4 * 4 + 4) if near])}",
+        )
+
+
+@rule("a ResNet needs blocks in one stage or more")
+def resnet_needs_depths(job: Job) -> Iterator[Problem]:
+    if job.model.family == "resnet" and not job.model.depths:
+        yield Problem(
+            field="model.depths",
+            value="[]",
+            rule="must name the blocks of one stage or more",
+            fix="use [3, 4, 6, 3] for ResNet-50",
+        )
+
+
+@rule("patches must divide an image, and a sequence is its patches and the class token")
+def patches_of_image(job: Job) -> Iterator[Problem]:
+    model = job.model
+    image, patch = model.image_size, model.patch_size
+    if not patch:
+        return
+    if image % patch:
+        yield Problem(
+            field="model.patch_size",
+            value=str(patch),
+            rule=f"must divide image_size = {image}",
+            fix=f"use {either(nearest_divisors(image, patch))}",
+        )
+    elif model.seq_len != (image // patch) ** 2 + 1:
+        yield Problem(
+            field="model.seq_len",
+            value=str(model.seq_len),
+            rule=f"must be the {(image // patch) ** 2} patches of an image and the class token",
+            fix=f"use {(image // patch) ** 2 + 1}, or remove it",
+        )
+
+
+@rule("lora_targets says which matrices have adapters, and needs lora_rank")
+def lora_targets_need_rank(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if "lora_rank" not in FAMILIES[model.family].fields or model.lora_rank:
+        return
+    if model.lora_targets != ModelSpec.model_fields["lora_targets"].default:
+        yield Problem(
+            field="model.lora_targets",
+            value=f"[{', '.join(model.lora_targets)}]",
+            rule="says which matrices have adapters, and lora_rank = 0",
+            fix="give lora_rank, e.g. 16, or remove it",
+        )
+
+
+@rule("lora_targets must name matrices of a block")
+def lora_targets_exist(job: Job) -> Iterator[Problem]:
+    model, family = job.model, FAMILIES[job.model.family]
+    if "lora_rank" not in family.fields or not model.lora_rank:
+        return
+    matrices = matrices_of(family.layers(model, Shard()))
+    for target in model.lora_targets:
+        if not adapted_matrices([target], matrices):
+            yield Problem(
+                field="model.lora_targets",
+                value=target,
+                rule=f"is no matrix of a block of family {model.family}",
+                fix=f"use {either(dict.fromkeys([*matrices, *GROUPS]))}",
+            )
+
+
+@rule("a token can use at most all experts")
+def top_k_within_experts(job: Job) -> Iterator[Problem]:
+    experts = job.model.num_experts
+    if experts and job.model.top_k > experts:
+        yield Problem(
+            field="model.top_k",
+            value=str(job.model.top_k),
+            rule=f"must be at most num_experts = {experts}",
+            fix=f"use {experts}",
+        )
+
+
+@rule("num_dense_layers must be at most num_hidden_layers")
+def dense_layers_within_layers(job: Job) -> Iterator[Problem]:
+    dense, blocks = job.model.num_dense_layers, job.model.num_hidden_layers
+    if job.model.num_experts and dense > blocks:
+        yield Problem(
+            field="model.num_dense_layers",
+            value=str(dense),
+            rule=f"must be at most num_hidden_layers = {blocks}",
+            fix=f"use {blocks}",
+        )
+
+
+@rule("shared_expert_gate weighs a shared expert, and needs one")
+def gate_needs_shared_expert(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if model.num_experts and model.shared_expert_gate and not model.shared_expert_intermediate_size:
+        yield Problem(
+            field="model.shared_expert_gate",
+            value="true",
+            rule="weighs a shared expert, and shared_expert_intermediate_size = 0",
+            fix="remove it, or give shared_expert_intermediate_size",
+        )
+
+
+@rule("experts that drop no tokens need places for those of the fullest one")
+def capacity_for_tokens(job: Job) -> Iterator[Problem]:
+    model, needed = job.model, job.model.expert_imbalance
+    if model.num_experts and model.capacity_factor < needed and not model.drop_tokens:
+        balanced, fullest = "even balanced experts need", f"the fullest expert needs with expert_imbalance = {needed:g}"
+        why = balanced if needed == 1 else fullest
+        yield Problem(
+            field="model.capacity_factor",
+            value=f"{model.capacity_factor:g}",
+            rule=f"is less than the {needed:g} that {why}",
+            fix=f"use {needed:g} or more, or model.drop_tokens = true",
+        )
+
+
+@rule("training of packed documents with this software is not modelled", modelled=False)
+def documents_modelled(job: Job) -> Iterator[Problem]:
+    if job.model.document_lengths and job.software.packed_attention is None:
+        what = f"attention of several documents in a sequence with {job.software.id}"
+        yield not_modelled(_DOCUMENTS, _shown(job.model.document_lengths), what, "remove it")
+
+
+@rule("multi-token prediction with this software is not modelled", modelled=False)
+def mtp_modelled(job: Job) -> Iterator[Problem]:
+    if job.model.mtp_num_layers and not job.software.mtp:
+        what = f"multi-token prediction with {job.software.id}"
+        fix = "use 0, or software: megatron-core"
+        yield not_modelled("model.mtp_num_layers", job.model.mtp_num_layers, what, fix)
+
+
+@rule("adapters beside layers for multi-token prediction are not modelled", modelled=False)
+def mtp_with_adapters(job: Job) -> Iterator[Problem]:
+    layers, rank = job.model.mtp_num_layers, job.model.lora_rank
+    if layers and rank > 0:
+        yield not_modelled("model.lora_rank", rank, f"adapters beside model.mtp_num_layers = {layers}", "use 0")
+
+
+def _shown(lengths: tuple[int, ...]) -> str:
+    return str(list(lengths)) if len(lengths) <= 6 else f"[{lengths[0]}, {lengths[1]}, ..., {lengths[-1]}]"

@@ -1,0 +1,124 @@
+"""Rules about optimizer states and activations in memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.spec.models import FAMILIES
+from simplan.spec.schedules import is_own_schedule, splits_backward
+
+_FAMILIES = ("gpt", "llama")
+
+
+@rule("offload_optimizer moves optimizer states, and sgd has none", reads="offload_optimizer")
+def offload_needs_states(job: Job) -> Iterator[Problem]:
+    if job.plan.offload_optimizer and job.training.optimizer == "sgd":
+        rule = "moves optimizer states, and sgd has none"
+        yield Problem(field="plan.offload_optimizer", value="true", rule=rule, fix="remove it, or use adamw")
+
+
+@rule("offload_layers is about offload_activations", reads="offload_layers offload_activations")
+def offload_layers_of_activations(job: Job) -> Iterator[Problem]:
+    layers = job.plan.offload_layers
+    if layers is not None and not job.plan.offload_activations:
+        rule = "says of how many blocks activations are moved, and offload_activations is off"
+        fix = "set offload_activations, or remove it"
+        yield Problem(field="plan.offload_layers", value=str(layers), rule=rule, fix=fix)
+
+
+@rule("what is kept on the host needs a link to it", reads="offload_optimizer offload_activations", reads_cluster=True)
+def offload_needs_link(job: Job) -> Iterator[Problem]:
+    cluster, offloads = job.cluster, job.plan.offload_optimizer or job.plan.offload_activations
+    if offloads and cluster.device.kind != "cpu" and cluster.host_link is None:
+        yield Problem(
+            field="cluster.device.host_link",
+            rule=f"is missing: the catalogue does not say what joins {cluster.device.id} with its host",
+            fix="name a link, e.g. {preset: " + cluster.device.id + ", host_link: pcie4} (`simplan show links`)",
+        )
+
+
+@rule(
+    "optimizer states on the host of experts that ranks share out are not modelled",
+    reads="offload_optimizer experts_apart",
+    modelled=False,
+)
+def offload_of_experts(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.offload_optimizer and job.model.num_experts and experts_apart(plan):
+        fix = "use ep = 1" if plan.ep > 1 else "use etp = tp"
+        yield _with_it("offload_optimizer", "states of experts of which other ranks have others", fix)
+
+
+@rule(
+    "activations on the host of a part of the blocks of a pipeline are not modelled",
+    reads="offload_layers offload_activations pp",
+    modelled=False,
+)
+def offload_layers_modelled(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.offload_activations and plan.offload_layers is not None and plan.pp > 1:
+        yield Problem(
+            field="plan.offload_layers",
+            value=str(plan.offload_layers),
+            rule=f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet",
+            fix="remove it: then all blocks are moved",
+        )
+
+
+@rule(
+    "activations on the host are not modelled of this model, or with this plan",
+    reads="offload_activations schedule cp recompute",
+    modelled=False,
+)
+def offload_modelled(job: Job) -> Iterator[Problem]:
+    plan, model = job.plan, job.model
+    if not plan.offload_activations:
+        return
+    what = ""
+    if model.family not in _FAMILIES:
+        what, fix = f"activations of the family {model.family}", f"models: {', '.join(_FAMILIES)}"
+    elif any(model.windows) or FAMILIES[model.family].alibi:
+        what, fix = "attention in a window, whose masks would have to stay on the device,", "remove it"
+    elif is_own_schedule(plan.schedule):
+        what, fix = "a schedule of your own", "use 1f1b"
+    elif splits_backward(plan.schedule):
+        what, fix = f"a backward in two parts ({plan.schedule})", "use 1f1b"
+    elif plan.cp > 1:
+        what, fix = f"context parallelism (cp = {plan.cp})", "use cp = 1"
+    elif plan.recompute == "qkv_proj_offloaded":
+        what, fix = "recompute = qkv_proj_offloaded, which has transfers of its own,", "use selective or full"
+    if what:
+        yield _with_it("offload_activations", what, fix)
+
+
+@rule("offloading with adapters is not modelled", reads="offload_optimizer offload_activations", modelled=False)
+def offload_with_adapters(job: Job) -> Iterator[Problem]:
+    for field in ("offload_optimizer", "offload_activations"):
+        if job.model.lora_rank and getattr(job.plan, field):
+            yield not_modelled(f"plan.{field}", "true", "offloading with adapters (model.lora_rank)", "remove it")
+
+
+@rule("activations on the host are not modelled with compiled blocks", reads="offload_activations", modelled=False)
+def offload_compiled(job: Job) -> Iterator[Problem]:
+    if job.software.compiled and job.software.executable and job.plan.offload_activations:
+        rule = "moves tensors that a compiled block keeps for itself, which is not modelled"
+        fix = "use software.compiled = false"
+        yield Problem(field="plan.offload_activations", value="true", rule=rule, fix=fix)
+
+
+@rule(
+    "activations on the host beside layers for multi-token prediction are not modelled",
+    reads="offload_activations",
+    modelled=False,
+)
+def offload_with_mtp(job: Job) -> Iterator[Problem]:
+    if job.model.mtp_num_layers and job.plan.offload_activations:
+        what = f"activations on the host beside model.mtp_num_layers = {job.model.mtp_num_layers}"
+        yield not_modelled("plan.offload_activations", "true", what, "remove it")
+
+
+def _with_it(field: str, what: str, fix: str) -> Problem:
+    return Problem(field=f"plan.{field}", value="true", rule=f"{what} is not modelled yet with it", fix=fix)

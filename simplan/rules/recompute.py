@@ -1,0 +1,123 @@
+"""Rules about what backward runs again: which modules, of how many blocks, beside what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import not_modelled, rule
+from simplan.spec.layer import LayerKind
+from simplan.spec.numbers import either
+from simplan.spec.plan import ParallelPlan, RecomputeModule
+from simplan.spec.recompute_modules import has_module
+
+_INSIDE: Mapping[RecomputeModule, RecomputeModule] = MappingProxyType({"moe_act": "moe", "shared_experts": "moe"})
+"""Modules that are part of another one."""
+
+_DISCARDED: tuple[RecomputeModule, ...] = ("layernorm", "moe_act")
+"""Modules whose output is gone when products in 8 bits have quantized it."""
+
+
+@rule("exchanges beside another microbatch cannot run again with whole layers", reads="recompute")
+def expert_overlap_recompute(job: Job) -> Iterator[Problem]:
+    if job.plan.recompute == "full" and job.software.expert_overlap:
+        rule = "would send tokens again that travel beside another microbatch (software.expert_overlap)"
+        fix = "use selective with recompute_modules, or expert_overlap = false"
+        yield Problem(field="plan.recompute", value="full", rule=rule, fix=fix)
+
+
+@rule("recompute_layers must be at most the blocks, and goes with recompute = full", reads="recompute recompute_layers")
+def recompute_layers_of_full(job: Job) -> Iterator[Problem]:
+    plan, blocks = job.plan, job.model.num_blocks
+    if plan.recompute_layers is None:
+        return
+    if plan.recompute_layers > blocks:
+        yield _layers_problem(plan, f"is more than the {blocks} blocks of the model", "remove it: then all run again")
+    if plan.recompute != "full":
+        rule = f"says how many blocks run again in full, and recompute is {plan.recompute}"
+        yield _layers_problem(plan, rule, "use recompute = full, or remove it")
+
+
+@rule("recompute_modules names modules for selective recomputation, each once", reads="recompute recompute_modules")
+def recompute_modules_of_selective(job: Job) -> Iterator[Problem]:
+    modules, recompute = job.plan.recompute_modules, job.plan.recompute
+    if modules is None:
+        return
+    named, field = f"[{', '.join(modules)}]", "plan.recompute_modules"
+    if recompute != "selective":
+        rule = f"says what selective recomputation runs again, and recompute is {recompute}"
+        yield Problem(field=field, value=named, rule=rule, fix="use recompute = selective, or remove it")
+    elif not modules or len(set(modules)) < len(modules):
+        rule = "names a module twice" if modules else "names no module"
+        yield Problem(field=field, value=named, rule=rule, fix="name each module once, or use recompute = none")
+
+
+@rule("recompute_modules must be modules that can run again apart", reads="recompute recompute_modules")
+def recompute_modules_apart(job: Job) -> Iterator[Problem]:
+    modules = job.plan.recompute_modules
+    if modules is None or job.plan.recompute != "selective":
+        return
+    for module in dict.fromkeys(modules):
+        for against, fix in _against(module, modules, job):
+            yield Problem(field="plan.recompute_modules", value=module, rule=against, fix=fix)
+
+
+def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job: Job) -> Iterator[tuple[str, str]]:
+    """Why a module cannot run again alone, and what else would do."""
+    software, training = job.software, job.training
+    if not _has(job, module):
+        yield "no block of the model has such a module apart", "remove it"
+    whole = _INSIDE.get(module)
+    if whole in modules:
+        yield f"is part of {whole}, which runs again", "remove it"
+    if module in _DISCARDED and training.precision == "fp8" and training.fp8_recipe == "delayed":
+        yield (
+            f"does not run again where fp8 has delayed scaling, in {software.id}",
+            "remove it, or use another fp8_recipe",
+        )
+    if module == "moe" and software.expert_overlap:
+        rule = "would send tokens again that travel beside another microbatch (software.expert_overlap)"
+        yield rule, "use moe_act and shared_experts, or expert_overlap = false"
+
+
+def _has(job: Job, module: RecomputeModule) -> bool:
+    """Whether a block has such a module, which neither ranks nor adapters change; convolutions have none."""
+    if job.model.family == "resnet":
+        return False
+    bare = job.model.model_copy(update={"lora_rank": 0})
+    layers = set(job.software.layers_of(bare, ParallelPlan()))
+    return any(has_module(layer, module) for layer in layers if layer.kind is LayerKind.BLOCK)
+
+
+@rule("this recomputation of this model is not modelled", reads="recompute", modelled=False)
+def recompute_modelled(job: Job) -> Iterator[Problem]:
+    if job.model.depths and job.plan.recompute != "none":
+        what = "recomputation of batch norms, whose running statistics would count every microbatch twice,"
+        yield not_modelled("plan.recompute", job.plan.recompute, what, "use none")
+
+
+@rule("recomputing some blocks is not modelled for this software or model", reads="recompute_layers", modelled=False)
+def recompute_layers_modelled(job: Job) -> Iterator[Problem]:
+    plan, family, software = job.plan, job.model.family, job.software
+    if plan.recompute_layers is None:
+        return
+    if not software.recompute_layers:
+        yield _layers_problem(plan, f"is not modelled for {software.id}: all blocks run again, or none", "remove it")
+    if family in ("resnet", "t5"):
+        yield _layers_problem(plan, f"is not modelled for the family {family}", "remove it")
+
+
+@rule("the software does not run this module alone again", reads="recompute_modules", modelled=False)
+def recompute_modules_modelled(job: Job) -> Iterator[Problem]:
+    known = ("core_attn", *job.software.recompute_modules)
+    for module in job.plan.recompute_modules or ():
+        if module not in known:
+            fix = f"use {either(known)}, or software: megatron-core"
+            rule = f"{job.software.id} does not run this module alone again"
+            yield Problem(field="plan.recompute_modules", value=module, rule=rule, fix=fix)
+
+
+def _layers_problem(plan: ParallelPlan, rule: str, fix: str) -> Problem:
+    return Problem(field="plan.recompute_layers", value=str(plan.recompute_layers), rule=rule, fix=fix)

@@ -1,0 +1,273 @@
+"""Rules about pipelines: their stages, their schedules, and a backward in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import not_modelled, rule
+from simplan.spec.numbers import either, nearest_divisors
+from simplan.spec.plan import ParallelPlan
+from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule, splits_backward
+
+
+@rule("a pipeline needs a schedule, and one rank has none", reads="pp schedule")
+def schedule_goes_with_pipeline(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.pp > 1 and plan.schedule == "none":
+        yield Problem(
+            field="plan.schedule",
+            value="none",
+            rule=f"a pipeline of {plan.pp} ranks needs a schedule",
+            fix=f"use {either(SCHEDULE_FACTS)}",
+        )
+    if plan.pp == 1 and plan.schedule != "none":
+        yield Problem(
+            field="plan.schedule",
+            value=plan.schedule,
+            rule="must be none when pp = 1: there is no pipeline",
+            fix="remove it, or use pp = 2 or more",
+        )
+
+
+@rule("virtual_stages must be what the schedule takes", reads="pp virtual_stages schedule")
+def virtual_stages_of_schedule(job: Job) -> Iterator[Problem]:
+    """What a schedule of one's own takes shows in its table."""
+    plan, facts = job.plan, SCHEDULE_FACTS.get(job.plan.schedule)
+    if plan.virtual_stages > 1 and plan.pp == 1:
+        yield Problem(
+            field="plan.virtual_stages",
+            value=str(plan.virtual_stages),
+            rule="must be 1 when pp = 1: there is no pipeline",
+            fix="remove it, or use pp = 2 or more",
+        )
+    if facts is None or plan.pp == 1:
+        return
+    wanted = facts.virtual_stages
+    if wanted is None and plan.virtual_stages == 1:
+        yield Problem(
+            field="plan.virtual_stages",
+            value="1",
+            rule="interleaving needs several stages on a rank",
+            fix="use virtual_stages = 2 or more, or schedule = 1f1b",
+        )
+    elif wanted == 1 and plan.virtual_stages > 1:
+        yield Problem(
+            field="plan.schedule",
+            value=plan.schedule,
+            rule=f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}",
+            fix="use interleaved_1f1b, or virtual_stages = 1",
+        )
+    elif wanted is not None and plan.virtual_stages != wanted:
+        yield Problem(
+            field="plan.virtual_stages",
+            value=str(plan.virtual_stages),
+            rule=f"must be {wanted} with {plan.schedule}, which goes down the ranks and back up",
+            fix="remove it",
+        )
+
+
+@rule("a split backward can recompute the attention core alone", reads="pp schedule recompute recompute_modules")
+def split_backward_recompute(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if not _splits(plan):
+        return
+    if plan.recompute not in ("none", "selective"):
+        yield Problem(
+            field="plan.recompute",
+            value=plan.recompute,
+            rule=f"would run layers again in both parts of a backward, which {plan.schedule} splits in two",
+            fix="use none or selective, or schedule = 1f1b",
+        )
+    if plan.recompute_modules not in (None, ("core_attn",)):
+        yield Problem(
+            field="plan.recompute_modules",
+            value=f"[{', '.join(plan.recompute_modules or ())}]",
+            rule=f"would run modules again in both parts of a backward, which {plan.schedule} splits in two",
+            fix="remove it, or use schedule = 1f1b",
+        )
+
+
+@rule(
+    "torch loses gradients of a split backward with reshard_after_forward",
+    outside_torch="a split backward with reshard_after_forward is not modelled",
+    reads="pp schedule shards_parameters reshard_after_forward",
+)
+def split_backward_reshard(job: Job) -> Iterator[Problem]:
+    plan, software = job.plan, job.software
+    if _splits(plan) and plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
+        yield Problem(
+            field="plan.reshard_after_forward",
+            value="true",
+            rule=f"torch loses the gradients of parameters that are resharded when a backward is split "
+            f"({plan.schedule})"
+            if software.framework == "torch"
+            else f"with a split backward ({plan.schedule}) is not modelled for {software.id}",
+            fix="use reshard_after_forward = false",
+        )
+
+
+@rule(
+    "DistributedDataParallel does not reduce what a split backward makes",
+    outside_torch="a split backward of replicas whose parameters are whole is not modelled",
+    reads="pp schedule dp cp shards_parameters",
+)
+def split_backward_ddp(job: Job) -> Iterator[Problem]:
+    plan, software = job.plan, job.software
+    if _splits(plan) and plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_splits:
+        yield Problem(
+            field="plan.schedule",
+            value=plan.schedule,
+            rule="splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
+            if software.framework == "torch"
+            else f"splits backward, which is not modelled for {software.id} where parameters are whole",
+            fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b",
+        )
+
+
+@rule("every stage needs a layer", reads="num_stages stage_layers")
+def stages_within_layers(job: Job) -> Iterator[Problem]:
+    plan, layers = job.plan, job.model.num_blocks
+    split = plan.stage_layers or (1,)
+    alone = (split[0] == 0) + (len(split) > 1 and split[-1] == 0)  # stages of the embedding or the head
+    if plan.num_stages > layers + alone:
+        yield Problem(
+            field="plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages",
+            value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
+            rule=f"{plan.num_stages} stages must be at most {_blocks(job)}",
+            fix=f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages",
+        )
+
+
+@rule("stage_layers must deal out all blocks to all stages", reads="num_stages stage_layers")
+def stage_layers_are_all(job: Job) -> Iterator[Problem]:
+    stage_layers, stages, layers = job.plan.stage_layers, job.plan.num_stages, job.model.num_blocks
+    if stage_layers is None:
+        return
+    shown = f"[{', '.join(str(n) for n in stage_layers[:16])}{', ...' if len(stage_layers) > 16 else ''}]"
+    balanced = [layers // stages + (stage < layers % stages) for stage in range(min(stages, 16))]
+    example = f"e.g. [{', '.join(str(n) for n in balanced)}{', ...' if stages > 16 else ''}], or remove it"
+    if len(stage_layers) != stages:
+        rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+    elif 0 in stage_layers[1:-1]:
+        rule = "has a stage without layers between others; only the first and the last have something else"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+    elif sum(stage_layers) != layers:
+        rule = f"sums to {sum(stage_layers)} and the model has {_blocks(job)}"
+        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+
+
+@rule("stages must divide the blocks: the software has as many in each", reads="num_stages stage_layers")
+def stages_equal(job: Job) -> Iterator[Problem]:
+    plan, software = job.plan, job.software
+    stages, blocks = plan.num_stages, job.model.num_blocks
+    if software.equal_stages == "always" and plan.stage_layers is None and stages <= blocks and blocks % stages:
+        field, value = ("pp", plan.pp) if plan.virtual_stages == 1 else ("virtual_stages", plan.virtual_stages)
+        yield Problem(
+            field=f"plan.{field}",
+            value=str(value),
+            rule=f"{stages} stages must divide the {blocks} blocks of the model: {software.id} has as many in each",
+            fix=f"use {either(nearest_divisors(blocks // (stages // value), value))}, or give stage_layers",
+        )
+
+
+@rule(
+    "DistributedDataParallel fails with several stages on a rank",
+    outside_torch="several stages on a rank of replicas whose parameters are whole are not modelled",
+    reads="virtual_stages dp cp shards_parameters",
+)
+def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
+    plan, software = job.plan, job.software
+    if plan.virtual_stages > 1 and plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_stages:
+        yield Problem(
+            field="plan.virtual_stages",
+            value=str(plan.virtual_stages),
+            rule="torch's DistributedDataParallel fails with several stages on a rank"
+            if software.framework == "torch"
+            else f"is not modelled for {software.id} where parameters are whole",
+            fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1",
+        )
+
+
+@rule("this schedule is not modelled", reads="schedule", modelled=False)
+def schedule_modelled(job: Job) -> Iterator[Problem]:
+    if job.plan.schedule == "zb-2p-optsync":
+        what = "an optimizer step for which pipeline ranks wait for each other"
+        yield not_modelled("plan.schedule", job.plan.schedule, what, "use zb-2p")
+
+
+@rule("a backward in two parts through experts is not modelled", reads="schedule", modelled=False)
+def split_backward_of_experts(job: Job) -> Iterator[Problem]:
+    if job.model.num_experts and splits_backward(job.plan.schedule):
+        what = "a backward in two parts through experts"
+        yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b or interleaved_1f1b")
+
+
+@rule("a backward in two parts through convolutions is not modelled", reads="schedule", modelled=False)
+def split_backward_of_convolutions(job: Job) -> Iterator[Problem]:
+    if job.model.depths and splits_backward(job.plan.schedule):
+        what = "the memory of convolutions whose backward is in two parts"
+        yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b")
+
+
+@rule("a backward that may be in two parts is not modelled with adapters", reads="schedule", modelled=False)
+def split_backward_of_adapters(job: Job) -> Iterator[Problem]:
+    name = job.plan.schedule
+    if job.model.lora_rank and _may_split(name):
+        what = "a schedule of one's own" if is_own_schedule(name) else "a backward in two parts"
+        what += " with adapters (model.lora_rank)"
+        yield not_modelled("plan.schedule", name, what, "use 1f1b or interleaved_1f1b")
+
+
+@rule("a backward that may be in two parts is not modelled in 8 or 4 bits", reads="schedule", modelled=False)
+def split_backward_in_low_precision(job: Job) -> Iterator[Problem]:
+    name, precision = job.plan.schedule, job.training.precision
+    if precision in job.software.low_precision and _may_split(name):
+        what = "a schedule of your own" if is_own_schedule(name) else "a backward in two parts"
+        yield Problem(
+            field="plan.schedule",
+            value=name,
+            rule=f"{what} is not modelled with training.precision = {precision}: a linear layer in low "
+            "precision is one function of autograd, which makes the gradients of input and weight together",
+            fix="use 1f1b, or precision bf16",
+        )
+
+
+@rule("the backward of a compiled block cannot be split", reads="schedule", modelled=False)
+def split_backward_compiled(job: Job) -> Iterator[Problem]:
+    if job.software.compiled and job.software.executable and splits_backward(job.plan.schedule):
+        yield Problem(
+            field="plan.schedule",
+            value=job.plan.schedule,
+            rule="splits backward, and that of a compiled block is one function with both parts",
+            fix="use 1f1b or interleaved_1f1b, or software.compiled = false",
+        )
+
+
+@rule(
+    "a backward that may be in two parts is not modelled beside layers for multi-token prediction",
+    reads="schedule",
+    modelled=False,
+)
+def split_backward_of_mtp(job: Job) -> Iterator[Problem]:
+    if job.model.mtp_num_layers and _may_split(job.plan.schedule):
+        what = "a schedule of your own, or with a backward in two parts, beside model.mtp_num_layers = "
+        what += str(job.model.mtp_num_layers)
+        yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b or interleaved_1f1b")
+
+
+def _splits(plan: ParallelPlan) -> bool:
+    """Whether a pipeline's backward is in two parts: gradients that other stages wait for, and later the weights'."""
+    return plan.pp > 1 and splits_backward(plan.schedule)
+
+
+def _may_split(name: str) -> bool:
+    """Whether a schedule splits backward, or is the user's own, which may."""
+    return is_own_schedule(name) or splits_backward(name)
+
+
+def _blocks(job: Job) -> str:
+    layers = job.model.num_blocks
+    return f"num_hidden_layers = {layers}" if layers == job.model.num_hidden_layers else f"the {layers} blocks"

@@ -1,0 +1,121 @@
+"""Rules about what data-parallel ranks shard, and about the buckets in which they reduce gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import not_modelled, rule
+from simplan.spec.numbers import either
+
+
+@rule("dp_shard > 1 needs zero_stage 1, 2 or 3", reads="dp zero_stage")
+def zero_stage_of_shards(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.dp_shard > 1 and plan.zero_stage == 0:
+        yield Problem(
+            field="plan.zero_stage",
+            value="0",
+            rule=f"shards nothing, and dp_shard = {plan.dp_shard}",
+            fix=f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1",
+        )
+
+
+@rule("reshard_after_forward is about sharded parameters", reads="reshard_after_forward shards_parameters")
+def reshard_needs_shards(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if not plan.reshard_after_forward and not plan.shards_parameters:
+        none = f"zero_stage = {plan.zero_stage}" if plan.zero_stage < 2 else "there is one shard"
+        yield Problem(
+            field="plan.reshard_after_forward",
+            value="false",
+            rule=f"is about sharded parameters, and {none}",
+            fix="remove it, or use zero_stage = 3",
+        )
+
+
+@rule("bucket_bytes is about DDP's buckets", reads="bucket_bytes shards_parameters")
+def buckets_of_ddp(job: Job) -> Iterator[Problem]:
+    if job.plan.shards_parameters and job.plan.bucket_bytes is not None:
+        yield Problem(
+            field="plan.bucket_bytes",
+            value=str(job.plan.bucket_bytes),
+            rule="is about DDP's buckets; FSDP reduces layer by layer",
+            fix="remove it, or use zero_stage = 0 or 1",
+        )
+
+
+@rule("bucket_bytes is about reducing gradients while backward runs", reads="bucket_bytes")
+def buckets_need_overlap(job: Job) -> Iterator[Problem]:
+    if job.plan.bucket_bytes is not None and not job.software.grad_overlap:
+        yield Problem(
+            field="plan.bucket_bytes",
+            value=str(job.plan.bucket_bytes),
+            rule=f"is about reducing gradients while backward runs, and {job.software.id} reduces all of them after it",
+            fix="remove it",
+        )
+
+
+@rule("bucket_bytes is about data-parallel ranks, and there is one", reads="bucket_bytes dp cp")
+def buckets_of_replicas(job: Job) -> Iterator[Problem]:
+    if job.plan.bucket_bytes is not None and job.plan.dp * job.plan.cp == 1:
+        yield Problem(
+            field="plan.bucket_bytes",
+            value=str(job.plan.bucket_bytes),
+            rule="is about reducing gradients over data-parallel ranks, and there is one",
+            fix="remove it",
+        )
+
+
+@rule("this precision of gradients is not modelled for the software", reads="grad_dtype", modelled=False)
+def grad_dtype_modelled(job: Job) -> Iterator[Problem]:
+    dtype, known = job.plan.grad_dtype, job.software.grad_dtypes
+    if dtype is not None and dtype not in known:
+        what = f"another dtype for gradients with {job.software.id}"
+        fix = f"use {either(known)}, or remove it" if known else "remove it"
+        yield not_modelled("plan.grad_dtype", dtype, what, fix)
+
+
+@rule("this ZeRO stage is not modelled for the software", reads="zero_stage dp_shard cp", modelled=False)
+def zero_stage_modelled(job: Job) -> Iterator[Problem]:
+    plan, known = job.plan, job.software.zero_stages
+    if plan.zero_stage not in known and plan.dp_shard * plan.cp > 1:
+        what = f"this ZeRO stage with {job.software.id}"
+        yield not_modelled("plan.zero_stage", plan.zero_stage, what, f"use {either(known)}")
+
+
+@rule("sharding embeddings tied over two pipeline ranks is not modelled", reads="shards_parameters pp", modelled=False)
+def tied_embeddings_sharded(job: Job) -> Iterator[Problem]:
+    if job.plan.shards_parameters and job.plan.pp > 1 and job.model.tied_embeddings:
+        what = "sharding of an embedding whose two copies are on different stages"
+        fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
+        yield not_modelled("model.tied_embeddings", "true", what, fix)
+
+
+@rule("another depth of prefetching than the software's own is not modelled", reads="prefetch_depth", modelled=False)
+def prefetch_depth_modelled(job: Job) -> Iterator[Problem]:
+    depth = job.plan.prefetch_depth
+    if depth is not None:
+        what = "another depth of prefetching than the software's own"
+        yield not_modelled("plan.prefetch_depth", depth, what, "remove it")
+
+
+@rule("sharding batch norms in half precision is not modelled", reads="shards_parameters", modelled=False)
+def sharded_precision_modelled(job: Job) -> Iterator[Problem]:
+    precision = job.training.precision
+    if job.model.depths and job.plan.shards_parameters and precision not in ("fp32", "tf32"):
+        what = "a batch norm whose weights FSDP casts to half precision, and whose statistics it does not,"
+        yield not_modelled("training.precision", precision, what, "use fp32, or plan.zero_stage = 1")
+
+
+@rule(
+    "sharding of parameters beside layers for multi-token prediction is not modelled",
+    reads="shards_parameters",
+    modelled=False,
+)
+def mtp_sharded(job: Job) -> Iterator[Problem]:
+    layers = job.model.mtp_num_layers
+    if layers and job.plan.shards_parameters:
+        what = f"sharding of parameters beside model.mtp_num_layers = {layers}"
+        yield not_modelled("plan.zero_stage", job.plan.zero_stage, what, "use 0 or 1")

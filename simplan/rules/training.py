@@ -1,0 +1,254 @@
+"""Rules about the training: its task, precision and optimizer, and what software has of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.spec.low_precision import LOW_PRECISIONS, LowPrecision, linear_format, quantized_linears
+from simplan.spec.models import FAMILIES
+from simplan.spec.numbers import either
+from simplan.spec.optimizer import LAYERWISE
+
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
+_TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025"})
+"""Software whose optimizers are torch.optim's."""
+
+_NOT_IN_LOW_PRECISION = {
+    "resnet": "its matrix products are convolutions",
+    "t5": "nobody has compared its memory with torch's",
+}
+_PRE_NORM = ("gpt", "llama", "mpt", "vit", "moe", "deepseek")
+"""Families of which it is known which quantized tensors replace which others."""
+
+_IN_8_BITS = ("llama", "moe", "deepseek")
+_WITHOUT = "or fp8_dot_product_attention: false"
+
+
+@rule("the task lora trains adapters, and needs lora_rank")
+def lora_needs_adapters(job: Job) -> Iterator[Problem]:
+    if job.training.task != "lora" or job.model.lora_rank:
+        return
+    having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
+    known = job.model.family in having
+    yield Problem(
+        field="training.task",
+        value="lora",
+        rule="trains adapters, and "
+        + ("model.lora_rank = 0" if known else f"those of family {job.model.family} are not modelled yet"),
+        fix="give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}",
+    )
+
+
+@rule("a model with adapters has all other weights frozen, and needs the task lora")
+def adapters_need_lora(job: Job) -> Iterator[Problem]:
+    if job.model.lora_rank and job.training.task != "lora":
+        yield Problem(
+            field="training.task",
+            value=job.training.task,
+            rule=f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them",
+            fix="use lora, or remove model.lora_rank",
+        )
+
+
+@rule("fp8_recipe is for fp8")
+def recipe_of_fp8(job: Job) -> Iterator[Problem]:
+    training = job.training
+    if training.fp8_recipe is not None and training.precision != "fp8":
+        yield Problem(
+            field="training.fp8_recipe",
+            value=training.fp8_recipe,
+            rule=f"is for training.precision = fp8, not for {training.precision}",
+            fix="remove it",
+        )
+
+
+@rule("adapters in this precision are not modelled for the software", modelled=False)
+def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
+    precision = job.training.precision
+    low = job.software.low_precision.get(cast(LowPrecision, precision))
+    if job.model.lora_rank and low is not None and not low.frozen:
+        what = f"a frozen matrix in low precision under {job.software.id} with adapters (model.lora_rank)"
+        yield not_modelled("training.precision", precision, what, "use bf16")
+
+
+@rule("this task or precision is not modelled for the software", reads="shards_parameters", modelled=False)
+def training_modelled(job: Job) -> Iterator[Problem]:
+    if not job.plan.shards_parameters:
+        yield from _unmodelled_training(job)
+
+
+@rule(
+    "ZeRO-2 and ZeRO-3 of this task and precision are not modelled for the software",
+    reads="shards_parameters",
+    modelled=False,
+)
+def sharded_training_modelled(job: Job) -> Iterator[Problem]:
+    if job.plan.shards_parameters:
+        yield from _unmodelled_training(job)
+
+
+def _unmodelled_training(job: Job) -> Iterator[Problem]:
+    training, software = job.training, job.software
+    kinds = software.states(training, job.plan)
+    if training.task == "lora" and not kinds:
+        what = f"training adapters with {software.id}"
+        yield not_modelled("training.task", "lora", what, "use pretrain or sft")
+    has = {*(kinds or software.state_bytes), *software.low_precision}
+    if training.precision not in has:
+        known = [precision for precision in _PRECISIONS if precision in has]
+        what = f"this precision with {software.id}"
+        yield not_modelled("training.precision", training.precision, what, f"use {either(known)}")
+
+
+@rule("fused_optimizer is about torch's optimizers, all states at once", reads="offload_optimizer", modelled=False)
+def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
+    """Refused where it says nothing, or nobody wrote out what it means."""
+    training, software = job.training, job.software
+    if training.fused_optimizer is None:
+        return
+    rule = ""
+    if training.optimizer in LAYERWISE:
+        rule = f"is of torch's optimizers, and {training.optimizer} is none: there is one way to compute its step"
+    elif software.id not in _TORCH_OPTIMIZERS:
+        rule = f"is of torch's optimizers, and {software.id} has its own"
+    elif job.plan.offload_optimizer and not training.fused_optimizer:
+        rule = "with states of one layer after the other on the device (plan.offload_optimizer) is not modelled yet"
+    if rule:
+        value = str(training.fused_optimizer).lower()
+        yield Problem(field="training.fused_optimizer", value=value, rule=rule, fix="leave it out")
+
+
+@rule(
+    "an optimizer with norms of layers is not modelled with states on the host, or beside experts that ranks share out",
+    reads="offload_optimizer experts_apart",
+    modelled=False,
+)
+def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
+    name, plan = job.training.optimizer, job.plan
+    if name not in LAYERWISE:
+        return
+    if plan.offload_optimizer:
+        rule = "with states of one layer after the other on the device (plan.offload_optimizer) is not modelled yet"
+        yield Problem(field="training.optimizer", value=name, rule=rule, fix="use adamw")
+    if job.model.num_experts and plan.ep == 1 and experts_apart(plan):
+        rule = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
+        yield Problem(field="training.optimizer", value=name, rule=rule, fix="use adamw")
+
+
+@rule("norms of gradients are not modelled where ranks have parts of them in unequal ways", reads="ep", modelled=False)
+def norms_modelled(job: Job) -> Iterator[Problem]:
+    training, software, ep = job.training, job.software, job.plan.ep
+    asked = []
+    if training.clip_grad_norm is not None:
+        asked.append(("training.clip_grad_norm", f"{training.clip_grad_norm:g}", "clipping", "leave it out"))
+    if training.optimizer in LAYERWISE:
+        asked.append(("training.optimizer", training.optimizer, "it", "use adamw"))
+    for field, value, what, fix in asked:
+        if ep > 1:
+            rule = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modelled yet"
+            yield Problem(field=field, value=value, rule=rule, fix=fix)
+        if software.optimizer_shards == "elements":
+            rule = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modelled yet"
+            yield Problem(field=field, value=value, rule=rule, fix=fix)
+
+
+@rule("this precision is not modelled for this model and software", modelled=False)
+def low_precision_modelled(job: Job) -> Iterator[Problem]:
+    """Precisions that software does not have at all are refused by ``training_modelled``."""
+    training, family, software = job.training, job.model.family, job.software
+    low = software.low_precision.get(cast(LowPrecision, training.precision))
+    if low is None:
+        return
+    recipe = training.fp8_recipe
+    if recipe is not None and training.precision == "fp8" and recipe not in low.recipes:
+        yield Problem(
+            field="training.fp8_recipe",
+            value=recipe,
+            rule=f"linear layers of {software.id} have no such recipe",
+            fix=f"use {either(low.recipes)}",
+        )
+    if family in _NOT_IN_LOW_PRECISION:
+        rule = f"is not modelled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
+        yield Problem(field="training.precision", value=training.precision, rule=rule, fix="use bf16")
+    if low.kept == "quantized" and family not in _PRE_NORM:
+        rule = f"is not modelled yet for {family}: what its blocks keep of quantized tensors"
+        yield Problem(field="training.precision", value=training.precision, rule=rule, fix="use mxfp8 or bf16")
+
+
+@rule("attention in 8 bits is not modelled for this model, precision or device", modelled=False, reads_cluster=True)
+def low_attention_modelled(job: Job) -> Iterator[Problem]:
+    """Of Transformer Engine's ``fp8_dpa``."""
+    model, device, precision = job.model, job.cluster.device, job.training.precision
+    if not job.software.fp8_dot_product_attention:
+        return
+    if precision not in ("fp8", "mxfp8"):
+        rule = f"is for training.precision = fp8 and mxfp8, and it is {precision}"
+        yield _in_8_bits(rule, "use one of them, " + _WITHOUT)
+        return
+    if precision not in device.kernels.low_attention:
+        rule = f"on {device.id} is not modelled yet: nobody published its rate in {precision} there"
+        yield _in_8_bits(rule, f"use b200-sxm, gb200, b300-sxm or gb300, {_WITHOUT}")
+    if model.family not in _IN_8_BITS:
+        rule = f"of the family {model.family} is not modelled yet"
+        yield _in_8_bits(rule, f"models: {', '.join(_IN_8_BITS)}; {_WITHOUT}")
+    if model.document_lengths:
+        rule = "of packed documents (model.document_lengths) is not modelled yet"
+        yield _in_8_bits(rule, "remove them, " + _WITHOUT)
+
+
+@rule("context parallelism of attention in 8 bits is not modelled", reads="cp", modelled=False)
+def cp_of_low_attention(job: Job) -> Iterator[Problem]:
+    cp = job.plan.cp
+    if job.software.fp8_dot_product_attention and job.training.precision in ("fp8", "mxfp8") and cp > 1:
+        yield _in_8_bits(f"with plan.cp = {cp} is not modelled yet: keys are exchanged", "use cp = 1, " + _WITHOUT)
+
+
+def _in_8_bits(rule: str, fix: str) -> Problem:
+    return Problem(field="software.fp8_dot_product_attention", value="true", rule=rule, fix=fix)
+
+
+@rule(
+    "matrix products in 8 or 4 bits need sizes that are whole blocks",
+    reads="tp sequence_parallel cp cp_comm ep etp microbatch_size",
+    after_others=True,
+)
+def low_precision_sizes(job: Job) -> Iterator[Problem]:
+    """Sizes that the kernels take: whole blocks, and 16 bytes of every row."""
+    training, plan = job.training, job.plan
+    precision = cast(LowPrecision, training.precision)
+    low = job.software.low_precision.get(precision)
+    if low is None:
+        return
+    form = linear_format(precision, training.fp8_recipe, low.kept, low.weights, experts=low.experts)
+    multiple = form.multiple
+    odd: dict[str, int] = {}
+    rows: set[int] = set()
+    for layer in set(job.model.layers_of(plan.shard)):
+        for gemm in quantized_linears(layer, form):
+            sides = (("outputs", gemm.n), ("inputs", gemm.k))
+            odd |= {f"{side} of {gemm.name}": size for side, size in sides if size % multiple}
+            rows.add(gemm.m * plan.microbatch_size)
+    if odd:
+        name, size = min(odd.items())
+        yield Problem(
+            field="model",
+            value=f"{size} {name}",
+            rule=f"linear layers in {form.precision} ({form.recipe}) need sizes that are multiples of {multiple}",
+            fix="use training.precision = bf16",
+        )
+    uneven = sorted(number for number in rows if number % multiple)
+    if uneven:
+        per_sequence = uneven[0] // plan.microbatch_size
+        whole = multiple // math.gcd(per_sequence, multiple)
+        yield Problem(
+            field="plan.microbatch_size",
+            value=str(plan.microbatch_size),
+            rule=f"gives {uneven[0]} tokens, and the gradients of weights in {form.precision} ({form.recipe}) need a "
+            f"multiple of {multiple}",
+            fix=f"use a multiple of {whole}",
+        )
