@@ -17,6 +17,7 @@ from executor.run import run_job
 from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
 from simplan.cost.kinds import kinds_needed
 from simplan.predict import run_spec_of
+from simplan.prediction import Prediction
 from simplan.program.measurement import Measurement
 from simplan.validate.compare import compare
 
@@ -32,7 +33,7 @@ def accuracy() -> list[Row]:
     """One row per model and plan, and their mean; more ranks than cores are reported and not judged by their time."""
     found = cases()
     calibrations: list[Calibration] = []
-    runs: dict[str, list[Measurement]] = {case.name: [] for case in found}
+    runs: dict[str, list[tuple[Prediction, Measurement]]] = {case.name: [] for case in found}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(_ROUNDS):
             print(f"accuracy: round {number + 1} of {_ROUNDS}", flush=True)
@@ -40,15 +41,16 @@ def accuracy() -> list[Row]:
                 calibrations.append(_calibrate(found))
             else:
                 for case in found:
-                    runs[case.name].append(_run(case, calibrations[-1], Path(folder) / f"{number} {case.name}"))
+                    prediction = case.predict(calibrations[-1])
+                    run = _run(prediction, Path(folder) / f"{number} {case.name}")
+                    runs[case.name].append((prediction, run))
     rows, errors, structures, held = [], [], [], []
     for case in found:
-        predictions = [case.predict(calibration) for calibration in calibrations]
-        predicted_s = [prediction.step_time_s for prediction in predictions]
-        measured_s = [seconds for run in runs[case.name] for seconds in run.step_times_s]
+        predicted_s = [prediction.step_time_s for prediction, _ in runs[case.name]]
+        measured_s = [seconds for _, run in runs[case.name] for seconds in run.step_times_s]
         middle_s, truth_s = statistics.median(predicted_s), statistics.median(measured_s)
         error = middle_s / truth_s - 1
-        compared = [compare(p, run) for p, run in zip(predictions, runs[case.name], strict=True)]
+        compared = [compare(prediction, run) for prediction, run in runs[case.name]]
         structures += [comparison.structure_equal for comparison in compared]
         if case.num_ranks == 2:
             errors.append(error)
@@ -82,9 +84,9 @@ def accuracy() -> list[Row]:
     ]
 
 
-def _run(case: Case, calibration: Calibration, folder: Path) -> Measurement:
+def _run(prediction: Prediction, folder: Path) -> Measurement:
     options = {"num_steps": _STEPS, "num_warmup_steps": 2, "profile_memory": False, "device": "cpu"}
-    return run_job(run_spec_of(case.predict(calibration), **options), folder)
+    return run_job(run_spec_of(prediction, **options), folder)
 
 
 def _calibrate(found: list[Case]) -> Calibration:

@@ -139,7 +139,7 @@ def _llama_405b() -> Prediction:
 
 def _folded() -> dict[str, Any]:
     predict_s, found = _time(_llama_405b)
-    step_s, simulated = _time(lambda: simulate_program(build_program(found), _cost(found), found.cluster))
+    step_s, simulated = _time(lambda: simulate_program(build_program(found), _cost(found), found.job.cluster))
     program = simulated.program
     return {
         "predict_s": predict_s,

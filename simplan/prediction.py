@@ -161,8 +161,12 @@ class Prediction:
         packs = model.packs
         return self.tokens_per_s_per_device * (model.document_share if packs is None else packs.document_share)
 
-    def to_json(self) -> dict[str, Any]:
-        """The prediction as the JSON document the command line prints and files hold."""
+    def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
+        """The prediction as the JSON document the command line prints and files hold.
+
+        Args:
+            timeline: With the spans, which are most of it; else there are none.
+        """
         worst, job = self.worst_memory, self.job
         return {
             "schema_version": PREDICTION_SCHEMA_VERSION,
@@ -254,7 +258,7 @@ class Prediction:
                     "num_bytes": span.num_bytes,
                     "peer": span.peer,
                 }
-                for span in self.timeline.spans
+                for span in (self.timeline.spans if timeline else ())
             ],
             "assumptions": list(self.assumptions),
         }

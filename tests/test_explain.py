@@ -7,7 +7,7 @@ import pytest
 from simplan.explain import Explanation, difference, explain
 from simplan.explain.exposure import exposed_s
 from simplan.job import Job
-from simplan.predict import predict
+from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.spec import catalogue
@@ -24,16 +24,16 @@ PLANS = {
 LISTS = catalogue.software("torch").model_copy(update={"lists_of_shards": True})
 
 
-def predicted(plan: ParallelPlan) -> Prediction:
+def predicted(plan: ParallelPlan) -> tuple[Prediction, Simulated]:
     model = catalogue.model("gpt2-124m").model_copy(update={"vocab_size": 50304, "tied_embeddings": False})
     cluster = catalogue.cluster("dgx-h100", num_devices=4)
     software = LISTS if plan == PLANS["lists"] else catalogue.software("torch")
-    return predict(Job(model, cluster, TrainingSpec(global_batch_size=16), plan, software), name="test")
+    return predict_step(Job(model, cluster, TrainingSpec(global_batch_size=16), plan, software), name="test")
 
 
 @pytest.fixture(scope="module")
 def explained() -> dict[str, Explanation]:
-    return {name: explain(predicted(plan)) for name, plan in PLANS.items()}
+    return {name: explain(*predicted(plan)) for name, plan in PLANS.items()}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -47,7 +47,7 @@ def test_parts_sum_to_the_step_and_to_the_memory(name: str, explained: dict[str,
 @pytest.mark.parametrize("name", PLANS)
 def test_groups_are_the_split_of_the_rank(name: str, explained: dict[str, Explanation]) -> None:
     """The same numbers by another way: ``predict`` gets them from spans."""
-    found, split = explained[name], predicted(PLANS[name]).splits[explained[name].rank]
+    found, split = explained[name], predicted(PLANS[name])[0].splits[explained[name].rank]
     for group, seconds in {
         "compute": split.compute_s,
         "recompute": split.recompute_s,
@@ -91,6 +91,6 @@ def test_exposure_is_shared_by_what_moves_at_once() -> None:
 def test_microbatches_in_flight_are_named_at_the_peak() -> None:
     """Stage 0 of two holds two microbatches at the worst instant of 1F1B, which is inside a backward."""
     plan = ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1, stage_layers=(8, 4))
-    found = explain(predicted(plan))
+    found = explain(*predicted(plan))
     (activations,) = [part for part in found.memory if part.name == "activations"]
     assert "2 microbatches of stage 0 x" in activations.formula

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from simplan.job import Job
-from simplan.predict import predict, run_spec_of, simulate_again
+from simplan.predict import Simulated, predict_step, run_spec_of
 from simplan.predict.rehearsed import rehearsed_step
 from simplan.prediction import Prediction
 from simplan.program.measurement import PeakMemory
@@ -38,8 +38,8 @@ PLANS = {
 }
 
 
-def predicted(plan: ParallelPlan) -> Prediction:
-    return predict(
+def predicted(plan: ParallelPlan) -> tuple[Prediction, Simulated]:
+    return predict_step(
         Job(
             MODEL,
             catalogue.cluster("dgx-h100", num_devices=plan.num_devices),
@@ -51,9 +51,8 @@ def predicted(plan: ParallelPlan) -> Prediction:
     )
 
 
-def rehearsal_of(prediction: Prediction, rank: int, factor: float) -> Rehearsal:
+def rehearsal_of(prediction: Prediction, simulated: Simulated, rank: int, factor: float) -> Rehearsal:
     """With times that are a multiple of what layers were priced at."""
-    simulated = simulate_again(prediction)
     seconds: dict[str, float] = defaultdict(float)
     for op in simulated.program.ops:
         if op.rank == simulated.program.stands_for[rank] and op.stream is Stream.COMPUTE and op.meeting is None:
@@ -72,17 +71,17 @@ def rehearsal_of(prediction: Prediction, rank: int, factor: float) -> Rehearsal:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_computing_as_predicted_gives_the_prediction(name: str) -> None:
-    prediction = predicted(PLANS[name])
+    prediction, simulated = predicted(PLANS[name])
     for rank in {0, prediction.job.plan.num_devices - 1}:
-        found = rehearsed_step(prediction, rehearsal_of(prediction, rank, 1.0))
+        found = rehearsed_step(prediction, simulated, rehearsal_of(prediction, simulated, rank, 1.0))
         assert found.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
         assert found.split.total_s == pytest.approx(prediction.step_time_s, rel=1e-9)
 
 
 def test_one_device_takes_what_its_actions_take() -> None:
-    prediction = predicted(PLANS["one"])
-    measured = rehearsal_of(prediction, 0, 1.7)
-    found = rehearsed_step(prediction, measured)
+    prediction, simulated = predicted(PLANS["one"])
+    measured = rehearsal_of(prediction, simulated, 0, 1.7)
+    found = rehearsed_step(prediction, simulated, measured)
     assert found.step_time_s == pytest.approx(sum(time.median_s for time in measured.actions), rel=1e-9)
     assert found.measured_share == 1.0
     assert found.step_time_interval_s == pytest.approx((found.step_time_s, found.step_time_s), rel=1e-9)
@@ -91,8 +90,8 @@ def test_one_device_takes_what_its_actions_take() -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
 def test_communication_stays_what_it_was(name: str) -> None:
     """With slow computing all that can overlap does; what is exposed of tensor parallelism is the same seconds."""
-    prediction = predicted(PLANS[name])
-    found = rehearsed_step(prediction, rehearsal_of(prediction, 0, 3.0))
+    prediction, simulated = predicted(PLANS[name])
+    found = rehearsed_step(prediction, simulated, rehearsal_of(prediction, simulated, 0, 3.0))
     before = prediction.splits[0]
     lost_s = sum(term.seconds for term in prediction.terms if term.name == "computing beside messages")
     same_s = 3 * (before.compute_s - lost_s) + lost_s
@@ -105,8 +104,8 @@ def test_communication_stays_what_it_was(name: str) -> None:
 
 
 def test_other_stages_are_scaled_alike() -> None:
-    prediction = predicted(PLANS["1f1b"])
-    found = rehearsed_step(prediction, rehearsal_of(prediction, 1, 2.0))
+    prediction, simulated = predicted(PLANS["1f1b"])
+    found = rehearsed_step(prediction, simulated, rehearsal_of(prediction, simulated, 1, 2.0))
     assert found.step_time_s == pytest.approx(2 * prediction.step_time_s, rel=0.02)  # messages are not twice as long
     computed_s = [split.compute_s for split in prediction.splits]
     assert found.measured_share == pytest.approx(computed_s[1] / sum(computed_s), rel=0.02)

@@ -13,7 +13,7 @@ from simplan.cost.calibration import Calibration, OverlapTiming
 from simplan.cost.pricing import price_program
 from simplan.explain import explain
 from simplan.job import Job
-from simplan.predict import predict
+from simplan.predict import Simulated, predict_step
 from simplan.predict.build import cost_model
 from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
@@ -114,10 +114,14 @@ def calibrated(slowdown: float | None) -> Calibration:
 
 
 def predicted(slowdown: float | None) -> Prediction:
+    return predicted_step(slowdown)[0]
+
+
+def predicted_step(slowdown: float | None) -> tuple[Prediction, Simulated]:
     model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
     training, software = TrainingSpec(global_batch_size=32, precision="bf16"), catalogue.software("torch")
     cluster = catalogue.cluster("dgx-h100", num_devices=8)
-    return predict(
+    return predict_step(
         Job(model, cluster, training, ParallelPlan(dp_shard=8, microbatch_size=4), software),
         name="x",
         calibration=calibrated(slowdown),
@@ -141,8 +145,8 @@ def test_where_nobody_measured_it_is_as_published_runs_have_it() -> None:
 
 
 def test_what_is_lost_beside_messages_is_explained() -> None:
-    found = predicted(1.25)
-    explained = explain(found, calibrated(1.25))
+    found, simulated = predicted_step(1.25)
+    explained = explain(found, simulated)
     [lost] = [part for part in explained.time if part.name == "beside messages"]
     assert 0 < lost.value < 0.2 * found.step_time_s
     assert sum(part.value for part in explained.time) == pytest.approx(found.step_time_s)

@@ -6,7 +6,7 @@ import pytest
 
 from simplan.explain.explanation import explain
 from simplan.job import Job
-from simplan.predict import predict
+from simplan.predict import Simulated, predict_step
 from simplan.predict.memory import RankPeaks, device_memory
 from simplan.predict.step_summary import StepSummary, evaluate_step, summarize_step
 from simplan.prediction import Prediction
@@ -30,7 +30,11 @@ def with_memory(memory_bytes: int | None) -> ClusterSpec:
 
 
 def on_device(memory_bytes: int | None) -> Prediction:
-    return predict(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE), name="small")
+    return step_on_device(memory_bytes)[0]
+
+
+def step_on_device(memory_bytes: int | None) -> tuple[Prediction, Simulated]:
+    return predict_step(Job(MODEL, with_memory(memory_bytes), TRAINING, PLAN, SOFTWARE), name="small")
 
 
 def brief(memory_bytes: int | None) -> StepSummary:
@@ -53,7 +57,7 @@ def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
     assert wanted - least_bytes(roomy) > 20 * MIB, "there is a reserve to do without"
     assert roomy.worst_memory.short_bytes == 0
     capacity = (least_bytes(roomy) + wanted) // 2
-    tight = on_device(capacity)
+    tight, simulated = step_on_device(capacity)
     worst = tight.worst_memory
     assert tight.fits
     assert worst.rank == roomy.worst_rank
@@ -62,7 +66,7 @@ def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
     assert tight.step_time_s == roomy.step_time_s
     assert verdict(tight).startswith("fits tightly: ")
     assert any("finds" in text and "less than it would reserve" in text for text in tight.assumptions)
-    assert sum(part.value for part in explain(tight).memory) == pytest.approx(worst.device_bytes)
+    assert sum(part.value for part in explain(tight, simulated).memory) == pytest.approx(worst.device_bytes)
     short = brief(capacity)
     assert (short.device_bytes, short.fits) == (capacity, True)
 

@@ -10,7 +10,7 @@ import pytest
 
 from simplan.errors import NotModelledError
 from simplan.job import Job
-from simplan.predict import Resource, Simulated, critical_path, marginal_values, predict, simulate_again
+from simplan.predict import Resource, Simulated, critical_path, marginal_values, predict, predict_step
 from simplan.predict.sensitivity import improved
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
@@ -27,15 +27,14 @@ TORCH = catalogue.software("torch")
 GPT2 = catalogue.model("gpt2-1.5b")
 
 
-def predicted(name: str) -> Prediction:
-    return load_scenario(SCENARIOS / f"{name}.yaml").predict()
+def predicted(name: str) -> tuple[Prediction, Simulated]:
+    return load_scenario(SCENARIOS / f"{name}.yaml").predict_step()
 
 
 def asked(plan: ParallelPlan, batch: int, model: ModelSpec = GPT2) -> tuple[Prediction, Simulated]:
     cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
     training = TrainingSpec(global_batch_size=batch)
-    found = predict(Job(model, cluster, training, plan, TORCH), name="test")
-    return found, simulate_again(found)
+    return predict_step(Job(model, cluster, training, plan, TORCH), name="test")
 
 
 def pinned(found: Prediction) -> ParallelPlan:
@@ -58,8 +57,8 @@ def pinned(found: Prediction) -> ParallelPlan:
     ],
 )
 def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str) -> None:
-    found = predicted(name)
-    values = {value.resource: value.relative_change for value in marginal_values(found, simulate_again(found))}
+    found, simulated = predicted(name)
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
     for resource in Resource:
         cluster = improved(found.job.cluster, resource)
         assert (resource in values) == (cluster is not None)
@@ -76,8 +75,7 @@ def test_all_rates_together_scale_the_step() -> None:
     kernels = cluster.device.kernels.model_copy(update={"kernel_s": 0.0, "tile_s": 0.0})
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
     training = TrainingSpec(global_batch_size=8)
-    found = predict(Job(GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH), name="test")
-    simulated = simulate_again(found)
+    found, simulated = predict_step(Job(GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH), name="test")
     values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
     assert set(values) == {Resource.COMPUTE, Resource.MEMORY_BANDWIDTH, Resource.INTRA_LINK}
     assert values[Resource.INTRA_LINK] == 0.0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from simplan.cost.store import default_path, load
+from app.results.plan import predicted_step
 from simplan.explain import Explanation, explain
-from simplan.predict import predict
-from simplan.scenario import parse_scenario
 
 __all__ = ["explained"]
 
@@ -23,6 +21,4 @@ def explained(text: str, calibrated_at: int) -> Explanation:
     Raises:
         SpecError: As ``predict``.
     """
-    asked = parse_scenario(text)
-    calibration = load(default_path()) if asked.job.cluster.cores_per_node is not None else None
-    return explain(predict(asked.job, name=asked.name, calibration=calibration), calibration)
+    return explain(*predicted_step(text, calibrated_at))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from simplan.cost.store import default_path, load
 from simplan.explain.exposure import exposed_s
 from simplan.io import json_text
-from simplan.predict import predict
+from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, Split, Timeline
@@ -17,7 +17,16 @@ from simplan.scenario import parse_scenario
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.plan import RankMapping
 
-__all__ = ["PlanResult", "StepPart", "plan_result", "predicted", "prediction_text", "step_parts", "tier_of"]
+__all__ = [
+    "PlanResult",
+    "StepPart",
+    "plan_result",
+    "predicted",
+    "predicted_step",
+    "prediction_text",
+    "step_parts",
+    "tier_of",
+]
 
 WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
 
@@ -75,13 +84,18 @@ def prediction_text(text: str, calibrated_at: int) -> str:
     return json_text(predicted(text, calibrated_at).to_json())
 
 
-@lru_cache(maxsize=4)
 def predicted(text: str, calibrated_at: int) -> Prediction:
     """The prediction of a scenario, with its timeline."""
+    return predicted_step(text, calibrated_at)[0]
+
+
+@lru_cache(maxsize=4)
+def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated]:
+    """The same with the simulated step behind it."""
     asked = parse_scenario(text)
     on_cores = asked.job.cluster.cores_per_node is not None
     calibration = load(default_path()) if on_cores else None
-    return predict(asked.job, name=asked.name, calibration=calibration)
+    return predict_step(asked.job, name=asked.name, calibration=calibration)
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:

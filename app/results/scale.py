@@ -8,12 +8,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from app.results.plan import predicted_step
 from app.state import document_text
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.predict import Resource, marginal_values, predict_step
+from simplan.predict import Resource, Simulated, marginal_values
 from simplan.predict.sensitivity import MarginalValue, improved
 from simplan.predict.step_summary import summarize_step
+from simplan.prediction import Prediction
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 
@@ -138,6 +140,11 @@ def _own_devices(text: str) -> Scenario:
     return asked
 
 
+def _step_on_own_devices(text: str) -> tuple[Prediction, Simulated]:
+    _own_devices(text)
+    return predicted_step(text, 0)  # such devices are not priced from a calibration
+
+
 def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
     """More devices are more data parallelism: shards where there are some, else replicas."""
     plan, before = asked.job.plan, asked.job.cluster.num_devices
@@ -191,8 +198,7 @@ def worth(text: str) -> tuple[MarginalValue, ...]:
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.
     """
-    asked = _own_devices(text)
-    return marginal_values(*predict_step(asked.job, name=asked.name))
+    return marginal_values(*_step_on_own_devices(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +227,7 @@ def slow_ranks(text: str, slower: float) -> tuple[SlowRank, ...]:
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.
     """
-    asked = _own_devices(text)
-    _, simulated = predict_step(asked.job, name=asked.name)
+    _, simulated = _step_on_own_devices(text)
     program = simulated.program
     before_s = simulated.times.step_time_s
     durations_s = [

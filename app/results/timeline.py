@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 
-from app.results.plan import predicted
-from simplan.cost.store import default_path, load
+from app.results.plan import predicted_step
 from simplan.io import json_text
-from simplan.predict import Simulated, simulate_again
-from simplan.prediction import Prediction
+from simplan.predict import Simulated
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Op, Stream, Work
 from simplan.program.timeline import SpanKind
@@ -143,7 +140,7 @@ def timeline_result(
     Raises:
         SpecError: As ``predict``.
     """
-    prediction, simulated = _simulated(text, calibrated_at)
+    prediction, simulated = predicted_step(text, calibrated_at)
     mapping = RankMapping.of(prediction.job.plan)
     ranks = [
         rank for rank in range(0, mapping.world_size, mapping.ranks_per_stage) if rank in simulated.program.by_rank
@@ -184,17 +181,10 @@ def timeline_result(
 
 def trace_text(text: str, calibrated_at: int) -> str:
     """The whole step as a trace for Perfetto, as ``simplan trace`` writes it."""
-    prediction, simulated = _simulated(text, calibrated_at)
+    prediction, simulated = predicted_step(text, calibrated_at)
     program, times = simulated.program, simulated.times
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
     return json_text(trace_document(prediction.timeline, prediction.name, memory, program.stands_for))
-
-
-@lru_cache(maxsize=4)
-def _simulated(text: str, calibrated_at: int) -> tuple[Prediction, Simulated]:
-    prediction = predicted(text, calibrated_at)
-    on_cores = prediction.job.cluster.cores_per_node is not None
-    return prediction, simulate_again(prediction, load(default_path()) if on_cores else None)
 
 
 def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Box]:

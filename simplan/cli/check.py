@@ -54,7 +54,7 @@ def check_command(
             scenario = load_scenario(file)
             if covers(calibration, scenario):
                 prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None)
-                for change in bless(file, prediction.to_json()):
+                for change in bless(file, prediction.to_json(timeline=False)):
                     say(change)
     checked = [check_file(file, calibration) for file in files]
     if junit is not None:
@@ -106,7 +106,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]
             return CheckedFile(str(file), tuple(cases) or (CheckedCase("scenario", CheckStatus.SKIPPED, reason),))
-        prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None).to_json()
+        prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None).to_json(timeline=False)
     except SpecError as error:
         return CheckedFile(
             str(file),

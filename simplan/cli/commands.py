@@ -43,13 +43,12 @@ def predict_command(
     scenario = load_scenario(file)
     calibration = _calibration_for(scenario, calibration_file)
     prediction, simulated = scenario.predict_step(calibration)
-    document = prediction.to_json()
     if output is not None:
-        write_json(output, document)
+        write_json(output, prediction.to_json())
     if trace is not None:
         write_predicted_trace(trace, prediction, simulated)
     if as_json:
-        print_json(document)
+        print_json(prediction.to_json())
         return 0
     here = scenario.job.cluster.id == THIS_MACHINE
     this = as_argument(file)
@@ -69,7 +68,7 @@ def explain_command(file: Path, other: Path | None, *, as_json: bool, calibratio
         calibration = _calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
-        explained.append(explain(scenario.predict(calibration), calibration))
+        explained.append(explain(*scenario.predict_step(calibration)))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
     else:

@@ -16,7 +16,7 @@ from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError, Problem, RunError
 from simplan.io import read_model, write_json, write_model
-from simplan.predict import run_spec_of, simulate_again
+from simplan.predict import Simulated, run_spec_of
 from simplan.prediction import Prediction
 from simplan.program.checkpoint import Checkpointing
 from simplan.program.measurement import Measurement
@@ -127,15 +127,16 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     with refusing_for_all(options.nodes):
         prediction, simulated = scenario.predict_step(calibration)
         job = run_spec_of_scenario(scenario, prediction, options)
-        on_fewer = _predictions_on_fewer(scenario, calibration, options)
-        job = job.model_copy(update={"fewer_nodes": fewer_nodes(on_fewer)})
+        on_fewer = _steps_on_fewer(scenario, calibration, options)
+        job = job.model_copy(
+            update={"fewer_nodes": fewer_nodes({number: other for number, (other, _) in on_fewer.items()})}
+        )
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
     write_json(folder / "prediction.json", prediction.to_json())
     write_predicted_trace(folder / "predicted.trace.json", prediction, simulated)
-    del simulated  # it is large, and a run is long
-    for number, other in on_fewer.items():
+    for number, (other, _) in on_fewer.items():
         write_json(folder / f"prediction.{number}-nodes.json", other.to_json())
     write_model(job_file, job)
     try:
@@ -152,27 +153,27 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         raise RunError(f"{error}\nwhat was measured until then is in {folder}") from None
     measurement = read_model(measurement_file, Measurement)
     prediction_file = folder / "prediction.json"
-    for number, other in on_fewer.items():
+    for number, (other, other_step) in on_fewer.items():
         if measurement.job.plan == other.job.plan:
-            prediction, prediction_file = other, folder / f"prediction.{number}-nodes.json"
-            write_predicted_trace(folder / "predicted.trace.json", other, simulate_again(other, calibration))
-    comparison = compare(prediction, measurement)
+            prediction, simulated, prediction_file = other, other_step, folder / f"prediction.{number}-nodes.json"
+            write_predicted_trace(folder / "predicted.trace.json", prediction, simulated)
+    comparison = compare(prediction, measurement, simulated.program)
     write_json(folder / "comparison.json", comparison.to_json())
     write_measured_trace(folder / "measured.trace.json", measurement)
     return Outcome(prediction, measurement, comparison, folder, prediction_file)
 
 
-def _predictions_on_fewer(
+def _steps_on_fewer(
     scenario: Scenario, calibration: Calibration | None, options: RunOptions
-) -> dict[int, Prediction]:
+) -> dict[int, tuple[Prediction, Simulated]]:
     """By number of nodes, the largest first; empty for a run that ends when a node is lost."""
     if options.nodes is None or options.nodes.min_nodes is None:
         return {}
     scenarios, sentences = scenarios_on_fewer(scenario, options.nodes.min_nodes)
     for sentence in sentences:
         say(f"note: {sentence}")
-    found = {number: fewer.predict(calibration) for number, fewer in scenarios.items()}
-    for number, prediction in found.items():
+    found = {number: fewer.predict_step(calibration) for number, fewer in scenarios.items()}
+    for number, (prediction, _) in found.items():
         if prediction.fits is False:
             say(f"note: on {number} nodes the plan is predicted not to fit: {verdict(prediction)}")
     return found

@@ -53,11 +53,11 @@ def rehearse_command(
         calibration = ensure([scenario], calibration_file)
     else:
         calibration = None if calibration_file is None else read(calibration_file)
-    prediction = scenario.predict(calibration)
+    prediction, simulated = scenario.predict_step(calibration)
     rank = _rank(options.rank, prediction)
     steps = RunOptions(num_steps=options.num_steps, num_warmup_steps=options.num_warmup_steps)
     rehearsal = _rehearse(run_spec_of_scenario(scenario, prediction, steps), rank, fake=options.fake)
-    comparison = compare_rehearsal(prediction, rehearsal, calibration)
+    comparison = compare_rehearsal(prediction, simulated, rehearsal)
     document = {
         "schema_version": 1,
         "kind": "rehearsal",

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from simplan.cost.calibration import Calibration
 from simplan.explain.memory import memory_parts
 from simplan.explain.part import Part
 from simplan.explain.time import time_parts
-from simplan.predict import simulate_again
+from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.units import counted, format_flop_per_s, format_number, format_time
@@ -49,14 +48,13 @@ class Explanation:
         return {"schema_version": 1, "kind": "explanation", **asdict(self)}
 
 
-def explain(prediction: Prediction, calibration: Calibration | None = None) -> Explanation:
+def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
     """Takes a prediction apart.
 
     Args:
         prediction: The prediction.
-        calibration: What it was made from, if it was.
+        simulated: The step behind it.
     """
-    simulated = simulate_again(prediction, calibration)
     rank = max(range(len(prediction.splits)), key=lambda r: (_busy_s(prediction.splits[r]), -r))
     worst = prediction.worst_memory
     return Explanation(

@@ -6,7 +6,7 @@ from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.run_spec import run_spec_of
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
-from simplan.predict.simulated import Simulated, simulate_again, simulate_program
+from simplan.predict.simulated import Simulated, simulate_program
 
 __all__ = [
     "CriticalPath",
@@ -23,6 +23,5 @@ __all__ = [
     "rank_memory",
     "run_spec_of",
     "sharing_of",
-    "simulate_again",
     "simulate_program",
 ]

@@ -46,7 +46,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
 def predict_step(
     job: Job, *, name: str = "scenario", calibration: Calibration | None = None
 ) -> tuple[Prediction, Simulated]:
-    """A prediction, and the simulated step that it was read off, as ``simulate_again`` makes it; that is large.
+    """A prediction, and the simulated step that it was read off; of a truncated step the longer one.
 
     Args:
         job, name, calibration: As of ``predict``.

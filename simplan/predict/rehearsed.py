@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
-from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing
-from simplan.predict.simulated import Simulated, interval_s, moved_durations_s, simulate_again
+from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
@@ -60,7 +59,7 @@ class Rehearsed:
     measured_share: float
 
 
-def rehearsed_step(prediction: Prediction, rehearsal: Rehearsal, calibration: Calibration | None = None) -> Rehearsed:
+def rehearsed_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> Rehearsed:
     """Runs the simulator once more, computing as measured.
 
     Ranks at the same place of the pipeline do the same work, so the measured times are theirs as well. Layers of an
@@ -68,11 +67,10 @@ def rehearsed_step(prediction: Prediction, rehearsal: Rehearsal, calibration: Ca
 
     Args:
         prediction: Of the whole job.
+        simulated: The step behind it.
         rehearsal: Of one of its ranks, with times.
-        calibration: What the prediction was made from, if it was.
     """
     assert rehearsal.actions, "a rehearsal without a device has no times"
-    simulated = simulate_again(prediction, calibration)
     kinds = _kinds(prediction, simulated, rehearsal)
     alone, measured_share = _repriced(prediction, simulated, rehearsal, kinds)
     program, engine = simulated.program, simulated.engine

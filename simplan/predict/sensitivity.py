@@ -48,7 +48,7 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
 
     Args:
         prediction: What was asked.
-        simulated: Its step, e.g. from ``simulate_again``.
+        simulated: The step behind it.
 
     Raises:
         NotModelledError: Ranks share cores: this machine is timed as a whole, not by its rates.

@@ -11,18 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
-from simplan.cost.calibration import Calibration
 from simplan.cost.pricing import Pricing, price_program
-from simplan.predict.build import build_program, cost_model, sharing_of
+from simplan.predict.build import sharing_of
 from simplan.predict.slowed import slowed
-from simplan.prediction import Prediction
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
 from simplan.sim.engine import CoreUse, Times
 from simplan.spec.hardware import ClusterSpec
 
-__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_again", "simulate_program", "sources_of_error"]
+__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["computing", "host", "messages"]
@@ -57,17 +55,6 @@ def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) ->
     alone = price_program(program, cost)
     pricing = slowed(program, alone, engine.times)
     return Simulated(program, alone, pricing, engine.times(pricing.durations_s), engine, sharing)
-
-
-def simulate_again(prediction: Prediction, calibration: Calibration | None = None) -> Simulated:
-    """What is behind a prediction, made anew: predictions keep results only.
-
-    Args:
-        prediction: The prediction.
-        calibration: What it was made from, if it was.
-    """
-    cost = cost_model(prediction.job, calibration)
-    return simulate_program(build_program(prediction), cost, prediction.job.cluster)
 
 
 def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:

@@ -137,20 +137,21 @@ class Lowerer:
         for rank, (leader, leading) in self._ranks.items():
             builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
             leader.run(table[stages.mapping.place(rank).pp], leading)
-        rebuilds = stages.software.rebuilds_buckets
+        rebuilds, how, folding = stages.software.rebuilds_buckets, self._how, self._folding
         return Program(
-            self._how.level,
+            how.level,
             table,
             builder.columns(),
             builder.names,
             builder.works,
             builder.effects,
-            self._folding.ranks,
-            self._folding.stands_for,
+            folding.ranks,
+            folding.stands_for,
             {rank: alike.leader.resting_bytes() for rank, alike in self._ranks.items()},
             {rank: alike.leader.bucket_bytes() if rebuilds else 0 for rank, alike in self._ranks.items()},
-            one_memory=self._how.host_waits,
+            one_memory=how.host_waits,
             layer_names=stages.layer_names,
+            all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
         )
 
 

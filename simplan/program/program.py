@@ -310,6 +310,7 @@ class Program:
             the old and the new ones are alive together.
         one_memory: Host and device are one memory (a CPU), so that what is offloaded counts as well.
         layer_names: By stage, the names of its layers.
+        all_written_out: At Level 2, every rank and every layer has operations of its own.
     """
 
     level: int
@@ -324,6 +325,7 @@ class Program:
     rebuild_bytes: dict[int, int]
     one_memory: bool = False
     layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    all_written_out: bool = False
 
     @classmethod
     def from_ops(

@@ -12,12 +12,12 @@ from simplan.errors import Problem, SpecError
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.measurement import Measurement
+from simplan.program.program import Program
 from simplan.program.timeline import Timeline
 from simplan.units import GIB, counted
 from simplan.validate.activity import UNEXPLAINED, Share
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
-from simplan.validate.measured import measured_timeline, times_recomputation
-from simplan.validate.predicted import Predicted
+from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_predicted
 
@@ -60,26 +60,33 @@ class Comparison:
         return {"schema_version": 1, "kind": "comparison", **asdict(self)}
 
 
-def compare(prediction: Prediction | Mapping[str, Any], measurement: Measurement) -> Comparison:
+def compare(
+    prediction: Prediction | Mapping[str, Any], measurement: Measurement, program: Program | None = None
+) -> Comparison:
     """Lines up a prediction with a measurement.
 
     Args:
         prediction: A prediction, or its JSON document.
         measurement: A run of the same job.
+        program: The Program of the prediction, where it is at hand.
 
     Raises:
         SpecError: They are of different jobs, or the measurement has no steady step.
     """
-    predicted = Predicted.of(prediction)
-    _same_job(predicted, measurement)
-    rows = [compared("step time", predicted.step_time_s, measurement.step_time_s, "s", measurement.spread)]
-    terms, splits = attribute(predicted.timeline, measurement)
-    slowdown = _slowdown(predicted, measurement)
+    if isinstance(prediction, Prediction):
+        predicted, prediction = prediction.timeline, prediction.to_json(timeline=False)
+    else:
+        predicted = predicted_timeline(prediction)
+    _same_job(prediction, measurement)
+    measured = measured_timeline(measurement)
+    rows = [compared("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
+    terms, splits = attribute(predicted, measurement)
+    slowdown = _slowdown(prediction, measurement)
     if slowdown is not None:
-        at_this_speed_s = predicted.step_time_s + (slowdown - 1) * _computing_s(terms)
-        rows.append(compared(AT_THIS_SPEED, at_this_speed_s, measurement.step_time_s, "s", measurement.spread))
-    rows += _memory_rows(predicted, measurement)
-    predicted_s, measured_s = _action_times(predicted.timeline), _action_times(measured_timeline(measurement))
+        predicted_s = prediction["step_time_s"] + (slowdown - 1) * _computing_s(terms)
+        rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
+    rows += _memory_rows(prediction, measurement)
+    predicted_s, measured_s = _action_times(predicted), _action_times(measured)
     for stage_kind in sorted(
         predicted_s.keys() & measured_s.keys(), key=lambda key: (TIMED_KINDS.index(key[1]), key[0])
     ):
@@ -94,7 +101,7 @@ def compare(prediction: Prediction | Mapping[str, Any], measurement: Measurement
             )
         )
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
-    low_s, high_s = predicted.step_time_interval_s
+    low_s, high_s = prediction["step_time_interval_s"]
     notes = ["parts of the step are those of the representative step, the one with the median step time"]
     notes += [
         f"the steps that are kept of the part on {counted(part.num_nodes, 'node')} with "
@@ -103,12 +110,12 @@ def compare(prediction: Prediction | Mapping[str, Any], measurement: Measurement
     ]
     if splits and not times_recomputation(measurement):
         notes.append("compute contains recomputation, on both sides: the run did not time it apart")
-    notes += _beyond_the_device(predicted, measurement)
+    notes += _beyond_the_device(prediction, measurement)
     if not measurement.complete:
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(
         rows=tuple(rows),
-        structure_equal=ran_as_predicted(measurement) and issued_as_predicted(measurement),
+        structure_equal=ran_as_predicted(measurement) and issued_as_predicted(measurement, program),
         interval_holds=low_s <= measurement.step_time_s <= high_s,
         unexplained_s=unexplained_s,
         notes=tuple(notes),
@@ -118,11 +125,12 @@ def compare(prediction: Prediction | Mapping[str, Any], measurement: Measurement
     )
 
 
-def _slowdown(predicted: Predicted, measurement: Measurement) -> float | None:
+def _slowdown(prediction: Mapping[str, Any], measurement: Measurement) -> float | None:
     """How many times as long the reference product took in the run as in the calibration."""
-    if predicted.reference_s is None or measurement.reference_s is None:
+    calibrated_s = prediction.get("reference_s")
+    if calibrated_s is None or measurement.reference_s is None:
         return None
-    return float(measurement.reference_s / predicted.reference_s)
+    return float(measurement.reference_s / calibrated_s)
 
 
 def _computing_s(terms: Iterable[TermDifference]) -> float:
@@ -130,20 +138,19 @@ def _computing_s(terms: Iterable[TermDifference]) -> float:
     return sum(term.predicted_s for term in terms if term.share in _COMPUTING)
 
 
-def _same_job(predicted: Predicted, measurement: Measurement) -> None:
-    job = measurement.job
-    run = {
-        "model": job.model.model_dump(mode="json"),
-        "training": job.training.model_dump(mode="json"),
-        "plan": job.plan.model_dump(mode="json"),
-        "software": job.software.title,
-        "stage_boundaries": list(job.boundaries),
-        "table": [list(row) for row in job.table],
-    }
+def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
+    inputs, job = prediction["inputs"], measurement.job
     problems = [
         Problem(field=name, rule="differs between prediction and measurement", fix="predict the job that was run")
-        for name, given in predicted.asked.items()
-        if given != run[name]
+        for name, given, value in (
+            ("model", inputs["model"], job.model.model_dump(mode="json")),
+            ("training", inputs["training"], job.training.model_dump(mode="json")),
+            ("plan", inputs["plan"], job.plan.model_dump(mode="json")),
+            ("software", inputs["software"], job.software.title),
+            ("stage_boundaries", prediction["stage_boundaries"], list(job.boundaries)),
+            ("table", prediction["table"], [list(row) for row in job.table]),
+        )
+        if given != value
     ]
     if not measurement.step_times_s:
         problems.append(
@@ -157,7 +164,7 @@ def _same_job(predicted: Predicted, measurement: Measurement) -> None:
         raise SpecError(problems)
 
 
-def _memory_rows(predicted: Predicted, measurement: Measurement) -> Iterable[ComparisonRow]:
+def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
     """Peaks of the rank that was measured to need most, by column."""
     for column in ("allocated", "reserved", "device"):
         known = [
@@ -168,13 +175,13 @@ def _memory_rows(predicted: Predicted, measurement: Measurement) -> Iterable[Com
         if not known:
             continue
         value, rank = max(known)
-        predicted_gib = predicted.peak_memory_gib[rank][column]
-        yield compared(f"peak memory, {column}, rank {rank}", predicted_gib, value / GIB, "GiB", None)
+        predicted = {r["rank"]: r["peak_memory_gib"][column] for r in prediction["ranks"]}[rank]
+        yield compared(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
 
 
-def _beyond_the_device(predicted: Predicted, measurement: Measurement) -> Iterable[str]:
+def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[str]:
     """Peaks that the predicted device has no room for."""
-    capacity_gib = predicted.capacity_gib
+    capacity_gib = prediction["capacity_gib"]
     found = {
         rank.rank: max(value for _, value in rank.peak_memory if value is not None) / GIB
         for rank in measurement.ranks

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from simplan.cost.calibration import Calibration
-from simplan.predict.build import build_program
 from simplan.predict.rehearsed import Rehearsed, rehearsed_step
+from simplan.predict.simulated import Simulated
 from simplan.prediction import Prediction
-from simplan.program.program import MemoryCategory
+from simplan.program.program import MemoryCategory, Program
 from simplan.program.rehearsal import Rehearsal
 from simplan.sim.memory import memory_peak
 
@@ -72,17 +71,17 @@ class RehearsalComparison:
         return {"schema_version": 1, "kind": "rehearsal_comparison", **document}
 
 
-def compare_rehearsal(
-    prediction: Prediction, rehearsal: Rehearsal, calibration: Calibration | None = None
-) -> RehearsalComparison:
+def compare_rehearsal(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> RehearsalComparison:
     """Lines up a prediction with the rehearsal of one of its ranks.
 
     Args:
         prediction: Of the job that was rehearsed.
+        simulated: The step behind it.
         rehearsal: Of one rank.
-        calibration: What the prediction was made from, if it was.
     """
-    categories, action = _tensors(prediction, rehearsal) if rehearsal.fake else _of_rank(prediction, rehearsal)
+    categories, action = (
+        _tensors(simulated.program, rehearsal.rank) if rehearsal.fake else _of_rank(prediction, rehearsal)
+    )
     measured = rehearsal.peak_by_category
     shown = [c for c in MemoryCategory if c is not MemoryCategory.CONTEXT and (categories.get(c) or measured.get(c))]
     return RehearsalComparison(
@@ -93,19 +92,18 @@ def compare_rehearsal(
         predicted_action=action,
         measured_action=rehearsal.peak_action,
         predicted_step_time_s=prediction.step_time_s,
-        rehearsed=None if rehearsal.fake else rehearsed_step(prediction, rehearsal, calibration),
+        rehearsed=None if rehearsal.fake else rehearsed_step(prediction, simulated, rehearsal),
         notes=tuple(_notes(prediction, rehearsal)),
     )
 
 
-def _tensors(prediction: Prediction, rehearsal: Rehearsal) -> tuple[dict[MemoryCategory, int], str]:
+def _tensors(program: Program, rank: int) -> tuple[dict[MemoryCategory, int], str]:
     """What is predicted for tensors without data.
 
     All of them are in one place, those on the host among them; and DDP keeps its first buckets.
     """
-    program = build_program(prediction)
-    program.rebuild_bytes.update(dict.fromkeys(program.ranks, 0))
-    peak = memory_peak(replace(program, one_memory=True), program.stands_for[rehearsal.rank])
+    together = replace(program, one_memory=True, rebuild_bytes=dict.fromkeys(program.ranks, 0))
+    peak = memory_peak(together, program.stands_for[rank])
     return peak.by_category, peak.action
 
 

@@ -6,7 +6,7 @@ from simplan.job import Job
 from simplan.program.action import ActionKind
 from simplan.program.lower import Lowering, lower
 from simplan.program.measurement import Measurement
-from simplan.program.program import HostCopy, Stream
+from simplan.program.program import HostCopy, Program, Stream
 from simplan.program.run_spec import RunSpec
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan, RankMapping
@@ -47,7 +47,7 @@ def ran_as_predicted(measurement: Measurement) -> bool:
     )
 
 
-def issued_as_predicted(measurement: Measurement) -> bool:
+def issued_as_predicted(measurement: Measurement, program: Program | None = None) -> bool:
     """Whether every rank issued exactly the collectives, messages and copies of Level 2: kind, group, bytes, order.
 
     Copies are compared in an order of their own: gradients are reduced by hooks in the middle of a backward.
@@ -55,9 +55,13 @@ def issued_as_predicted(measurement: Measurement) -> bool:
     Where layers exchange activations and DDP reduces gradients, a bucket may be full between two exchanges of one
     layer, and FSDP reduces experts of their own there; Level 2 has both after the layer. There the order is compared
     within each group and kind.
+
+    Args:
+        measurement: What ran.
+        program: As of ``predicted_messages``.
     """
     mixed = reduces_between_exchanges(measurement.job.plan)
-    predicted = predicted_messages(measurement.job)
+    predicted = predicted_messages(measurement.job, program)
 
     def comparable(found: list[Issued]) -> list[Issued]:
         ordered = sorted(found, key=lambda issued: (issued[1], issued[0])) if mixed else found
@@ -75,11 +79,17 @@ def reduces_between_exchanges(plan: ParallelPlan) -> bool:
     return plan.expert_shards > 1 or (plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters)
 
 
-def predicted_messages(job: RunSpec) -> dict[int, list[Issued]]:
-    """By rank, what Level 2 of the job's Program issues, in host order."""
-    any_cluster = catalogue.cluster("dgx-h100", job.plan.num_devices)  # a run does not say on which, nor does it matter
-    asked = Job(job.model, any_cluster, job.training, job.plan, job.software)
-    program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
+def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int, list[Issued]]:
+    """By rank, what Level 2 of the job's Program issues, in host order.
+
+    Args:
+        job: What was run.
+        program: Its Program, where it is at hand; it is lowered here unless it is all written out.
+    """
+    if program is None or not program.all_written_out:
+        any_cluster = catalogue.cluster("dgx-h100", job.plan.num_devices)  # a run does not say which; it is the same
+        asked = Job(job.model, any_cluster, job.training, job.plan, job.software)
+        program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):

@@ -8,7 +8,6 @@ import pytest
 
 from app.figures.difference import difference_figure, difference_rows, difference_words
 from simplan.explain import Difference, difference, explain
-from simplan.predict import predict
 from simplan.scenario import load_scenario
 from simplan.units import GIB
 from tests.app.figures import checked
@@ -18,11 +17,8 @@ SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 @pytest.fixture(scope="module")
 def found() -> Difference:
-    explanations = []
-    for name in ("1f1b", "gpipe"):
-        asked = load_scenario(SCENARIOS / f"{name}.yaml")
-        explanations.append(explain(predict(asked.job, name=asked.name)))
-    return difference(*explanations)
+    one, two = (explain(*load_scenario(SCENARIOS / f"{name}.yaml").predict_step()) for name in ("1f1b", "gpipe"))
+    return difference(one, two)
 
 
 def test_bars_sum_to_steps_and_to_memory(found: Difference) -> None:

@@ -1,4 +1,4 @@
-"""What ``simplan run`` makes before its ranks start."""
+"""What ``simplan run`` makes before its ranks start, and after they ended."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 
 import simplan.cli.execute as execute_module
 from simplan.cli.execute import RunOptions, execute
-from simplan.errors import RunError
+from simplan.io import read_model, write_model
 from simplan.program.lower import Lowerer
+from simplan.program.measurement import Measurement
+from simplan.program.run_spec import RunSpec
 from simplan.scenario import parse_scenario
+from simplan.validate.compare import compare
 
 SCENARIO = """
 name: once
@@ -30,16 +33,19 @@ def test_a_plan_is_lowered_once_at_each_level(monkeypatch: pytest.MonkeyPatch, t
         lowered.append(args)
         original(self, *args)
 
-    def fails(*args: object) -> None:
-        raise RunError("no ranks here")
+    def no_ranks(args: list[str], on_event: object) -> None:
+        job = read_model(Path(args[1]), RunSpec)
+        write_model(tmp_path / "measurement.json", Measurement(job=job, step_times_s=(1.0,)))
 
     original = Lowerer.__init__
     monkeypatch.setattr(Lowerer, "__init__", counted)
-    monkeypatch.setattr(execute_module, "run_executor", fails)
-    with pytest.raises(RunError, match="no ranks here"):
-        execute(parse_scenario(SCENARIO), None, tmp_path, RunOptions())
+    monkeypatch.setattr(execute_module, "run_executor", no_ranks)
+    outcome = execute(parse_scenario(SCENARIO), None, tmp_path, RunOptions())
     assert sorted(how.level for *_, how in lowered) == [1, 2]
-    step_time_s = json.loads((tmp_path / "prediction.json").read_text())["step_time_s"]
+    document = json.loads((tmp_path / "prediction.json").read_text())
+    assert outcome.comparison == compare(document, outcome.measurement), "the files say the same"
+    assert len(lowered) == 3, "nothing is at hand beside files"
+    step_time_s = document["step_time_s"]
     events = json.loads((tmp_path / "predicted.trace.json").read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event.get("ph") == "X"]
     assert max(ends) == pytest.approx(step_time_s * 1e6, rel=1e-6), "the trace is of the prediction"
