@@ -40,7 +40,7 @@ else:
 if schedule != "none":
     fields |= {"schedule": schedule, "virtual_stages": 3 if schedule == "interleaved_1f1b" else 1}
 replicas = cluster.num_devices // (fields.get("tp", 1) * fields.get("pp", 1))
-sharded = framework in ("torch", "torchtitan") and schedule == "interleaved_1f1b"  # DistributedDataParallel has one stage a rank
+sharded = framework in ("torch", "torchtitan") and schedule == "interleaved_1f1b"  # DDP has one stage a rank
 fields |= {"dp_shard": replicas, "zero_stage": 2} if sharded else {"dp_replicate": replicas}
 plan, software = ParallelPlan(**fields), catalogue.software(framework)
 try:

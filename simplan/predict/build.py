@@ -36,7 +36,6 @@ __all__ = [
     "expands_all",
     "folding_of",
     "sharing_of",
-    "stages_and_table",
     "table_of",
 ]
 
@@ -218,17 +217,6 @@ def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
                 for phase in (Phase.FORWARD, Phase.BACKWARD)
             )
     return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages, model.num_last_layers)
-
-
-def stages_and_table(job: Job, cost: CostModel) -> tuple[StageAssignment, Table]:
-    """Which layers each stage holds, and what every pipeline rank does with them in a step.
-
-    Args:
-        job: What is asked.
-        cost: Prices, for the balanced split and for schedules that are found from the times of stages.
-    """
-    assignment = assign_layers(job, cost)
-    return assignment, table_of(job, assignment, cost, job.num_microbatches)
 
 
 def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from simplan.cost.base import CostModel
+from simplan.cost.pass_time import pass_time_s
 from simplan.job import Job
 from simplan.program.complete import complete_table
 from simplan.program.program import HostWait, Message, Phase
@@ -36,17 +37,10 @@ def stage_times(
     groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
 
     def seconds(stage: int, phase: Phase) -> float:
-        total_s = hidden_s = 0.0
-        for segment in scripts.merged(stage, range(len(stages.layers[stage])), phase):
-            total_s += sum(cost.compute(work).seconds for work in segment.work)
-            if segment.exchange is not None:
-                exchange = segment.exchange
-                if segment.beside is not None or not exchange.beside:
-                    hidden_s = 0.0 if segment.beside is None else cost.compute(segment.beside).seconds
-                message_s = cost.message(exchange.among(groups[exchange.axis])).seconds
-                total_s += max(0.0, message_s - hidden_s)
-                hidden_s = max(0.0, hidden_s - message_s)
-        return total_s
+        script = scripts.merged(stage, range(len(stages.layers[stage])), phase)
+        return pass_time_s(
+            script, groups, lambda work: cost.compute(work).seconds, lambda message: cost.message(message).seconds
+        )
 
     def split(stage: int) -> tuple[float, float]:
         if stage == 0 and not software.first_stage_splits:

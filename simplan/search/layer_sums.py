@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibration import Calibration
+from simplan.cost.pass_time import pass_time_s
 from simplan.job import Job
 from simplan.predict.build import cost_model
 from simplan.program.action import Action, ActionKind
@@ -219,19 +220,8 @@ class _PassTimes:
         return sum(map(self._prices.work_s, works)), self._seconds(position, Phase.FORWARD), backward_s
 
     def _seconds(self, position: int, phase: Phase) -> float:
-        """All that is computed, and what exchanges take beyond the products that they run beside."""
-        total_s = hidden_s = 0.0
-        for segment in self._scripts.computed(0, position, phase):
-            total_s += sum(map(self._prices.work_s, segment.work))
-            exchange = segment.exchange
-            if exchange is None or exchange.axis in self._hidden:
-                continue
-            if segment.beside is not None or not exchange.beside:
-                hidden_s = 0.0 if segment.beside is None else self._prices.work_s(segment.beside)
-            message_s = self._prices.message_s(exchange.among(self._groups[exchange.axis]))
-            total_s += max(0.0, message_s - hidden_s)
-            hidden_s = max(0.0, hidden_s - message_s)
-        return total_s
+        segments = self._scripts.computed(0, position, phase)
+        return pass_time_s(segments, self._groups, self._prices.work_s, self._prices.message_s, self._hidden)
 
 
 class Prices:
