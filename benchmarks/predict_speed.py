@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
+from benchmarks.before import BEFORE, HERE, checkout, run_in
 from benchmarks.table import Row
 
 __all__ = ["predict_speed"]
 
-_BEFORE = "0cd7f5c"  # the last commit before Programs were arrays
 _ROUNDS = 5
 _PROGRAM = """
 import json, sys, time
@@ -88,9 +80,9 @@ _TRUNCATED_S = 0.015
 def predict_speed() -> list[Row]:
     """Processor seconds of a warm ``predict`` with memory and interval, and of a truncated step with memory."""
     rows = []
-    with _checkout(_BEFORE) as before:
+    with checkout(BEFORE) as before:
         for name, goal_s in _GOALS_S.items():
-            now, then = _times(name, Path(__file__).parent.parent), _times(name, before)
+            now, then = (run_in(root, _PROGRAM, name, str(_ROUNDS)) for root in (HERE, before))
             rows.append(_row(f"predict {name}", goal_s, now["whole_s"], then["whole_s"]))
             rows.append(
                 _row(f"truncated step with memory {name}", _TRUNCATED_S, now["truncated_s"], then["truncated_s"])
@@ -101,33 +93,7 @@ def predict_speed() -> list[Row]:
 def _row(what: str, goal_s: float, now_s: list[float], then_s: list[float]) -> Row:
     middle_s, before_s = statistics.median(now_s), statistics.median(then_s)
     found = (
-        f"{middle_s:.3f} s (of {len(now_s)} {min(now_s):.3f} to {max(now_s):.3f}); at {_BEFORE} {before_s:.3f} s, "
+        f"{middle_s:.3f} s (of {len(now_s)} {min(now_s):.3f} to {max(now_s):.3f}); at {BEFORE} {before_s:.3f} s, "
         f"{before_s / middle_s:.1f} times as long"
     )
     return Row(what, f"at most {goal_s} s", found, middle_s <= goal_s)
-
-
-@contextmanager
-def _checkout(commit: str) -> Iterator[Path]:
-    """The files of a commit in a folder that goes afterwards."""
-    root = Path(__file__).parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "before")
-        subprocess.run(["git", "worktree", "add", "--detach", path, commit], cwd=root, check=True, capture_output=True)
-        try:
-            yield path
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", path], cwd=root, check=True, capture_output=True)
-
-
-def _times(name: str, root: Path) -> dict[str, list[float]]:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, name, str(_ROUNDS)],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    found: dict[str, list[float]] = json.loads(done.stdout)
-    return found

@@ -14,6 +14,7 @@ from simplan.job import Job
 from simplan.program.executable import check_executable
 from simplan.program.run_spec import RunSpec
 from simplan.rules import RULES, violations
+from simplan.rules.schedule import stages_within_layers
 from simplan.spec import catalogue
 
 __all__ = ["check_job", "check_rehearsal", "runs_on_cuda"]
@@ -22,7 +23,8 @@ _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by 
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
 
 
-_OF_PLAN = [rule for rule in RULES if not rule.reads_cluster]
+_OF_PLAN = [rule for rule in RULES if not rule.reads_cluster and rule is not stages_within_layers]
+"""Ranks know the boundaries of stages, and one may be the embedding alone."""
 _COULD_NOT_BE = [rule for rule in _OF_PLAN if rule.modelled]
 _NOT_MODELLED = [rule for rule in _OF_PLAN if not rule.modelled]
 
@@ -109,40 +111,12 @@ def _not_modelled(job: RunSpec) -> Iterator[Problem]:
             fix="remove it",
         )
     yield from unmodelled_recompute(job)
-    if plan.pp == 1 and plan.virtual_stages > 1:
-        yield Problem(
-            field="plan.virtual_stages",
-            value=str(plan.virtual_stages),
-            rule="the executor runs several stages on a rank in pipelines only",
-            fix="use 1",
-        )
-    if plan.grad_sync != "step" and plan.pp > 1:
-        yield Problem(
-            field="plan.grad_sync",
-            value=plan.grad_sync,
-            rule="torch's pipelines reduce gradients once per step",
-            fix="use step",
-        )
     if plan.grad_dtype not in (None, "fp32"):
         yield Problem(
             field="plan.grad_dtype",
             value=plan.grad_dtype,
             rule="the executor keeps gradients in the precision of the weights",
             fix="leave it out",
-        )
-    if plan.prefetch_depth is not None and plan.shards_parameters:
-        yield Problem(
-            field="plan.prefetch_depth",
-            value=str(plan.prefetch_depth),
-            rule="the executor leaves prefetching to torch",
-            fix="leave it out",
-        )
-    if job.model.tied_embeddings and plan.shards_parameters and plan.pp > 1:
-        yield Problem(
-            field="model.tied_embeddings",
-            value="true",
-            rule="the executor does not shard an embedding whose two copies are on different stages",
-            fix="use false, or plan.zero_stage = 1",
         )
     if training.precision not in _DTYPES and job.dtype != "fp64":
         yield Problem(
@@ -191,7 +165,7 @@ def _unmodelled_fp8(job: RunSpec) -> Iterator[Problem]:
 
 
 def _inconsistent(job: RunSpec) -> Iterator[Problem]:
-    plan, batch = job.plan, job.training.global_batch_size
+    plan = job.plan
     yield from violations(_asked(job), _COULD_NOT_BE)
     dtype = _DTYPES.get(job.training.precision)
     if job.dtype not in (dtype, "fp64"):
@@ -199,12 +173,6 @@ def _inconsistent(job: RunSpec) -> Iterator[Problem]:
             field="dtype",
             value=job.dtype,
             rule=f"must be {dtype} for training.precision = {job.training.precision}, or fp64",
-        )
-    if batch % (plan.dp * plan.microbatch_size):
-        yield Problem(
-            field="training.global_batch_size",
-            value=str(batch),
-            rule=f"must be a multiple of data-parallel ranks times microbatch_size = {plan.dp * plan.microbatch_size}",
         )
     if job.boundaries[-1] != len(job.model.layers) or len(job.boundaries) != plan.num_stages + 1:
         yield Problem(

@@ -36,24 +36,23 @@ def test_stages_may_be_anywhere(make_job: Any) -> None:
     ("plan", "said"),
     [
         ({"cp": 2}, "plan.cp_comm = ring: the executor has no ring attention; use all_gather or a2a"),
-        (
-            {"virtual_stages": 2, "schedule": "interleaved_1f1b"},
-            "plan.virtual_stages = 2: the executor runs several stages on a rank in pipelines only",
-        ),
         ({"recompute": "minimal"}, "plan.recompute = minimal: the executor does not recompute like this"),
         (
             {"recompute": "selective_op", "offload_activations": True},
             "plan.recompute = selective_op: the executor does not keep single products beside activations that are "
             "moved to the host; use selective or full, or offload_activations = false",
         ),
-        ({"pp": 2, "schedule": "1f1b", "grad_sync": "microbatch"}, "plan.grad_sync = microbatch: torch's pipelines"),
+        (
+            {"pp": 2, "schedule": "1f1b", "grad_sync": "microbatch"},
+            "plan.grad_sync = microbatch: gradient reduction after",
+        ),
         (
             {"pp": 2, "schedule": "1f1b", "dp_shard": 2},
-            "model.tied_embeddings = true: the executor does not shard an embedding whose two copies are on different "
-            "stages; use false, or plan.zero_stage = 1",
+            "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
+            "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
         ),
         ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: the executor keeps gradients in the precision"),
-        ({"dp_shard": 2, "prefetch_depth": 2}, "plan.prefetch_depth = 2: the executor leaves prefetching to torch"),
+        ({"dp_shard": 2, "prefetch_depth": 2}, "plan.prefetch_depth = 2: another depth of prefetching"),
     ],
 )
 def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) -> None:
@@ -61,6 +60,11 @@ def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) 
     with pytest.raises(NotModelledError) as caught:
         check_job(job)
     assert said in str(caught.value)
+
+
+def test_several_stages_on_a_rank_are_for_pipelines(make_job: Any) -> None:
+    with pytest.raises(SpecError, match=r"plan.virtual_stages = 2"):
+        check_job(make_job("interleaved_1f1b", plan={"virtual_stages": 2, "schedule": "interleaved_1f1b"}))
 
 
 def test_a_plan_that_cannot_split_the_model_is_refused(make_job: Any) -> None:
