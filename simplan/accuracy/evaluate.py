@@ -133,18 +133,18 @@ def _predict_some(part: Sequence[tuple[str, RunQuestion]]) -> list[tuple[str, Pr
 
 def _predict(question: RunQuestion) -> Predicted | str:
     try:
-        brief = summarize_step(question.job, steps_overlap=question.steps_overlap)
+        summary = summarize_step(question.job, steps_overlap=question.steps_overlap)
     except Exception as error:
         return sentences(error)
     return Predicted(
-        step_time_s=brief.step_time_s,
-        step_time_interval_s=brief.step_time_interval_s,
+        step_time_s=summary.step_time_s,
+        step_time_interval_s=summary.step_time_interval_s,
         memory_gib={
-            "allocated": brief.allocated_bytes / GIB,
-            "reserved": brief.reserved_bytes / GIB,
-            "device": brief.device_bytes / GIB,
+            "allocated": summary.allocated_bytes / GIB,
+            "reserved": summary.reserved_bytes / GIB,
+            "device": summary.device_bytes / GIB,
         },
-        oom=None if brief.fits is None else not brief.fits,
+        oom=None if summary.fits is None else not summary.fits,
         flops=step_flops(question.job),
         software=question.job.software.id,
         notes=(),

@@ -131,7 +131,7 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     row = _row(name, run, {})
     assert row is not None
     question = row.question
-    brief = summarize_step(question.job, steps_overlap=question.steps_overlap)
+    summary = summarize_step(question.job, steps_overlap=question.steps_overlap)
     rates, own = question.job.cluster.device.kernels, question.job.software.rates.relative_std
     assert own is not None
     assert rates.between_nodes_std is not None
@@ -139,7 +139,7 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     [part] = parts_of([row], {}, jobs=1)
     assert part.longer[-1] > 0.3
     [[down], [up]] = spread.half_widths([part])
-    low_s, high_s = (seconds / brief.step_time_s for seconds in brief.step_time_interval_s)
+    low_s, high_s = (seconds / summary.step_time_s for seconds in summary.step_time_interval_s)
     assert high_s == pytest.approx(np.exp(up), rel=0.01)
     assert low_s == pytest.approx(np.exp(-down), rel=0.01)
 
