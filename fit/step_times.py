@@ -5,8 +5,8 @@
 Fitted are a few rates of each architecture, a few habits of each framework, and what all have in common
 (``fit.rates``); they start from and are drawn to the textbook values of kernels.yaml. A step time is the longest path
 through what is done, so near the present constants it is a sum of prices, each so many times
-(``simplan.predict.step_summary.step_terms``): the fit prices the terms of that sum again, with the very code that predicts,
-and each round looks for the longest paths anew. A source counts as its runs to the power of three quarters.
+(``simplan.predict.step_summary.step_terms``): the fit prices the terms of that sum again, with the very code that
+predicts, and each round looks for the longest paths anew. A source counts as its runs to the power of three quarters.
 ``--write`` replaces kernels_fitted.yaml.
 
 Four errors are printed: of the fit; five-fold, with folds by model and device, so that near-duplicates stay together;
