@@ -17,9 +17,9 @@ from simplan.sim.engine import CoreUse, Times, simulate
 
 __all__ = ["Engine", "engine_of", "load_compiled"]
 
-_FEWEST_OPERATIONS = 60_000
-"""From so many on, the three runs of a prediction in SimPy (8 microseconds an operation together) take longer than the
-import of numba with the loading of its machine code (0.4 seconds) and the arrays (under 1 microsecond an operation)."""
+_FEWEST_OPERATIONS = 20_000
+"""From so many on, the eight runs of a truncated prediction in SimPy (20 microseconds an operation together) take
+longer than the import of numba with the loading of its machine code (0.4 seconds)."""
 
 
 class Engine(Protocol):
