@@ -115,7 +115,6 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     parallel.cp_modelled,
     parallel.ring_modelled,
     parallel.cp_of_unfused_attention,
-    sharding.prefetch_depth_modelled,
     recompute.recompute_modelled,
     sharding.sharded_precision_modelled,
     schedule.split_backward_of_convolutions,

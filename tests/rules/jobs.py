@@ -144,7 +144,6 @@ def plans(draw: st.DrawFn, *, wild: bool = True) -> dict[str, Any]:
             "stage_layers": rarely(None, (2, 2), (0, 2, 2), (1, 0, 3), (5, 1)),
             "grad_dtype": rarely(None, "fp32", "fp16"),
             "bucket_bytes": rarely(None, 2**20),
-            "prefetch_depth": rarely(None, 2, share=9),
             "offload_optimizer": rarely(False, True, share=5),
             "offload_activations": rarely(False, True, share=5),
             "offload_layers": rarely(None, 2, share=9),
