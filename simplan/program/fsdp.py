@@ -153,7 +153,7 @@ class FsdpHooks(Hooks):
     def units_ahead(self, unit: Unit, index: int) -> range:
         """What backward asks for beside a unit."""
         del unit
-        return range(index - 1, max(-1, index - 1 - self.stages.software.backward_prefetch), -1)
+        return range(index - 1, max(-1, index - 2), -1)
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """Whole gradients are there; where they are wanted, they are reduced."""

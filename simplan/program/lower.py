@@ -342,7 +342,6 @@ class _RankLowering:
         trained = self.states.gradient_elements
         frozen = self.states.held_elements - trained
         state = stages.state
-        buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
         states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
             MemoryCategory.PARAMETERS: trained * state.parameter
@@ -351,7 +350,7 @@ class _RankLowering:
             MemoryCategory.GRADIENTS: trained * (state.gradient + state.unaccumulated),
             MemoryCategory.OPTIMIZER: 0,
             states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
-            MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
+            MemoryCategory.BUFFERS: received_bytes if software.preallocated_receives else 0,
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
             + stages.graph_bytes(mine)
