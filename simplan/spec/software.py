@@ -75,14 +75,13 @@ class StateBytes(Spec):
     Attributes:
         parameter: The weights between steps.
         frozen: Those of them that are not trained.
-        gradient: The accumulated gradient.
+        gradient: The accumulated gradient; of FSDP, whole until it is reduced.
         master: A separate fp32 copy of the weights, when there is one.
         moment: Each state of the optimizer, Adam's two moments for example.
         activation: Bytes of one activation element that the backward pass keeps.
         residual: The same for the residual stream.
         boundary: Bytes of one element sent between stages.
         gathered: Weights that FSDP has gathered for computing.
-        accumulated: Whole gradients that FSDP adds up before it reduces them.
         reduced: Gradients while FSDP reduces them.
         product: A gradient of a matrix as its product gives it; 0 where products add to the gradients that are held.
         placeholder: What autograd gets for a gradient that was added where it is held: an empty tensor, of block's
@@ -104,7 +103,6 @@ class StateBytes(Spec):
     residual: Count
     boundary: Count
     gathered: Count
-    accumulated: Count
     reduced: Count
     product: Annotated[int, Field(ge=0)]
     placeholder: Annotated[int, Field(ge=0)] = 0
@@ -153,7 +151,6 @@ class StateBytes(Spec):
             "frozen": "parameter",
             "residual": "activation",
             "gathered": "parameter",
-            "accumulated": "gradient",
             "reduced": "gradient",
             "product": "activation",
         }
@@ -392,5 +389,4 @@ class SoftwareSpec(Spec):
         if plan.shards_parameters:
             return state.model_copy(update={"reduced": width})
         apart = state.gradient if self.adds_apart and width > state.gradient else 0
-        gradients = dict.fromkeys(("gradient", "accumulated"), width)
-        return state.model_copy(update=gradients | {"reduced": apart or width, "unaccumulated": apart})
+        return state.model_copy(update={"gradient": width, "reduced": apart or width, "unaccumulated": apart})

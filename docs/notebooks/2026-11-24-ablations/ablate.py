@@ -106,8 +106,7 @@ def ablations() -> Iterator[Ablation]:
             yield Ablation(f"state_bytes.{name}", "0", _states(name, lambda _: 0))
     for name in ("frozen", "gathered"):
         yield Ablation(f"state_bytes.{name}", "parameter", _states(name, lambda state: state.parameter))
-    for name in ("accumulated", "reduced"):
-        yield Ablation(f"state_bytes.{name}", "gradient", _states(name, lambda state: state.gradient))
+    yield Ablation("state_bytes.reduced", "gradient", _states("reduced", lambda state: state.gradient))
     for name in ("residual", "boundary", "product"):
         yield Ablation(f"state_bytes.{name}", "activation", _states(name, lambda state: state.activation))
     for name, field in StackRates.model_fields.items():
