@@ -79,9 +79,10 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is predicted of a run: seconds of a step, and peaks in GiB by kind."""
+    """What is predicted of a run: seconds of a step, peaks in GiB by kind, and whether it fits."""
 
     step_s: float
+    fits: bool | None
     memory_gib: dict[str, float]
 
 
@@ -127,9 +128,10 @@ def ablations() -> Iterator[Ablation]:
 
 
 def _values(field: FieldInfo, of_profiles: list[Any]) -> list[Any]:
-    """The default, and what profiles have besides, where that is a word or a switch."""
-    values = [field.get_default(call_default_factory=True)]
-    values += [value for value in of_profiles if isinstance(value, bool | str)]
+    """What most profiles have of a switch or word, and then its default, which is that of torch mostly."""
+    words = [value for value in of_profiles if isinstance(value, bool | str)]
+    values = [max(words, key=words.count)] if words else []
+    values.append(field.get_default(call_default_factory=True))
     return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
@@ -211,7 +213,7 @@ def _figures(question: RunQuestion, job: Job) -> Figures | None:
         "reserved": summary.reserved_bytes / GIB,
         "device": summary.device_bytes / GIB,
     }
-    return Figures(summary.step_time_s, memory_gib)
+    return Figures(summary.step_time_s, summary.fits, memory_gib)
 
 
 def _errors(run: PublishedRun, figures: Figures) -> dict[str, float]:
@@ -236,6 +238,7 @@ def _rows(asked: list[tuple[str, PublishedRun, RunQuestion, Figures]], ablation:
     touched: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     num: dict[str, int] = defaultdict(int)
     refused: dict[str, int] = defaultdict(int)
+    wrong: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for file, run, question, before in asked:
         job = ablation.change(question.job)
         now: Figures | None = before if job == question.job else _figures(question, job)
@@ -244,6 +247,8 @@ def _rows(asked: list[tuple[str, PublishedRun, RunQuestion, Figures]], ablation:
             continue
         changes = _changes(before, now)
         num[file] += changes
+        for index, figures in enumerate((before, now)):
+            wrong[file][index] += figures.fits is run.measured.oom
         errors = _errors(run, now)
         for what, error in _errors(run, before).items():
             source[file, what].append((error, errors[what]))
@@ -253,6 +258,7 @@ def _rows(asked: list[tuple[str, PublishedRun, RunQuestion, Figures]], ablation:
         if num[file] or refused[file]:
             row: dict[str, Any] = {"field": ablation.field, "value": ablation.value, "file": file, "runs": num[file]}
             row["refused"] = refused[file]
+            row["wrong_verdicts"] = wrong[file]
             for what in ("time", "memory"):
                 for where, pairs in (("touched", touched[file, what]), ("source", source[file, what])):
                     if pairs and touched[file, what]:
@@ -280,12 +286,15 @@ def _differing(field: str) -> int | None:
 def _table(rows: list[dict[str, Any]]) -> str:
     """Markdown, errors in percent: with, and without."""
     lines = [
-        "| field | set to | profiles | source | runs | step time of these | of the source | peak memory of these |",
-        "|---|---|--:|---|--:|--:|--:|--:|",
+        "| field | set to | profiles | source | runs | step time of these | of the source | peak memory of these "
+        "| wrong verdicts |",
+        "|---|---|--:|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         cells = [_cell(row.get(key)) for key in ("time_touched", "time_source", "memory_touched")]
         differing = _differing(row["field"])
+        wrong, wrong_now = row["wrong_verdicts"]
+        cells.append("" if wrong == wrong_now else f"{wrong} → {wrong_now}")
         refused = f" (and {row['refused']} refused)" if row["refused"] else ""
         of = "" if differing is None else str(differing)
         lines.append(
