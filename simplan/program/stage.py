@@ -108,12 +108,7 @@ class Stages:
         self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
-            fsdp_units(
-                layers,
-                num_shards,
-                keep_last=plan.pp == 1 and software.keep_last_gathered,
-                expert_shards=plan.expert_shards,
-            )
+            fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
             if plan.shards_parameters
             else ()
             for layers in self.layers

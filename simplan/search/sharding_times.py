@@ -142,8 +142,7 @@ class ShardingTimes:
         found = self._units.get(key)
         if found is None:
             layers = self._job.software.layers_of(self._job.model, plan)
-            keep_last = plan.pp == 1 and self._job.software.keep_last_gathered
-            found = fsdp_units(layers, num_shards, keep_last=keep_last, expert_shards=plan.expert_shards)
+            found = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
             self._units[key] = found
         return found
 

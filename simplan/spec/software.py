@@ -179,8 +179,6 @@ class SoftwareSpec(Spec):
         waits_for_batch: Which stages, before each of their forwards, let the device run dry to take the microbatch from
             the host: ``none``, the ``ends`` of the pipeline, or all ``stages``, and all chunks of a rank.
         rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
-        keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
-            with it.
         copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
             one that it reduces.
         lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
@@ -260,7 +258,6 @@ class SoftwareSpec(Spec):
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: Literal["none", "ends", "stages"] = "none"
     rebuilds_buckets: bool = True
-    keep_last_gathered: bool = True
     reduces_each_microbatch: bool = False
     copies_units: bool = True
     lists_of_shards: bool = False
