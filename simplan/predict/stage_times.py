@@ -53,7 +53,7 @@ def stage_times(
     batch_s = cost.host_wait(HostWait("batch")).seconds
     times = StageTimes(
         forward_s=tuple(
-            seconds(stage, Phase.FORWARD) + (batch_s if stages.waits_for_batch(stage) else 0.0)
+            seconds(stage, Phase.FORWARD) + (batch_s if stages.software.waits_for_batch else 0.0)
             for stage in range(plan.num_stages)
         ),
         backward_input_s=tuple(input_s for input_s, _ in backwards),

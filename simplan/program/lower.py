@@ -178,7 +178,6 @@ def _stage_key(stages: Stages, stage: int) -> Hashable:
         tuple(stages.experts[stage]),
         tuple(None if other is None else other - own for other in around),
         tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1])),
-        stages.waits_for_batch(stage),
         stage == 0,
     )
 
@@ -365,7 +364,7 @@ class _RankLowering:
 
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
-        if self.stages.waits_for_batch(action.stage):
+        if self.stages.software.waits_for_batch:
             self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
             self.offload.before_forward(action)

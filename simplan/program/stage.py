@@ -127,16 +127,6 @@ class Stages:
         self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
 
-    def waits_for_batch(self, stage: int) -> bool:
-        """Whether it takes the microbatch from the host before each forward, while the device waits."""
-        match self.software.waits_for_batch:
-            case "none":
-                return False
-            case "ends":
-                return stage in (0, self.num_stages - 1)
-            case "stages":
-                return True
-
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""
         found = []

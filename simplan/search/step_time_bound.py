@@ -81,8 +81,7 @@ class StepTimeBound:
         kernels, software = job.cluster.device.kernels, job.software
         self._shares_evenly = software.optimizer_shards == "elements"
         self._host_s = kernels.step_s if software.trainer and prices.sends else 0.0
-        waits = software.waits_for_batch != "none" and prices.sends
-        self._batch_s = kernels.batch_s if waits else 0.0
+        self._batch_s = kernels.batch_s if software.waits_for_batch and prices.sends else 0.0
         self._states: dict[tuple[bool, bool], StateBytes] = {}
         self._sharding = ShardingTimes(job, prices)
 
@@ -108,12 +107,7 @@ class StepTimeBound:
         """With a pipeline, or without sharded parameters."""
         stages, num_ranks = pipeline.stages, pipeline.num_ranks
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
-        forward_s = stages.forward_s
-        if self._batch_s:
-            num_stages = forward_s.shape[1]
-            waits = np.ones(num_stages, np.bool_)
-            waits[1 : num_stages - 1] = self._job.software.waits_for_batch == "stages"
-            forward_s = forward_s + self._batch_s * waits
+        forward_s = stages.forward_s + self._batch_s
         hops_s = self._hops_s(rows, pipeline, ways)
         none = np.zeros((len(stages.forward_s), 1))
         first = slice(0, num_ranks)

@@ -176,8 +176,7 @@ class SoftwareSpec(Spec):
         grad_overlap: Buckets are reduced while the backward pass still runs.
         waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
             sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
-        waits_for_batch: Which stages, before each of their forwards, let the device run dry to take the microbatch from
-            the host: ``none``, the ``ends`` of the pipeline, or all ``stages``, and all chunks of a rank.
+        waits_for_batch: Before each forward of a stage the device runs dry, as it takes the microbatch from the host.
         rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
         copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
             one that it reduces.
@@ -256,7 +255,7 @@ class SoftwareSpec(Spec):
     first_bucket_bytes: Count
     grad_overlap: bool = True
     waits_for_gradients: Literal["backward", "step"] = "backward"
-    waits_for_batch: Literal["none", "ends", "stages"] = "none"
+    waits_for_batch: bool = False
     rebuilds_buckets: bool = True
     reduces_each_microbatch: bool = False
     copies_units: bool = True
