@@ -377,8 +377,8 @@ class _RankLowering:
         if action.kind is not _K.BACKWARD_WEIGHT:
             self._receive(Action(action.stage, _K.RECV_B, action.microbatch))
         phase = _BACKWARD_PHASE[action.kind]
-        if action.stage == 0 and not self.stages.software.first_stage_splits:
-            if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
+        if action.stage == 0:  # nobody waits for the gradient of tokens: W does all of it, as in torch's pipelines
+            if phase is Phase.BACKWARD_INPUT:
                 self.writer.compute(action, "{action}")
                 return
             phase = Phase.BACKWARD

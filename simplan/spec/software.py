@@ -196,8 +196,6 @@ class SoftwareSpec(Spec):
         receives_ahead: Those in which a pipeline rank posts what it receives for its next forward and its next backward
             before the computation that comes first: a message waits for its sender only, and for those before it in
             its direction.
-        first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
-            in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
         equal_stages: Stages without ``stage_layers`` have as many blocks as each other, or are balanced (``no``).
@@ -265,7 +263,6 @@ class SoftwareSpec(Spec):
     splits_sends: bool = False
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     receives_ahead: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    first_stage_splits: bool = False
     ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
