@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simplan.accuracy.cuda_graph_recipes import CUDA_GRAPH_RECIPES
 from simplan.accuracy.layout_recipes import LAYOUT_RECIPES
 from simplan.accuracy.recipe import Recipe
 from simplan.accuracy.recompute_recipes import (
@@ -192,7 +191,6 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     *RECOMPUTE_RECIPES,
     *LAYOUT_RECIPES,
-    *CUDA_GRAPH_RECIPES,
     Recipe(
         framework="megatron-bridge",
         tasks=("lora",),
@@ -290,7 +288,6 @@ def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
             "expert_overlap": recipe.expert_overlap or software.expert_overlap,
             "fused_experts": recipe.fused_experts or software.fused_experts,
             "fp8_dot_product_attention": recipe.fp8_dot_product_attention or software.fp8_dot_product_attention,
-            "cuda_graphs": software.cuda_graphs if recipe.cuda_graphs is None else recipe.cuda_graphs,
         }
         software = software.model_copy(update=options)
     return software

@@ -352,7 +352,6 @@ class _RankLowering:
             MemoryCategory.BUFFERS: received_bytes if software.preallocated_receives else 0,
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
-            + stages.graph_bytes(mine)
             + (stages.batch_bytes if 0 in mine else 0),
         }
 

@@ -169,14 +169,6 @@ class Stages:
             sum(rows * columns for rows, columns in {shape for layer in layers for shape in _matrices(layer)}) * width
         )
 
-    def graph_bytes(self, stages: Iterable[int]) -> int:
-        """Gradients of what CUDA graphs give, in buffers that all of a rank's graphs with the same outputs share."""
-        graphs = (layer.graph for stage in stages for layer in self.layers[stage] if layer.graph is not None)
-        widths = self.state.activation, self.state.residual
-        return self.plan.microbatch_size * sum(
-            tensor.num_bytes(*widths) for outputs in {graph.outputs for graph in graphs} for tensor in outputs
-        )
-
     @property
     def layer_names(self) -> dict[int, tuple[str, ...]]:
         """By stage, the names of its layers."""

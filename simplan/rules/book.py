@@ -9,7 +9,6 @@ from simplan.rules import (
     batch,
     cluster,
     experts,
-    graphs,
     model,
     offload,
     parallel,
@@ -86,12 +85,6 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective,
     recompute.recompute_modules_apart,
-    graphs.cuda_graphs_named,
-    graphs.cuda_graphs_of_parts,
-    graphs.cuda_graphs_offload,
-    graphs.cuda_graphs_recompute,
-    graphs.cuda_graphs_replay,
-    graphs.cuda_graphs_sharded,
 )
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -138,14 +131,12 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     schedule.split_backward_in_low_precision,
     schedule.split_backward_compiled,
     offload.offload_compiled,
-    graphs.compiled_low_precision,
+    training.compiled_low_precision,
     model.mtp_modelled,
     model.mtp_with_adapters,
     sharding.mtp_sharded,
     schedule.split_backward_of_mtp,
     offload.offload_with_mtp,
-    graphs.cuda_graphs_modelled,
-    graphs.cuda_graphs_schedule,
     training.low_attention_modelled,
     training.cp_of_low_attention,
 )

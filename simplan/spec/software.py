@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
-from simplan.spec.cuda_graphs import CudaGraph, graphed
 from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
@@ -32,19 +31,10 @@ __all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes"
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
-SoftwareOption = Literal[
-    "compiled", "cuda_graphs", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts"
-]
+SoftwareOption = Literal["compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts"]
 """Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
-
-
-def _as_list(graphs: Any) -> Any:
-    """A name alone is a list of it, and none an empty one."""
-    if isinstance(graphs, str):
-        return [] if graphs == "none" else [graphs]
-    return graphs
 
 
 class LowPrecisionLinears(Spec):
@@ -219,8 +209,6 @@ class SoftwareSpec(Spec):
             its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
         fp8_dot_product_attention: Where linear layers are in fp8 or mxfp8, the attention core is in 8 bits as well.
-        cuda_graphs: Parts of blocks that are replayed as CUDA graphs, or the whole ``full_iteration``
-            (``simplan.spec.cuda_graphs``); empty, or ``none``, for no graphs.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         scales_loss: The loss of a microbatch is divided by their number, so that gradients add up to their mean; else
             they are divided once they are complete (torch's pipelining runtime).
@@ -278,7 +266,6 @@ class SoftwareSpec(Spec):
     expert_overlap: bool = False
     fused_experts: bool = False
     fp8_dot_product_attention: bool = False
-    cuda_graphs: Annotated[tuple[CudaGraph, ...], BeforeValidator(_as_list), Field(strict=False)] = ()
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     scales_loss: bool = False
     adds_apart: bool = False
@@ -298,7 +285,6 @@ class SoftwareSpec(Spec):
         """Its name, with the options that are set."""
         words: dict[SoftwareOption, str] = {
             "compiled": "compiled" if self.compiled else "",
-            "cuda_graphs": f"CUDA graphs of {', '.join(self.cuda_graphs)}" if self.cuda_graphs else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "attention in 8 bits" if self.fp8_dot_product_attention else "",
@@ -322,11 +308,7 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        layers = styled_layers(model.layers_of(plan.shard), style, model.family)
-        if not self.cuda_graphs:
-            return layers
-        made = {layer.key: graphed(layer, self.cuda_graphs) for layer in {each.key: each for each in layers}.values()}
-        return tuple(made[layer.key] for layer in layers)
+        return styled_layers(model.layers_of(plan.shard), style, model.family)
 
     def equal_stage_layers(self, num_blocks: int, num_stages: int) -> tuple[int, ...] | None:
         """As many blocks for each stage, where the software has it so; None for the balanced split."""

@@ -131,46 +131,6 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
     assert bool(told) is (found[0] == "hybridep")
 
 
-ROUTERS = ("moe_router", "moe_preprocess")
-
-
-@pytest.mark.parametrize(
-    ("version", "device", "precision", "found"),
-    [
-        ("25.09", "gb200", "fp8", ()),  # its experts drop tokens, which is not modelled
-        ("25.11", "gb200", "mxfp8", ROUTERS),
-        ("26.02", "gb200", "bf16", ("attn", *ROUTERS)),
-        ("26.02.01", "b200-sxm", "mxfp8", ROUTERS),
-        ("26.04", "b200-sxm", "mxfp8", ("attn", *ROUTERS)),
-        ("26.04", "h100-sxm-80gb", "fp8", ()),
-        ("26.04", "h100-sxm-80gb", "bf16", ROUTERS),
-        ("26.06", "gb300", "mxfp8", ("full_iteration",)),
-        ("26.06", "gb300", "bf16", ROUTERS),
-    ],
-)
-def test_graphs_are_those_of_the_recipe_in_the_container(
-    version: str, device: str, precision: str, found: tuple[str, ...]
-) -> None:
-    """Qwen3 30B: QWEN3_30B_A3B_* of qwen3_workload_base_configs.py, by release."""
-    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
-    assert question.job.software.cuda_graphs == found
-    notes = [note for note in question.notes if note.startswith("as its recipe says: CUDA graphs of ")]
-    assert bool(notes) is bool(found)
-
-
-def test_graphs_of_dense_models_are_those_of_the_recipe() -> None:
-    def graphs(version: str, device: str, precision: str, **changes: Any) -> tuple[str, ...]:
-        fields = {"model__name": "llama3-8b", "cluster__device": device, "plan__precision": precision, **changes}
-        return question_of_run(bridge(version, **fields)).job.software.cuda_graphs
-
-    assert graphs("25.09", "b200-sxm", "mxfp8") == ("attn", "mlp")
-    assert graphs("25.09", "gb200", "fp8") == ()
-    assert graphs("25.11", "gb200", "mxfp8") == graphs("26.04", "gb300", "fp8") == ("full_iteration",)
-    assert graphs("26.02", "gb200", "nvfp4") == graphs("26.02", "h100-sxm-80gb", "bf16") == ()
-    assert graphs("26.06", "gb300", "mxfp8", model__name="llama3-70b", task="sft") == ("mlp",)
-
-
 @pytest.mark.parametrize(
     ("version", "device", "precision", "found"),
     [

@@ -54,13 +54,6 @@ _SOFTWARE: list[dict[str, Any]] = [
     {"expert_overlap": True},
     {"expert_dispatch": "deepep"},
     {"expert_dispatch": "hybridep", "fused_experts": True},
-    {"cuda_graphs": ("attn", "mlp")},
-    {"cuda_graphs": ("attn", "moe_router")},
-    {"cuda_graphs": ("moe", "moe_preprocess", "attn")},
-    {"cuda_graphs": ("full_iteration",)},
-    {"cuda_graphs": ("full_iteration", "attn")},
-    {"cuda_graphs": ("attn", "attn")},
-    {"cuda_graphs": ("attn", "moe_router"), "expert_overlap": True},
     {"fp8_dot_product_attention": True},
     {"compiled": True},
 ]
