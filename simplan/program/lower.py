@@ -10,7 +10,6 @@ import numpy as np
 
 from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.batches import waits_for
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
@@ -207,8 +206,8 @@ class _RankLowering:
         self.scripts = scripts
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
-        self.waits = waits_for(stages.plan, stages.software, stages.num_microbatches)
-        ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
+        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
+        ordered = not how.host_waits and not self.synchronous  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.builder = builder
         self.walker = Walker()
@@ -239,7 +238,7 @@ class _RankLowering:
         """
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         actions, stage, microbatch, variant, needs, variants = row_of_actions(
-            row, self.waits, overlaps_experts=overlaps
+            row, synchronous=self.synchronous, overlaps_experts=overlaps
         )
         self.offload.start(row)
         leaders = [each.at_stage(leading) for each in variants]
@@ -319,7 +318,7 @@ class _RankLowering:
             case _K.SEND_F | _K.SEND_B:
                 self._message(action)
             case _K.RECV_F | _K.RECV_B:
-                if self.waits != "each":
+                if not self.synchronous:
                     self._message(action)
             case _K.UNSHARD:
                 self.hooks.unshard(action)
@@ -501,7 +500,7 @@ class _RankLowering:
                 self.sent_bytes += held
             else:
                 self.new_received.append(index)
-            if self.waits == "batch" or (sends and self.waits == "each"):
+            if sends and self.synchronous:
                 self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:

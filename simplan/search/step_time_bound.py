@@ -150,25 +150,16 @@ class StepTimeBound:
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
         """``(rows, ranks)`` What ranks of synchronous schedules wait for messages before they go on."""
-        num_ranks, v = hops_s.shape[1], int(rows["virtual_stages"][0])
+        num_ranks = hops_s.shape[1]
         found = np.zeros_like(hops_s)
-        software = self._job.software
         waits = np.zeros(len(rows), np.bool_)
-        for schedule in software.synchronous_schedules:
+        for schedule in self._job.software.synchronous_schedules:
             waits |= rows.has("schedule", schedule) if schedule in rows.values["schedule"] else False
         if num_ranks == 1 or not waits.any():
             return found
-        ranks, m = np.arange(num_ranks), many[:, None]
-        if v == 1:  # each send is waited for by the next computation
-            found[:, :-1] += m * hops_s[:, :-1]
-            found[:, 1:] += m * hops_s[:, :-1]
-            found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
-        else:  # forwards and backwards in pairs, one batch of messages after each
-            waits &= rows.has("schedule", "interleaved_1f1b") & (many > num_ranks) & (many % num_ranks == 0)
-            num_alone = np.minimum((v - 1) * num_ranks + 2 * (num_ranks - 1 - ranks), v * m)
-            is_end = (ranks == 0) | (ranks == num_ranks - 1)  # which may have nothing to send
-            least_s = np.minimum(hops_s, np.roll(hops_s, 1, axis=1))
-            found = np.maximum(0, v * m + num_alone - 1 - m * is_end) * least_s
+        found[:, :-1] += many[:, None] * hops_s[:, :-1]  # each send is waited for by the next computation
+        found[:, 1:] += many[:, None] * hops_s[:, :-1]
+        found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
         return np.where(waits[:, None], found, 0.0)
 
     def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, units: Sequence[UnitTimes]) -> _Tail:

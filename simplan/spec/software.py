@@ -181,8 +181,7 @@ class SoftwareSpec(Spec):
         reduces_each_microbatch: Where parameters are sharded, and without a pipeline, gradients are reduced after every
             microbatch, whatever ``plan.grad_sync`` says: nothing has room for whole ones.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
-            what it receives when it needs it, and goes on when all is there and sent. Of an interleaved schedule in one
-            batch after a forward and a backward (``simplan.program.batches``).
+            what it receives when it needs it, and goes on when all is there and sent.
         receives_ahead: Those in which a pipeline rank posts what it receives for its next forward and its next backward
             before the computation that comes first: a message waits for its sender only, and for those before it in
             its direction.
