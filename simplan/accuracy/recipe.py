@@ -46,7 +46,6 @@ class Recipe:
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
         fp8_dot_product_attention: The attention core is in 8 bits.
-        expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
     """
 
@@ -77,7 +76,6 @@ class Recipe:
     expert_overlap: bool = False
     fused_experts: bool = False
     fp8_dot_product_attention: bool = False
-    expandable_segments: bool = False
     source: str
 
     @property
@@ -101,7 +99,6 @@ class Recipe:
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,
             "attention in 8 bits": self.fp8_dot_product_attention,
-            "an allocator with expandable segments": self.expandable_segments,
         }
         return ", ".join(word for word, holds in words.items() if holds)
 

@@ -46,31 +46,6 @@ RECIPES: tuple[Recipe, ...] = (
         "which set grad_reduce_in_fp32 = False (v0.1.0rc4 configs/llama3/*.yaml; v0.2.0 to v0.5.0 "
         "configs/**/*_llm_pretrain.py and *_llm_finetune.py; v0.6.0 src/megatron/bridge/perf_recipes/_common.py)",
     ),
-    Recipe(
-        framework="megatron-bridge",
-        models=("llama3.1-405b",),
-        devices=("gb200",),
-        precisions=("fp8", "mxfp8"),
-        tasks=("pretrain",),
-        expandable_segments=True,
-        source=f"{_BRIDGE}: scripts/performance/setup_experiment.py at v0.1.0rc4, perf_plugins.py at v0.2.0 to v0.4.0",
-    ),
-    Recipe(
-        framework="megatron-bridge",
-        since=(26, 4),
-        models=("llama3.1-405b",),
-        devices=("gb300",),
-        precisions=("fp8", "mxfp8"),
-        tasks=("pretrain",),
-        expandable_segments=True,
-        source=f"{_BRIDGE}: scripts/performance/perf_plugins.py at v0.4.0",
-    ),
-    Recipe(
-        framework="megatron-bridge",
-        since=(26, 6),
-        expandable_segments=True,
-        source=f"{_BRIDGE}: scripts/performance/utils/executors.py at v0.5.0, PERF_ENV_VARS",
-    ),
     *(
         Recipe(
             framework="megatron-bridge",
@@ -276,8 +251,6 @@ def recipes_of(run: PublishedRun) -> tuple[Recipe, ...]:
 def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
     """A software profile as a run's recipes set it."""
     for recipe in recipes_of(run):
-        if recipe.expandable_segments:
-            software = software.model_copy(update={"reserve_fraction": 0.0})
         if recipe.weights is not None and (low := software.low_precision.get("fp8")) is not None:
             changed = software.low_precision | {"fp8": low.model_copy(update={"weights": recipe.weights})}
             software = software.model_copy(update={"low_precision": changed})

@@ -17,20 +17,21 @@ def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRu
 
 
 def test_a_recipe_holds_for_the_runs_it_names() -> None:
-    gb200 = {"model__name": "llama3.1-405b", "cluster__device": "gb200", "plan__precision": "fp8"}
-    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge()))
-    assert any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200)))
-    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200 | {"plan__precision": "bf16"})))
-    assert (
-        question_of_run(bridge(**gb200)).job.software.reserve_fraction
-        == 0
-        < question_of_run(bridge()).job.software.reserve_fraction
-    )
+    def ranks(**changes: Any) -> list[int]:
+        found = [recipe.lora_rank for recipe in recipes_of(bridge(model__name="llama3-70b", **changes))]
+        return [rank for rank in found if rank is not None]
+
+    assert ranks(task="lora") == [16]
+    assert ranks(task="sft") == []
+    assert not any(recipe.lora_rank for recipe in recipes_of(bridge(model__name="llama3-8b", task="lora")))
 
 
 def test_a_recipe_begins_with_a_release() -> None:
-    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge("NeMo container 26.04.01")))
-    assert any(recipe.expandable_segments for recipe in recipes_of(bridge("NeMo container 26.06")))
+    def reduced(version: str) -> list[str | None]:
+        return [recipe.grad_dtype for recipe in recipes_of(run(software__framework="nemo", software__version=version))]
+
+    assert reduced("24.05") == []
+    assert reduced("24.07") == ["bf16"]
 
 
 def test_gradients_are_reduced_as_the_recipe_says_unless_the_run_does() -> None:

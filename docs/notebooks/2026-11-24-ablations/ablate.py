@@ -32,7 +32,7 @@ from simplan.predict.step_summary import summarize_step
 from simplan.spec import catalogue
 from simplan.spec.layer_style import LayerStyle
 from simplan.spec.model import ModelSpec
-from simplan.spec.rates import KernelRates, StackRates
+from simplan.spec.rates import StackRates
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.units import GIB
 
@@ -53,7 +53,6 @@ _NEUTRAL_KERNELS: dict[str, Any] = {
     "odd_share": 1.0,
     "misaligned_share": 1.0,
     "tile_share": (1.0, 1.0),
-    "launch_s": 0.0,
     "stream_overlap": 0.0,
     "taken_share": 0.0,
     "split_s": 0.0,
@@ -94,17 +93,15 @@ def ablations() -> Iterator[Ablation]:
             for value in _values(field, [getattr(profile, name) for profile in profiles]):
                 yield Ablation(name, _said(value), _software(**{name: value}))
     yield Ablation("tp_overlap", "backward where it is all or gathers", _without_cut_products)
-    yield Ablation("synchronous_schedules", "without interleaved_1f1b", _without_batches)
-    if "expert_dispatch" in SoftwareSpec.model_fields:
-        for way in ("all_to_all", "hybridep"):
-            yield Ablation("expert_dispatch", f"{way} where it is none of copies", _dispatch(way))
+    yield Ablation("packed_attention", "document_calls where it is one_call", _in_calls)
+    for way in ("all_to_all", "hybridep"):
+        yield Ablation("expert_dispatch", f"{way} where it is none of copies", _dispatch(way))
     for name, field in LayerStyle.model_fields.items():
         if not field.exclude and name not in ("compiled", "documents_in_one_call"):
             for value in _values(field, [getattr(profile.layers, name) for profile in profiles]):
                 yield Ablation(f"layers.{name}", _said(value), _layers(name, value))
-    for name in ("placeholder", "unaccumulated", "flattened", "weight_copy"):
-        if name in StateBytes.model_fields:
-            yield Ablation(f"state_bytes.{name}", "0", _states(name, lambda _: 0))
+    for name in ("placeholder", "flattened", "weight_copy"):
+        yield Ablation(f"state_bytes.{name}", "0", _states(name, lambda _: 0))
     for name in ("frozen", "gathered"):
         yield Ablation(f"state_bytes.{name}", "parameter", _states(name, lambda state: state.parameter))
     yield Ablation("state_bytes.reduced", "gradient", _states("reduced", lambda state: state.gradient))
@@ -114,8 +111,7 @@ def ablations() -> Iterator[Ablation]:
         if name not in ("relative_std", "fitted_on"):
             yield Ablation(f"rates.{name}", _said(field.default), _rates(name, field.default))
     for name, value in _NEUTRAL_KERNELS.items():
-        if name in KernelRates.model_fields:
-            yield Ablation(f"kernels.{name}", _said(value), _kernels(name, value))
+        yield Ablation(f"kernels.{name}", _said(value), _kernels(name, value))
     for name, value in (
         ("recompute_modules", None),
         ("recompute_layers", None),
@@ -151,9 +147,8 @@ def _without_cut_products(job: Job) -> Job:
     return _software(tp_overlap="backward")(job) if job.software.tp_overlap in ("all", "gathers") else job
 
 
-def _without_batches(job: Job) -> Job:
-    others = tuple(name for name in job.software.synchronous_schedules if name != "interleaved_1f1b")
-    return _software(synchronous_schedules=others)(job)
+def _in_calls(job: Job) -> Job:
+    return _software(packed_attention="document_calls")(job) if job.software.packed_attention == "one_call" else job
 
 
 def _dispatch(way: str) -> Change:
