@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -30,10 +30,10 @@ from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.predict.step_summary import summarize_step
 from simplan.spec import catalogue
-from simplan.spec.layer_style import LayerStyle
+from simplan.spec.layer_style import LayerStyle, Loss
 from simplan.spec.model import ModelSpec
 from simplan.spec.rates import StackRates
-from simplan.spec.software import SoftwareSpec, StateBytes
+from simplan.spec.software import LowPrecisionLinears, SoftwareSpec, StateBytes
 from simplan.units import GIB
 
 Change = Callable[[Job], Job]
@@ -97,9 +97,13 @@ def ablations() -> Iterator[Ablation]:
     for way in ("all_to_all", "hybridep"):
         yield Ablation("expert_dispatch", f"{way} where it is none of copies", _dispatch(way))
     for name, field in LayerStyle.model_fields.items():
-        if not field.exclude and name not in ("compiled", "documents_in_one_call"):
+        if not field.exclude and name not in ("compiled", "documents_in_one_call", "loss"):
             for value in _values(field, [getattr(profile.layers, name) for profile in profiles]):
                 yield Ablation(f"layers.{name}", _said(value), _layers(name, value))
+    for word in get_args(Loss)[1:]:
+        yield Ablation("layers.loss", f"{get_args(Loss)[0]} where it is {word}", _loss(word))
+    for name, off in (("weights", "microbatch"), ("gathers", ()), ("experts", False), ("frozen", False)):
+        yield Ablation(f"low_precision.{name}", _said(off), _linears(name, off))
     for name in ("placeholder", "flattened", "weight_copy"):
         yield Ablation(f"state_bytes.{name}", "0", _states(name, lambda _: 0))
     for name in ("frozen", "gathered"):
@@ -157,6 +161,18 @@ def _dispatch(way: str) -> Change:
 
 def _layers(name: str, value: Any) -> Change:
     return lambda job: _software(layers=job.software.layers.model_copy(update={name: value}))(job)
+
+
+def _loss(word: str) -> Change:
+    return lambda job: _layers("loss", get_args(Loss)[0])(job) if job.software.layers.loss == word else job
+
+
+def _linears(name: str, value: Any) -> Change:
+    def changed(job: Job) -> Job:
+        low = {key: linears.model_copy(update={name: value}) for key, linears in job.software.low_precision.items()}
+        return _software(low_precision=low)(job)
+
+    return changed
 
 
 def _rates(name: str, value: Any) -> Change:
@@ -267,15 +283,24 @@ def _differing(field: str) -> int | None:
     group, _, name = field.rpartition(".")
     if group in ("kernels", "plan", "model"):
         return None
+    if group == "low_precision":
+        off = LowPrecisionLinears.model_fields[name].default
+        return sum(any(getattr(low, name) != off for low in profile.low_precision.values()) for profile in profiles)
     if group == "state_bytes":
-        states = [[s for kind in _STATES for s in getattr(profile, kind).values()] for profile in profiles]
-        return sum(any(name in state.model_fields_set for state in each) for each in states)
+        states = ([s for kind in _STATES for s in getattr(profile, kind).values()] for profile in profiles)
+        return sum(any(getattr(state, name) != getattr(_plain(state), name) for state in each) for each in states)
     owner = {"": SoftwareSpec, "layers": LayerStyle, "rates": StackRates}[group]
     info = owner.model_fields[name]
     if info.is_required():
         return len(profiles)
     default = info.get_default(call_default_factory=True)
     return sum(getattr(getattr(p, group) if group else p, name) != default for p in profiles)
+
+
+def _plain(state: StateBytes) -> StateBytes:
+    """The widths that a few of them imply."""
+    given = ("parameter", "gradient", "activation", "boundary")
+    return StateBytes.model_validate({name: getattr(state, name) for name in given})
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
