@@ -292,7 +292,6 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         "stage_layers": st.lists(st.integers(0, 3), min_size=1, max_size=6).map(tuple),
         "ep": st.sampled_from([1, 2, 4]),
         "grad_dtype": st.just("bf16"),
-        "prefetch_depth": st.just(2),
     }
     odd = draw(st.lists(st.sampled_from(list(anything)), unique=True, max_size=2))
     return ParallelPlan.model_validate(keys | {key: draw(anything[key]) for key in odd})

@@ -20,11 +20,10 @@ MODEL = ModelSpec(
     family="gpt", num_hidden_layers=8, hidden_size=256, num_attention_heads=8, vocab_size=2048, seq_len=128
 )
 TORCH = catalogue.software("torch")
-SYNCHRONOUS = ("naive", "gpipe", "1f1b")
 BLOCKING = TORCH.model_copy(
     update={
         "holds_sends": False,
-        "synchronous_schedules": SYNCHRONOUS,
+        "synchronous_schedules": ("naive", "gpipe", "1f1b"),
         "receives_ahead": ("interleaved_1f1b",),
         "preallocated_receives": False,
     }
@@ -82,22 +81,6 @@ def test_exchanges_for_experts_beside_another_microbatch_are_there_from_the_seco
     assert brief.step_time_s == pytest.approx(
         predict(Job(model, cluster, training, plan, software), name="all").step_time_s, rel=1e-3
     )
-
-
-@pytest.mark.parametrize("layers", [(1,) * 8, (0, 3, 2, 2, 1, 0)], ids=str)
-@pytest.mark.parametrize("microbatches", [8, 11, 2])
-def test_rounds_in_batches_take_as_long_as_one_another(layers: tuple[int, ...], microbatches: int) -> None:
-    """Of a step of many rounds, and of others whose messages do not go in batches."""
-    batched = BLOCKING.model_copy(
-        update={"synchronous_schedules": (*SYNCHRONOUS, "interleaved_1f1b"), "receives_ahead": ()}
-    )
-    plan = ParallelPlan(pp=2, virtual_stages=len(layers) // 2, tp=2, stage_layers=layers)
-    untied = MODEL.model_copy(update={"tied_embeddings": False})
-    cluster, training = catalogue.cluster("dgx-a100-80gb", 4), TrainingSpec(global_batch_size=microbatches)
-    brief = summarize_step(Job(untied, cluster, training, plan, batched))
-    full = predict(Job(untied, cluster, training, plan, batched), name="all")
-    assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
-    assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
 
 
 @pytest.mark.parametrize("pp", [1, 2])

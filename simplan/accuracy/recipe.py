@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simplan.accuracy.schema import Framework, PublishedRun
-from simplan.spec.cuda_graphs import CudaGraph
 from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.low_precision import QuantizedWeights
 from simplan.spec.plan import RecomputeModule
@@ -47,8 +46,6 @@ class Recipe:
         expert_overlap: They do beside another microbatch.
         fused_experts: Activations of experts are part of their products.
         fp8_dot_product_attention: The attention core is in 8 bits.
-        cuda_graphs: What is captured, as of ``SoftwareSpec``; None where it is not set.
-        expandable_segments: The allocator makes its segments longer as it needs them, and so leaves no gaps.
         source: Where this is said.
     """
 
@@ -79,8 +76,6 @@ class Recipe:
     expert_overlap: bool = False
     fused_experts: bool = False
     fp8_dot_product_attention: bool = False
-    cuda_graphs: tuple[CudaGraph, ...] | None = None
-    expandable_segments: bool = False
     source: str
 
     @property
@@ -104,8 +99,6 @@ class Recipe:
             "exchanges for experts beside another microbatch": self.expert_overlap,
             "activations of experts in their products": self.fused_experts,
             "attention in 8 bits": self.fp8_dot_product_attention,
-            f"CUDA graphs of {', '.join(self.cuda_graphs or ()) or 'nothing'}": self.cuda_graphs is not None,
-            "an allocator with expandable segments": self.expandable_segments,
         }
         return ", ".join(word for word, holds in words.items() if holds)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simplan.accuracy.cuda_graph_recipes import CUDA_GRAPH_RECIPES
 from simplan.accuracy.layout_recipes import LAYOUT_RECIPES
 from simplan.accuracy.recipe import Recipe
 from simplan.accuracy.recompute_recipes import (
@@ -46,31 +45,6 @@ RECIPES: tuple[Recipe, ...] = (
         source=f'{_BRIDGE}: docs/performance-summary.md: "obtained using performance recipes" in scripts/performance, '
         "which set grad_reduce_in_fp32 = False (v0.1.0rc4 configs/llama3/*.yaml; v0.2.0 to v0.5.0 "
         "configs/**/*_llm_pretrain.py and *_llm_finetune.py; v0.6.0 src/megatron/bridge/perf_recipes/_common.py)",
-    ),
-    Recipe(
-        framework="megatron-bridge",
-        models=("llama3.1-405b",),
-        devices=("gb200",),
-        precisions=("fp8", "mxfp8"),
-        tasks=("pretrain",),
-        expandable_segments=True,
-        source=f"{_BRIDGE}: scripts/performance/setup_experiment.py at v0.1.0rc4, perf_plugins.py at v0.2.0 to v0.4.0",
-    ),
-    Recipe(
-        framework="megatron-bridge",
-        since=(26, 4),
-        models=("llama3.1-405b",),
-        devices=("gb300",),
-        precisions=("fp8", "mxfp8"),
-        tasks=("pretrain",),
-        expandable_segments=True,
-        source=f"{_BRIDGE}: scripts/performance/perf_plugins.py at v0.4.0",
-    ),
-    Recipe(
-        framework="megatron-bridge",
-        since=(26, 6),
-        expandable_segments=True,
-        source=f"{_BRIDGE}: scripts/performance/utils/executors.py at v0.5.0, PERF_ENV_VARS",
     ),
     *(
         Recipe(
@@ -192,7 +166,6 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     *RECOMPUTE_RECIPES,
     *LAYOUT_RECIPES,
-    *CUDA_GRAPH_RECIPES,
     Recipe(
         framework="megatron-bridge",
         tasks=("lora",),
@@ -278,8 +251,6 @@ def recipes_of(run: PublishedRun) -> tuple[Recipe, ...]:
 def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
     """A software profile as a run's recipes set it."""
     for recipe in recipes_of(run):
-        if recipe.expandable_segments:
-            software = software.model_copy(update={"reserve_fraction": 0.0})
         if recipe.weights is not None and (low := software.low_precision.get("fp8")) is not None:
             changed = software.low_precision | {"fp8": low.model_copy(update={"weights": recipe.weights})}
             software = software.model_copy(update={"low_precision": changed})
@@ -290,7 +261,6 @@ def with_recipes(software: SoftwareSpec, run: PublishedRun) -> SoftwareSpec:
             "expert_overlap": recipe.expert_overlap or software.expert_overlap,
             "fused_experts": recipe.fused_experts or software.fused_experts,
             "fp8_dot_product_attention": recipe.fp8_dot_product_attention or software.fp8_dot_product_attention,
-            "cuda_graphs": software.cuda_graphs if recipe.cuda_graphs is None else recipe.cuda_graphs,
         }
         software = software.model_copy(update=options)
     return software

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from simplan.cost.attention import AttentionRates
@@ -48,8 +47,6 @@ class KernelCost:
         joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
         weight_casts: Part of the microbatches in which weights of such products are cast.
         any_order, split_s: As of ``KernelRates``.
-        in_graphs: The same of kernels in CUDA graphs; None where these are not known.
-        launch_s: What it takes to launch such a graph.
     """
 
     products: ProductRates
@@ -67,22 +64,6 @@ class KernelCost:
     weight_casts: float = 1.0
     any_order: bool = False
     split_s: float = 0.0
-    in_graphs: KernelCost | None = None
-    launch_s: float = 0.0
-
-    def without_launches(self, launch_s: float) -> KernelCost:
-        """Of kernels in a CUDA graph.
-
-        Args:
-            launch_s: As of ``KernelRates``.
-        """
-        products, low = self.products.without_launches(launch_s), self.low
-        return replace(
-            self,
-            products=products,
-            attention=replace(self.attention, products=products),
-            low=None if low is None else low.without_launches(launch_s),
-        )
 
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run.
@@ -108,26 +89,10 @@ class KernelCost:
         width = self._streamed_bytes(work.phase)
         if width:
             return self.slowest * width * work.num_parameters / self.products.bytes_per_s
-        kernels_s = sum(cost.of_kernels_s(kernels, work) for cost, kernels in self._by_launch(work))
-        launches_s = self.launch_s if _launches_graph(work) else 0.0
-        return self.slowest * (kernels_s + launches_s) + work.cuts * self.split_s
-
-    def of_kernels_s(self, kernels: list[Kernel], work: LayerWork) -> float:
-        """Of some of the kernels that run."""
-        low, wide = self._split(kernels, work)
+        low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return wide_s + linear.products_s + linear.casts_s
-
-    def _by_launch(self, work: LayerWork) -> Iterator[tuple[KernelCost, list[Kernel]]]:
-        """Kernels that run, and what they take: those that the host launches, and those in a CUDA graph."""
-        kernels, graph = running_kernels(work), work.layer.graph
-        if graph is None:
-            yield self, kernels
-            return
-        assert self.in_graphs is not None
-        yield self, [kernel for kernel in kernels if kernel.name not in graph.kernels]
-        yield self.in_graphs, [kernel for kernel in kernels if kernel.name in graph.kernels]
+        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
 
     def _split(self, kernels: list[Kernel], work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Linear layers in low precision among kernels, and the others."""
@@ -153,17 +118,11 @@ class KernelCost:
         return total
 
     def _formula(self, work: LayerWork) -> str:
-        wide: list[Kernel] = []
-        linear, num_kernels, replayed = LinearCost(), 0, 0
-        for cost, kernels in self._by_launch(work):
-            low, others = cost._split(kernels, work)
-            linear, wide = linear.plus(cost._linear_cost(low, work)), [*wide, *others]
-            num_kernels += len(low) + len(others)
-            replayed += len(low) + len(others) if cost is self.in_graphs else 0
+        low, wide = self._split(running_kernels(work), work)
+        linear, num_kernels = self._linear_cost(low, work), len(low) + len(wide)
         flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
         flops = flops * work.microbatch_size + linear.wide_flops
         counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
-        counted += f", {replayed} of them in a CUDA graph" if replayed else ""
         bytes_per_s = format_rate(self.products.bytes_per_s)
         if not flops and not linear.flops:
             return f"{counted} at {bytes_per_s}"
@@ -257,19 +216,6 @@ def running_kernels(work: LayerWork) -> list[Kernel]:
     if work.phase in _BACKWARD:
         kernels = [kernel for kernel in kernels if has_backward(kernel)]
     return kernels
-
-
-def _launches_graph(work: LayerWork) -> bool:
-    """Whether a layer's own CUDA graph begins in it: with its first kernel, in backward with its last one.
-
-    What runs again is part of the graph of backward.
-    """
-    graph = work.layer.graph
-    if graph is None or not graph.alone or work.phase is Phase.RECOMPUTE:
-        return False
-    inside = [k.name for k in running_kernels(work._replace(kernels=None)) if k.name in graph.kernels]
-    begin = inside[-1 if work.phase in _BACKWARD else 0] if inside else None
-    return any(kernel.name == begin for kernel in running_kernels(work))
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from simplan.cost.attention import AttentionRates
 from simplan.cost.base import Provenance
@@ -55,7 +54,7 @@ def kernel_cost(
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
     products = _product_rates(device, ceiling * rates.matmul_share * stack.stack_share, stack)
     share = _attention_share(rates, stack.attention_kernel)
-    cost = KernelCost(
+    return KernelCost(
         products=products,
         attention=AttentionRates(
             products,
@@ -83,7 +82,6 @@ def kernel_cost(
         any_order=rates.any_order,
         split_s=rates.split_s,
     )
-    return replace(cost, in_graphs=cost.without_launches(rates.launch_s), launch_s=min(rates.launch_s, rates.kernel_s))
 
 
 def _relative_std(rates: KernelRates, stack: StackRates) -> float:

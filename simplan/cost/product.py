@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 __all__ = ["Product", "ProductRates"]
@@ -63,10 +63,6 @@ class ProductRates:
     misaligned_share: float
     tile_share: tuple[float, float]
     stream_overlap: float = 1.0
-
-    def without_launches(self, launch_s: float) -> ProductRates:
-        """Of kernels in a CUDA graph, which the host does not launch one by one."""
-        return replace(self, kernel_s=max(0.0, self.kernel_s - launch_s))
 
     def launches_s(self, num_groups: int, streams: int) -> float:
         """What kernels take beyond their work that are launched for one group each, or one for all (0 streams).

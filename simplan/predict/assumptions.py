@@ -8,7 +8,7 @@ from simplan.job import Job
 from simplan.program.timeline import SpanKind
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.software import SoftwareSpec
-from simplan.units import format_bytes, format_percent, format_time
+from simplan.units import format_bytes, format_percent
 
 __all__ = ["assumptions"]
 
@@ -77,7 +77,7 @@ def assumptions(
             if share
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
         )
-        found += _launching(cluster, software)
+        found.append("the device never waits for the host to launch: that counts as a time that every kernel takes")
     if short_bytes:
         found.append(
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "
@@ -104,20 +104,6 @@ def assumptions(
             "is as fast as all links together"
         )
     return tuple(found)
-
-
-def _launching(cluster: ClusterSpec, software: SoftwareSpec) -> list[str]:
-    """How the host counts, and what CUDA graphs make of it."""
-    found = ["the device never waits for the host to launch: that counts as a time that every kernel takes"]
-    if software.cuda_graphs:
-        kernels = cluster.device.kernels
-        launch, whole = format_time(kernels.launch_s), format_time(kernels.kernel_s)
-        found += [
-            f"of the {whole} that any kernel takes beyond its work, one in a CUDA graph does not take {launch}: "
-            "assumed, be the host ahead or behind",
-            "memory that graphs hold for themselves alone is not counted, but for what they give and get back",
-        ]
-    return found
 
 
 def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:

@@ -118,15 +118,6 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
     if calibration is None:
         return _datasheet_cost(job)
     refuse_other_device(calibration, cluster)
-    if software.cuda_graphs:
-        raise SpecError(
-            Problem(
-                field="software.cuda_graphs",
-                value=f"[{', '.join(software.cuda_graphs)}]",
-                rule="cannot be told from a calibration, whose kernels were launched one by one",
-                fix="remove it, or predict without a calibration",
-            )
-        )
     return CalibratedCost(
         calibration,
         dtype=training.precision,

@@ -30,7 +30,7 @@ def stage_times(
         assignment: Which layers each stage holds.
         cost: Prices.
     """
-    plan, software = job.plan, job.software
+    plan = job.plan
     table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
     stages = Stages(job, assignment, table)
     scripts = Scripts(stages)
@@ -43,7 +43,7 @@ def stage_times(
         )
 
     def split(stage: int) -> tuple[float, float]:
-        if stage == 0 and not software.first_stage_splits:
+        if stage == 0:
             return 0.0, seconds(stage, Phase.BACKWARD)
         return seconds(stage, Phase.BACKWARD_INPUT), seconds(stage, Phase.BACKWARD_WEIGHT)
 
@@ -53,7 +53,7 @@ def stage_times(
     batch_s = cost.host_wait(HostWait("batch")).seconds
     times = StageTimes(
         forward_s=tuple(
-            seconds(stage, Phase.FORWARD) + (batch_s if stages.waits_for_batch(stage) else 0.0)
+            seconds(stage, Phase.FORWARD) + (batch_s if stages.software.waits_for_batch else 0.0)
             for stage in range(plan.num_stages)
         ),
         backward_input_s=tuple(input_s for input_s, _ in backwards),

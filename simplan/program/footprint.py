@@ -74,7 +74,6 @@ def layer_footprint(
     whole_again = recomputation.from_start  # which copies weights again
     kept = b * _bytes((t for t in recomputation.saved if not (t.logits or t.of_microbatch)), state)
     kept += _bytes((t for t in recomputation.saved if t.of_microbatch), state) + (0 if whole_again else copies)
-    kept += b * _bytes(_buffered(layer, recomputation), state)
     logits = b * _bytes((t for t in recomputation.saved if t.logits), state)
     dropped = [t for t in layer.saved if t not in recomputation.saved and not _is_input(t, state)]
     rebuilt = b * (_bytes(dropped, state) - _bytes(_used_up(layer, recomputation), state)) + copies
@@ -108,12 +107,6 @@ def layer_footprint(
         input_bytes=b * _bytes((t for t in recomputation.saved if _is_input(t, state)), state),
         output_bytes=b * (made_bytes + passed_bytes),
     )
-
-
-def _buffered(layer: LayerSpec, recomputation: Recomputation) -> Iterator[Saved]:
-    """What nothing would keep but CUDA graphs, in whose buffers it is."""
-    names = {tensor.name for tensor in recomputation.saved}
-    return (t for t in layer.graph.outputs if t.name not in names) if layer.graph is not None else iter(())
 
 
 def _used_up(layer: LayerSpec, recomputation: Recomputation) -> Iterator[Saved]:

@@ -88,7 +88,7 @@ class FsdpHooks(Hooks):
         In one, whole gradients pile up from layer to layer in the first backward of a stage, and in every one where
         they come in another precision than that in which they are added up.
         """
-        if not self._in_pipeline or self.stages.state.gathered != self.stages.state.accumulated:
+        if not self._in_pipeline or self.stages.state.gathered != self.stages.state.gradient:
             return not self._in_pipeline or action.kind is not ActionKind.FORWARD
         units = range(len(self.units[action.stage]))
         return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
@@ -153,7 +153,7 @@ class FsdpHooks(Hooks):
     def units_ahead(self, unit: Unit, index: int) -> range:
         """What backward asks for beside a unit."""
         del unit
-        return range(index - 1, max(-1, index - 1 - self.stages.software.backward_prefetch), -1)
+        return range(index - 1, max(-1, index - 2), -1)
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
         """Whole gradients are there; where they are wanted, they are reduced."""
@@ -179,7 +179,7 @@ class FsdpHooks(Hooks):
     def after_weight_gradients(self, action: Action, part: range) -> None:
         """Gradients of weights come past the hooks, in the precision of the weights."""
         stage = action.stage
-        if self.stages.state.gathered == self.stages.state.accumulated:
+        if self.stages.state.gathered == self.stages.state.gradient:
             self._hold_gradients(action, self._beginning(action, part))
             return
         new = [index for index in self._beginning(action, part) if (stage, index) not in self._narrow]
@@ -304,10 +304,10 @@ class FsdpHooks(Hooks):
         state = self.stages.state
         new = [index for index in indices if (action.stage, index) not in self._accumulated]
         self._accumulated |= {(action.stage, index) for index in new}
-        held = sum(self.units[action.stage][index].trained for index in new) * state.accumulated
+        held = sum(self.units[action.stage][index].trained for index in new) * state.gradient
         # gradients come in the precision of the weights and are widened, unit by unit
         narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
-        during = held + (narrow if state.gathered != state.accumulated else 0)
+        during = held + (narrow if state.gathered != state.gradient else 0)
         if during:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
 
@@ -317,10 +317,10 @@ class FsdpHooks(Hooks):
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
         group = self._group(unit)
         output_bytes = input_bytes // len(group)
-        held_bytes = unit.trained * state.accumulated if key in self._accumulated else 0
+        held_bytes = unit.trained * state.gradient if key in self._accumulated else 0
         self._accumulated.discard(key)
         # new gradients of the same precision are added in place to those that are held
-        adds_in_place = held_bytes > 0 and state.gathered == state.accumulated
+        adds_in_place = held_bytes > 0 and state.gathered == state.gradient
         extra = whole_bytes if made_now and not adds_in_place else 0
         memory = [
             MemoryEffect(_GRADIENTS, extra, -held_bytes),

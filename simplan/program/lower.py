@@ -10,7 +10,6 @@ import numpy as np
 
 from simplan.job import Job
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.batches import waits_for
 from simplan.program.folding import Folding, unfolded
 from simplan.program.fsdp import FsdpHooks
 from simplan.program.fsdp_lists import FsdpListHooks
@@ -178,7 +177,6 @@ def _stage_key(stages: Stages, stage: int) -> Hashable:
         tuple(stages.experts[stage]),
         tuple(None if other is None else other - own for other in around),
         tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1])),
-        stages.waits_for_batch(stage),
         stage == 0,
     )
 
@@ -208,8 +206,8 @@ class _RankLowering:
         self.scripts = scripts
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
-        self.waits = waits_for(stages.plan, stages.software, stages.num_microbatches)
-        ordered = not how.host_waits and self.waits == "none"  # others are in one batch, and pass each other
+        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
+        ordered = not how.host_waits and not self.synchronous  # others are in one batch, and pass each other
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.builder = builder
         self.walker = Walker()
@@ -240,7 +238,7 @@ class _RankLowering:
         """
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         actions, stage, microbatch, variant, needs, variants = row_of_actions(
-            row, self.waits, overlaps_experts=overlaps
+            row, synchronous=self.synchronous, overlaps_experts=overlaps
         )
         self.offload.start(row)
         leaders = [each.at_stage(leading) for each in variants]
@@ -320,7 +318,7 @@ class _RankLowering:
             case _K.SEND_F | _K.SEND_B:
                 self._message(action)
             case _K.RECV_F | _K.RECV_B:
-                if self.waits != "each":
+                if not self.synchronous:
                     self._message(action)
             case _K.UNSHARD:
                 self.hooks.unshard(action)
@@ -342,7 +340,6 @@ class _RankLowering:
         trained = self.states.gradient_elements
         frozen = self.states.held_elements - trained
         state = stages.state
-        buckets = 0 if software.gradient_as_bucket_view else self.bucket_bytes()
         states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
         return {
             MemoryCategory.PARAMETERS: trained * state.parameter
@@ -351,10 +348,9 @@ class _RankLowering:
             MemoryCategory.GRADIENTS: trained * (state.gradient + state.unaccumulated),
             MemoryCategory.OPTIMIZER: 0,
             states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
-            MemoryCategory.BUFFERS: buckets + (received_bytes if software.preallocated_receives else 0),
+            MemoryCategory.BUFFERS: received_bytes if software.preallocated_receives else 0,
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
-            + stages.graph_bytes(mine)
             + (stages.batch_bytes if 0 in mine else 0),
         }
 
@@ -366,7 +362,7 @@ class _RankLowering:
 
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
-        if self.stages.waits_for_batch(action.stage):
+        if self.stages.software.waits_for_batch:
             self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
             self.offload.before_forward(action)
@@ -379,8 +375,8 @@ class _RankLowering:
         if action.kind is not _K.BACKWARD_WEIGHT:
             self._receive(Action(action.stage, _K.RECV_B, action.microbatch))
         phase = _BACKWARD_PHASE[action.kind]
-        if action.stage == 0 and not self.stages.software.first_stage_splits:
-            if phase is Phase.BACKWARD_INPUT:  # nobody waits for the gradient of tokens
+        if action.stage == 0:  # nobody waits for the gradient of tokens: W does all of it, as in torch's pipelines
+            if phase is Phase.BACKWARD_INPUT:
                 self.writer.compute(action, "{action}")
                 return
             phase = Phase.BACKWARD
@@ -504,7 +500,7 @@ class _RankLowering:
                 self.sent_bytes += held
             else:
                 self.new_received.append(index)
-            if self.waits == "batch" or (sends and self.waits == "each"):
+            if sends and self.synchronous:
                 self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from simplan.program.action import Action, ActionKind
-from simplan.program.batches import Waits, in_batches
 from simplan.program.complete import last_backwards
 from simplan.program.walk import ALL_SENT, Integers
 
@@ -77,20 +76,20 @@ class _Row:
         return id(self.row)
 
 
-def row_of_actions(row: Sequence[Action], waits: Waits, *, overlaps_experts: bool) -> Row:
+def row_of_actions(row: Sequence[Action], *, synchronous: bool, overlaps_experts: bool) -> Row:
     """The row of a rank.
 
     Args:
         row: Of a complete table.
-        waits: What the rank waits for.
+        synchronous: The rank waits for every message before it goes on.
         overlaps_experts: Forwards are computed together with backwards.
     """
-    return _row(_Row(row), waits, overlaps_experts)
+    return _row(_Row(row), synchronous, overlaps_experts)
 
 
 @lru_cache(maxsize=1024)
-def _row(kept: _Row, waits: Waits, overlaps_experts: bool) -> Row:
-    row = in_batches(kept.row) if waits == "batch" else kept.row
+def _row(kept: _Row, synchronous: bool, overlaps_experts: bool) -> Row:
+    row = kept.row
     last = set(last_backwards((row,)).values())
     paired = paired_actions(row) if overlaps_experts else frozenset()
     place = {action: number for number, action in enumerate(row)}
@@ -103,7 +102,7 @@ def _row(kept: _Row, waits: Waits, overlaps_experts: bool) -> Row:
         receives = False
         if kind in _RECV_OF:
             needs = place.get(Action(stage, _RECV_OF[kind], action.microbatch), _NOTHING)
-            receives = waits == "each" and needs >= 0
+            receives = synchronous and needs >= 0
         elif kind is _K.OPTIM:
             needs = ALL_SENT
         is_first = kind is _K.FORWARD and stage not in begun

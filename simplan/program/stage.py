@@ -108,12 +108,7 @@ class Stages:
         self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
-            fsdp_units(
-                layers,
-                num_shards,
-                keep_last=plan.pp == 1 and software.keep_last_gathered,
-                expert_shards=plan.expert_shards,
-            )
+            fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
             if plan.shards_parameters
             else ()
             for layers in self.layers
@@ -131,16 +126,6 @@ class Stages:
         self.broadcasts: dict[tuple[int, ...], tuple[Message, ...]] = {}
         self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
-
-    def waits_for_batch(self, stage: int) -> bool:
-        """Whether it takes the microbatch from the host before each forward, while the device waits."""
-        match self.software.waits_for_batch:
-            case "none":
-                return False
-            case "ends":
-                return stage in (0, self.num_stages - 1)
-            case "stages":
-                return True
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""
@@ -182,14 +167,6 @@ class Stages:
         layers = {layer for stage in stages for layer in self.layers[stage] if layer.kind is LayerKind.BLOCK and width}
         return (
             sum(rows * columns for rows, columns in {shape for layer in layers for shape in _matrices(layer)}) * width
-        )
-
-    def graph_bytes(self, stages: Iterable[int]) -> int:
-        """Gradients of what CUDA graphs give, in buffers that all of a rank's graphs with the same outputs share."""
-        graphs = (layer.graph for stage in stages for layer in self.layers[stage] if layer.graph is not None)
-        widths = self.state.activation, self.state.residual
-        return self.plan.microbatch_size * sum(
-            tensor.num_bytes(*widths) for outputs in {graph.outputs for graph in graphs} for tensor in outputs
         )
 
     @property

@@ -93,14 +93,6 @@ def tied_embeddings_sharded(job: Job) -> Iterator[Problem]:
         yield not_modelled("model.tied_embeddings", "true", what, fix)
 
 
-@rule("another depth of prefetching than the software's own is not modelled", reads="prefetch_depth", modelled=False)
-def prefetch_depth_modelled(job: Job) -> Iterator[Problem]:
-    depth = job.plan.prefetch_depth
-    if depth is not None:
-        what = "another depth of prefetching than the software's own"
-        yield not_modelled("plan.prefetch_depth", depth, what, "remove it")
-
-
 @rule("sharding batch norms in half precision is not modelled", reads="shards_parameters", modelled=False)
 def sharded_precision_modelled(job: Job) -> Iterator[Problem]:
     precision = job.training.precision

@@ -180,6 +180,15 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
         yield Problem(field="training.precision", value=training.precision, rule=rule, fix="use mxfp8 or bf16")
 
 
+@rule("precisions of 8 and 4 bits in compiled blocks are not modelled", modelled=False)
+def compiled_low_precision(job: Job) -> Iterator[Problem]:
+    software, precision = job.software, job.training.precision
+    if software.compiled and software.executable and precision in software.low_precision:
+        rule = "in compiled blocks is not modelled: casts are fused with what is around them"
+        fix = "use bf16, or software.compiled = false"
+        yield Problem(field="training.precision", value=precision, rule=rule, fix=fix)
+
+
 @rule("attention in 8 bits is not modelled for this model, precision or device", modelled=False, reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
     """Of Transformer Engine's ``fp8_dpa``."""

@@ -145,7 +145,7 @@ class MemoryBound:
         reduces_every = rows.has("grad_sync", "microbatch")
         if software.reduces_each_microbatch and not in_pipeline:
             reduces_every = np.ones_like(reduces_every)
-        found = np.where(reduces_every[:, None], 0, trained @ instants.adding_up.T * state.accumulated)
+        found = np.where(reduces_every[:, None], 0, trained @ instants.adding_up.T * state.gradient)
         if software.lists_of_shards:
             return found
         all_stages = trained @ instants.used.T

@@ -117,10 +117,10 @@ class ShardingTimes:
         gathers_s, scatters_s, all_reduces_s = self._messages_s(plan, units)
         begins = [gather_s for unit, gather_s in zip(units, gathers_s, strict=True) if unit.layers[0] == 0]
         reshards = plan.zero_stage == 3 and plan.reshard_after_forward
-        ahead = 1 + software.backward_prefetch  # units that are gathered beside the backward of the last layer
         again_s = 0.0
-        if reshards and not software.lists_of_shards and software.backward_prefetch:
-            again_s = sum(s for unit, s in zip(units[:-ahead], gathers_s[:-ahead], strict=True) if not unit.stays)
+        if reshards and not software.lists_of_shards:
+            # the last two may be gathered beside the backward of the last layer
+            again_s = sum(s for unit, s in zip(units[:-2], gathers_s[:-2], strict=True) if not unit.stays)
         last_s = [
             scatter_s + reduce_s
             for unit, scatter_s, reduce_s in zip(units, scatters_s, all_reduces_s, strict=True)
@@ -142,8 +142,7 @@ class ShardingTimes:
         found = self._units.get(key)
         if found is None:
             layers = self._job.software.layers_of(self._job.model, plan)
-            keep_last = plan.pp == 1 and self._job.software.keep_last_gathered
-            found = fsdp_units(layers, num_shards, keep_last=keep_last, expert_shards=plan.expert_shards)
+            found = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
             self._units[key] = found
         return found
 

@@ -81,8 +81,7 @@ class StepTimeBound:
         kernels, software = job.cluster.device.kernels, job.software
         self._shares_evenly = software.optimizer_shards == "elements"
         self._host_s = kernels.step_s if software.trainer and prices.sends else 0.0
-        waits = software.waits_for_batch != "none" and prices.sends
-        self._batch_s = kernels.batch_s if waits else 0.0
+        self._batch_s = kernels.batch_s if software.waits_for_batch and prices.sends else 0.0
         self._states: dict[tuple[bool, bool], StateBytes] = {}
         self._sharding = ShardingTimes(job, prices)
 
@@ -108,12 +107,7 @@ class StepTimeBound:
         """With a pipeline, or without sharded parameters."""
         stages, num_ranks = pipeline.stages, pipeline.num_ranks
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
-        forward_s = stages.forward_s
-        if self._batch_s:
-            num_stages = forward_s.shape[1]
-            waits = np.ones(num_stages, np.bool_)
-            waits[1 : num_stages - 1] = self._job.software.waits_for_batch == "stages"
-            forward_s = forward_s + self._batch_s * waits
+        forward_s = stages.forward_s + self._batch_s
         hops_s = self._hops_s(rows, pipeline, ways)
         none = np.zeros((len(stages.forward_s), 1))
         first = slice(0, num_ranks)
@@ -156,25 +150,16 @@ class StepTimeBound:
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
         """``(rows, ranks)`` What ranks of synchronous schedules wait for messages before they go on."""
-        num_ranks, v = hops_s.shape[1], int(rows["virtual_stages"][0])
+        num_ranks = hops_s.shape[1]
         found = np.zeros_like(hops_s)
-        software = self._job.software
         waits = np.zeros(len(rows), np.bool_)
-        for schedule in software.synchronous_schedules:
+        for schedule in self._job.software.synchronous_schedules:
             waits |= rows.has("schedule", schedule) if schedule in rows.values["schedule"] else False
         if num_ranks == 1 or not waits.any():
             return found
-        ranks, m = np.arange(num_ranks), many[:, None]
-        if v == 1:  # each send is waited for by the next computation
-            found[:, :-1] += m * hops_s[:, :-1]
-            found[:, 1:] += m * hops_s[:, :-1]
-            found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
-        else:  # forwards and backwards in pairs, one batch of messages after each
-            waits &= rows.has("schedule", "interleaved_1f1b") & (many > num_ranks) & (many % num_ranks == 0)
-            num_alone = np.minimum((v - 1) * num_ranks + 2 * (num_ranks - 1 - ranks), v * m)
-            is_end = (ranks == 0) | (ranks == num_ranks - 1)  # which may have nothing to send
-            least_s = np.minimum(hops_s, np.roll(hops_s, 1, axis=1))
-            found = np.maximum(0, v * m + num_alone - 1 - m * is_end) * least_s
+        found[:, :-1] += many[:, None] * hops_s[:, :-1]  # each send is waited for by the next computation
+        found[:, 1:] += many[:, None] * hops_s[:, :-1]
+        found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
         return np.where(waits[:, None], found, 0.0)
 
     def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, units: Sequence[UnitTimes]) -> _Tail:

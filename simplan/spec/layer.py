@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from simplan.spec.kernel import (
     Attention,
@@ -30,7 +29,6 @@ __all__ = [
     "ExpertDraw",
     "Gemm",
     "Kernel",
-    "LayerGraph",
     "LayerKind",
     "LayerSpec",
     "Lookup",
@@ -112,20 +110,6 @@ class Saved:
         return self.elements * (self.bytes_per_element or (residual_bytes if self.residual else activation_bytes))
 
 
-class LayerGraph(NamedTuple):
-    """The part of a layer that CUDA graphs have (``simplan.spec.cuda_graphs``).
-
-    Attributes:
-        kernels: Names of what is in them.
-        outputs: What they give, in buffers that live until backward has been there, for one sequence.
-        alone: They are of this layer alone, and launched for it; else part of one of a whole step.
-    """
-
-    kernels: frozenset[str]
-    outputs: tuple[Saved, ...]
-    alone: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSpec:
     """One layer.
@@ -147,7 +131,6 @@ class LayerSpec:
         compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
         reruns_to_end: What backward runs again of it, it runs to its end, though nothing asks for the last results.
         mtp_depth: It follows the last block, for tokens so many places further on (``simplan.spec.models.mtp``).
-        graph: The part that CUDA graphs have; None where every kernel is launched.
     """
 
     key: str
@@ -166,7 +149,6 @@ class LayerSpec:
     compiled: bool = False
     reruns_to_end: bool = False
     mtp_depth: int = 0
-    graph: LayerGraph | None = None
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -28,13 +28,13 @@ class ParallelPlan(Spec):
     is above 1, ``sequence_parallel`` is on when ``tp`` is above 1, and ``schedule`` is ``1f1b`` when ``pp`` is above 1
     (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
     that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
-    file with a table of actions. ``None`` in ``grad_dtype``, ``bucket_bytes`` and ``prefetch_depth`` means the
-    software's own value; in ``stage_layers``, a balanced split; its first and last may be 0, for
-    stages that have the embedding or the head alone. ``recompute_modules`` says which modules of a block ``selective``
-    runs again, ``None`` the attention core, and ``recompute_layers`` of how many blocks of every stage backward runs
-    anything again, the first ones, ``None`` of all. ``offload_optimizer`` keeps optimizer states in memory
-    of the host, from where they stream through the device when it updates, and ``offload_activations`` what blocks keep
-    from forward to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
+    file with a table of actions. ``None`` in ``grad_dtype`` and ``bucket_bytes`` means the software's own value; in
+    ``stage_layers``, a balanced split; its first and last may be 0, for stages that have the embedding or the head
+    alone. ``recompute_modules`` says which modules of a block ``selective`` runs again, ``None`` the attention core,
+    and ``recompute_layers`` of how many blocks of every stage backward runs anything again, the first ones, ``None`` of
+    all. ``offload_optimizer`` keeps optimizer states in memory of the host, from where they stream through the device
+    when it updates, and ``offload_activations`` what blocks keep from forward to backward; ``offload_layers`` says of
+    how many blocks, the first ones, ``None`` of all.
 
     Experts have a mesh of their own over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel
     folding): ``etp`` ranks split every expert's matrices, ``ep`` of these groups have different experts, and the rest
@@ -62,7 +62,6 @@ class ParallelPlan(Spec):
     grad_sync: Literal["step", "microbatch"] = "step"
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_bytes: Count | None = None
-    prefetch_depth: Count | None = None
     offload_optimizer: bool = False
     offload_activations: bool = False
     offload_layers: Count | None = None

@@ -80,12 +80,6 @@ class KernelRates(Spec):
             other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
         kernel_s: What every kernel takes beyond its work: it is launched, fills the device, and runs out; also those
             that stand for several small ones.
-        launch_s: Of ``kernel_s``, what the host takes to launch the kernel, which one in a CUDA graph does not take;
-            between what is saved where the host is ahead of the device anyway (NVIDIA's first graphs took 3.4 us a
-            kernel in place of 3.8; developer.nvidia.com/blog/cuda-graphs, 2019, recalled and not looked up again) and
-            where it is behind and several small kernels are one of ours (all). A launch takes a host 4 to 6 us
-            (susun-blog.com/blog/pegainfer-3-cuda-graph, CUDA 13); graphs of small kernels took 2.4 and 4.3 us less a
-            kernel (cuda.juliagpu.org/dev/usage/graphs: 80 kernels in 70 us for 260, 8 in 16 for 50). Not fitted.
         stream_overlap: Where small kernels are launched on several streams, how much of what each takes beyond its work
             is hidden by those beside it; all of it would be 1. So that 108 products of experts that were timed one by
             one on B200 (tests/cost/products_b200.csv) are within a tenth on average.
@@ -129,7 +123,6 @@ class KernelRates(Spec):
     tile_share: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     kernel_s: NonNegative = 10e-6
-    launch_s: NonNegative = 5e-6
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
     taken_share: Annotated[float, Field(ge=0, lt=1)] = 0.15
     split_s: NonNegative = 50e-6

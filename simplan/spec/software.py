@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
-from simplan.spec.cuda_graphs import CudaGraph, graphed
 from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
@@ -32,19 +31,10 @@ __all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes"
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
-SoftwareOption = Literal[
-    "compiled", "cuda_graphs", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts"
-]
+SoftwareOption = Literal["compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts"]
 """Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
-
-
-def _as_list(graphs: Any) -> Any:
-    """A name alone is a list of it, and none an empty one."""
-    if isinstance(graphs, str):
-        return [] if graphs == "none" else [graphs]
-    return graphs
 
 
 class LowPrecisionLinears(Spec):
@@ -75,14 +65,13 @@ class StateBytes(Spec):
     Attributes:
         parameter: The weights between steps.
         frozen: Those of them that are not trained.
-        gradient: The accumulated gradient.
+        gradient: The accumulated gradient; of FSDP, whole until it is reduced.
         master: A separate fp32 copy of the weights, when there is one.
         moment: Each state of the optimizer, Adam's two moments for example.
         activation: Bytes of one activation element that the backward pass keeps.
         residual: The same for the residual stream.
         boundary: Bytes of one element sent between stages.
         gathered: Weights that FSDP has gathered for computing.
-        accumulated: Whole gradients that FSDP adds up before it reduces them.
         reduced: Gradients while FSDP reduces them.
         product: A gradient of a matrix as its product gives it; 0 where products add to the gradients that are held.
         placeholder: What autograd gets for a gradient that was added where it is held: an empty tensor, of block's
@@ -104,7 +93,6 @@ class StateBytes(Spec):
     residual: Count
     boundary: Count
     gathered: Count
-    accumulated: Count
     reduced: Count
     product: Annotated[int, Field(ge=0)]
     placeholder: Annotated[int, Field(ge=0)] = 0
@@ -153,7 +141,6 @@ class StateBytes(Spec):
             "frozen": "parameter",
             "residual": "activation",
             "gathered": "parameter",
-            "accumulated": "gradient",
             "reduced": "gradient",
             "product": "activation",
         }
@@ -179,13 +166,8 @@ class SoftwareSpec(Spec):
         grad_overlap: Buckets are reduced while the backward pass still runs.
         waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
             sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
-        waits_for_batch: Which stages, before each of their forwards, let the device run dry to take the microbatch from
-            the host: ``none``, the ``ends`` of the pipeline, or all ``stages``, and all chunks of a rank.
+        waits_for_batch: Before each forward of a stage the device runs dry, as it takes the microbatch from the host.
         rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
-        gradient_as_bucket_view: Gradients live inside the buckets, so buckets cost no extra memory.
-        keep_last_gathered: Without a pipeline, FSDP does not reshard the last unit after forward, since backward begins
-            with it.
-        backward_prefetch: Units that FSDP gathers ahead in backward.
         copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
             one that it reduces.
         lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
@@ -199,13 +181,10 @@ class SoftwareSpec(Spec):
         reduces_each_microbatch: Where parameters are sharded, and without a pipeline, gradients are reduced after every
             microbatch, whatever ``plan.grad_sync`` says: nothing has room for whole ones.
         synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
-            what it receives when it needs it, and goes on when all is there and sent. Of an interleaved schedule in one
-            batch after a forward and a backward (``simplan.program.batches``).
+            what it receives when it needs it, and goes on when all is there and sent.
         receives_ahead: Those in which a pipeline rank posts what it receives for its next forward and its next backward
             before the computation that comes first: a message waits for its sender only, and for those before it in
             its direction.
-        first_stage_splits: Where a backward is in two parts, the first stage, which has no gradient to hand on, does it
-            in two parts as well; else W does all of it.
         ddp_splits: DDP reduces the gradients of a backward in two parts.
         ddp_stages: DDP works with several stages on a rank.
         equal_stages: Stages without ``stage_layers`` have as many blocks as each other, or are balanced (``no``).
@@ -229,8 +208,6 @@ class SoftwareSpec(Spec):
             its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
         fp8_dot_product_attention: Where linear layers are in fp8 or mxfp8, the attention core is in 8 bits as well.
-        cuda_graphs: Parts of blocks that are replayed as CUDA graphs, or the whole ``full_iteration``
-            (``simplan.spec.cuda_graphs``); empty, or ``none``, for no graphs.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
         scales_loss: The loss of a microbatch is divided by their number, so that gradients add up to their mean; else
             they are divided once they are complete (torch's pipelining runtime).
@@ -263,11 +240,8 @@ class SoftwareSpec(Spec):
     first_bucket_bytes: Count
     grad_overlap: bool = True
     waits_for_gradients: Literal["backward", "step"] = "backward"
-    waits_for_batch: Literal["none", "ends", "stages"] = "none"
+    waits_for_batch: bool = False
     rebuilds_buckets: bool = True
-    gradient_as_bucket_view: bool = True
-    keep_last_gathered: bool = True
-    backward_prefetch: Count = 1
     reduces_each_microbatch: bool = False
     copies_units: bool = True
     lists_of_shards: bool = False
@@ -276,7 +250,6 @@ class SoftwareSpec(Spec):
     splits_sends: bool = False
     synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     receives_ahead: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    first_stage_splits: bool = False
     ddp_splits: bool = False
     ddp_stages: bool = False
     preallocated_receives: bool = True
@@ -292,7 +265,6 @@ class SoftwareSpec(Spec):
     expert_overlap: bool = False
     fused_experts: bool = False
     fp8_dot_product_attention: bool = False
-    cuda_graphs: Annotated[tuple[CudaGraph, ...], BeforeValidator(_as_list), Field(strict=False)] = ()
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     scales_loss: bool = False
     adds_apart: bool = False
@@ -312,7 +284,6 @@ class SoftwareSpec(Spec):
         """Its name, with the options that are set."""
         words: dict[SoftwareOption, str] = {
             "compiled": "compiled" if self.compiled else "",
-            "cuda_graphs": f"CUDA graphs of {', '.join(self.cuda_graphs)}" if self.cuda_graphs else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "attention in 8 bits" if self.fp8_dot_product_attention else "",
@@ -336,11 +307,7 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        layers = styled_layers(model.layers_of(plan.shard), style, model.family)
-        if not self.cuda_graphs:
-            return layers
-        made = {layer.key: graphed(layer, self.cuda_graphs) for layer in {each.key: each for each in layers}.values()}
-        return tuple(made[layer.key] for layer in layers)
+        return styled_layers(model.layers_of(plan.shard), style, model.family)
 
     def equal_stage_layers(self, num_blocks: int, num_stages: int) -> tuple[int, ...] | None:
         """As many blocks for each stage, where the software has it so; None for the balanced split."""
@@ -396,5 +363,4 @@ class SoftwareSpec(Spec):
         if plan.shards_parameters:
             return state.model_copy(update={"reduced": width})
         apart = state.gradient if self.adds_apart and width > state.gradient else 0
-        gradients = dict.fromkeys(("gradient", "accumulated"), width)
-        return state.model_copy(update=gradients | {"reduced": apart or width, "unaccumulated": apart})
+        return state.model_copy(update={"gradient": width, "reduced": apart or width, "unaccumulated": apart})

@@ -17,20 +17,21 @@ def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRu
 
 
 def test_a_recipe_holds_for_the_runs_it_names() -> None:
-    gb200 = {"model__name": "llama3.1-405b", "cluster__device": "gb200", "plan__precision": "fp8"}
-    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge()))
-    assert any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200)))
-    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge(**gb200 | {"plan__precision": "bf16"})))
-    assert (
-        question_of_run(bridge(**gb200)).job.software.reserve_fraction
-        == 0
-        < question_of_run(bridge()).job.software.reserve_fraction
-    )
+    def ranks(**changes: Any) -> list[int]:
+        found = [recipe.lora_rank for recipe in recipes_of(bridge(model__name="llama3-70b", **changes))]
+        return [rank for rank in found if rank is not None]
+
+    assert ranks(task="lora") == [16]
+    assert ranks(task="sft") == []
+    assert not any(recipe.lora_rank for recipe in recipes_of(bridge(model__name="llama3-8b", task="lora")))
 
 
 def test_a_recipe_begins_with_a_release() -> None:
-    assert not any(recipe.expandable_segments for recipe in recipes_of(bridge("NeMo container 26.04.01")))
-    assert any(recipe.expandable_segments for recipe in recipes_of(bridge("NeMo container 26.06")))
+    def reduced(version: str) -> list[str | None]:
+        return [recipe.grad_dtype for recipe in recipes_of(run(software__framework="nemo", software__version=version))]
+
+    assert reduced("24.05") == []
+    assert reduced("24.07") == ["bf16"]
 
 
 def test_gradients_are_reduced_as_the_recipe_says_unless_the_run_does() -> None:
@@ -129,46 +130,6 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
         note for note in question.notes if note.startswith("as its recipe says: tokens brought to experts by hybridep")
     ]
     assert bool(told) is (found[0] == "hybridep")
-
-
-ROUTERS = ("moe_router", "moe_preprocess")
-
-
-@pytest.mark.parametrize(
-    ("version", "device", "precision", "found"),
-    [
-        ("25.09", "gb200", "fp8", ()),  # its experts drop tokens, which is not modelled
-        ("25.11", "gb200", "mxfp8", ROUTERS),
-        ("26.02", "gb200", "bf16", ("attn", *ROUTERS)),
-        ("26.02.01", "b200-sxm", "mxfp8", ROUTERS),
-        ("26.04", "b200-sxm", "mxfp8", ("attn", *ROUTERS)),
-        ("26.04", "h100-sxm-80gb", "fp8", ()),
-        ("26.04", "h100-sxm-80gb", "bf16", ROUTERS),
-        ("26.06", "gb300", "mxfp8", ("full_iteration",)),
-        ("26.06", "gb300", "bf16", ROUTERS),
-    ],
-)
-def test_graphs_are_those_of_the_recipe_in_the_container(
-    version: str, device: str, precision: str, found: tuple[str, ...]
-) -> None:
-    """Qwen3 30B: QWEN3_30B_A3B_* of qwen3_workload_base_configs.py, by release."""
-    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
-    assert question.job.software.cuda_graphs == found
-    notes = [note for note in question.notes if note.startswith("as its recipe says: CUDA graphs of ")]
-    assert bool(notes) is bool(found)
-
-
-def test_graphs_of_dense_models_are_those_of_the_recipe() -> None:
-    def graphs(version: str, device: str, precision: str, **changes: Any) -> tuple[str, ...]:
-        fields = {"model__name": "llama3-8b", "cluster__device": device, "plan__precision": precision, **changes}
-        return question_of_run(bridge(version, **fields)).job.software.cuda_graphs
-
-    assert graphs("25.09", "b200-sxm", "mxfp8") == ("attn", "mlp")
-    assert graphs("25.09", "gb200", "fp8") == ()
-    assert graphs("25.11", "gb200", "mxfp8") == graphs("26.04", "gb300", "fp8") == ("full_iteration",)
-    assert graphs("26.02", "gb200", "nvfp4") == graphs("26.02", "h100-sxm-80gb", "bf16") == ()
-    assert graphs("26.06", "gb300", "mxfp8", model__name="llama3-70b", task="sft") == ("mlp",)
 
 
 @pytest.mark.parametrize(

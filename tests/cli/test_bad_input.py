@@ -44,7 +44,7 @@ MISTAKES = {
     "unknown metric": ("metric: num_microbatches", "metric: num_microbatch", ":7:", "num_microbatches"),
     "unknown section": ("training:", "trainig:", ":4:", "did you mean training?"),
     "duplicated key": ("plan:", "training: {global_batch_size: 4}\nplan:", ":5:", "training"),
-    "not modelled": ("pp: 2", "pp: 2, prefetch_depth: 2", ":5:", "is not modelled yet"),
+    "not modelled": ("pp: 2", "pp: 2, grad_dtype: bf16", ":5:", "is not modelled yet"),
     "experts of a dense model": ("pp: 2", "pp: 2, ep: 2", ":5:", "models of family gpt have none"),
     "tag that builds an object": ("name: small", "name: !!python/object/apply:os.system [ls]", ":1:", "python/object"),
     "not YAML": ("plan: {", "plan: }", ":5:", "this is not YAML"),

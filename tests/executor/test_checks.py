@@ -52,7 +52,6 @@ def test_stages_may_be_anywhere(make_job: Any) -> None:
             "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
         ),
         ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: the executor keeps gradients in the precision"),
-        ({"dp_shard": 2, "prefetch_depth": 2}, "plan.prefetch_depth = 2: another depth of prefetching"),
     ],
 )
 def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) -> None:

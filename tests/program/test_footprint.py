@@ -53,13 +53,6 @@ def test_bytes_per_parameter(state: StateBytes, optimizer: str, bytes_per_parame
     assert sum(resting(training, ParallelPlan(), software(state)).values()) == bytes_per_parameter * 124_439_808
 
 
-def test_buckets_beside_the_gradients_cost_another_copy() -> None:
-    state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
-    training = TrainingSpec(global_batch_size=8, precision="bf16")
-    apart = resting(training, ParallelPlan(dp_replicate=2), software(state, gradient_as_bucket_view=False))
-    assert apart[MemoryCategory.BUFFERS] == 4 * 124_439_808
-
-
 def test_a_tied_head_owns_its_matrix_only_apart_from_the_embedding() -> None:
     assert sum(owned_parameters(GPT2.layers)) == 124_439_808
     assert owned_parameters(GPT2.layers[6:])[-1] == 50257 * 768 + 2 * 768

@@ -217,8 +217,8 @@ def test_a_scenario_made_in_code_is_checked() -> None:
     )
     job = Job(model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2), software)
     assert Scenario(name="code", job=job).job.num_microbatches == 8
-    with pytest.raises(NotModelledError, match=r"plan.prefetch_depth = 2: another depth of prefetching"):
-        Scenario(name="code", job=job.with_plan(ParallelPlan(dp_replicate=2, prefetch_depth=2)))
+    with pytest.raises(NotModelledError, match=r"plan.grad_dtype = bf16: another dtype for gradients"):
+        Scenario(name="code", job=job.with_plan(ParallelPlan(dp_replicate=2, grad_dtype="bf16")))
     with pytest.raises(SpecError, match="the plan needs 4 devices and the cluster has 2"):
         Scenario(name="code", job=job.with_plan(ParallelPlan(pp=4)))
 

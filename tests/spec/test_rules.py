@@ -156,11 +156,6 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
     ("plan", "sentence"),
     [
         (
-            {"prefetch_depth": 2},
-            "plan.prefetch_depth = 2: another depth of prefetching than the software's own is not modelled yet; "
-            "remove it",
-        ),
-        (
             {"pp": 2, "schedule": "zb-2p-optsync"},
             "plan.schedule = zb-2p-optsync: an optimizer step for which pipeline ranks wait for each other is not "
             "modelled yet; use zb-2p",
@@ -178,11 +173,6 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
         (
             {"grad_dtype": "bf16"},
             "plan.grad_dtype = bf16: another dtype for gradients with torch is not modelled yet; remove it",
-        ),
-        (
-            {"prefetch_depth": 1},
-            "plan.prefetch_depth = 1: another depth of prefetching than the software's own is not modelled yet; "
-            "remove it",
         ),
     ],
 )
