@@ -1,29 +1,21 @@
-"""Memory of a stage: what it holds between steps, and what a forward or backward of one layer adds and frees.
+"""Memory of a layer for one microbatch: what it saves between forward and backward, and the peaks of both.
 
-The activations are those of eager torch modules (``LayerSpec.saved``). Workspace is what they need beside them; of the
-moments at which it could be largest those are looked at that were found to matter in torch's trace of allocations.
+All of it follows from the operators of the layer (``simplan.program.liveness``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from simplan.program.adapter_footprint import adapted_moments, has_adapters
-from simplan.program.attention_footprint import eager_attention_bytes
-from simplan.program.compiled_footprint import compiled_moments
-from simplan.program.convolution_footprint import convolution_moments, has_convolutions
-from simplan.program.expert_footprint import copied_weight_bytes, expert_moments, has_experts
-from simplan.program.head_footprint import head_moments, scatter_elements
-from simplan.program.low_precision_footprint import backward_moments, forward_cast_bytes
-from simplan.program.moment import Moment
-from simplan.program.norm_footprint import norm_workspace
+from simplan.program.liveness import Liveness, PeakPoint
 from simplan.program.program import MemoryCategory, MemoryEffect
-from simplan.spec.layer import Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
+from simplan.spec.kernel import LOSS
+from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
-__all__ = ["LayerFootprint", "Moment", "layer_footprint", "layers_effects", "owned_parameters"]
+__all__ = ["LayerFootprint", "layer_footprint", "layers_effects", "owned_parameters"]
 
 
 class LayerFootprint(NamedTuple):
@@ -32,8 +24,8 @@ class LayerFootprint(NamedTuple):
     Attributes:
         activations: Kept from forward to backward, copies of weights among them.
         logits: The same, for the output distribution.
-        forward: Moments of forward, in order; the head's last one is that of the loss.
-        backward: Moments of backward, in order, beside what was kept; the head's first one is that of the loss.
+        forward: PeakPoints of forward, in order; the head's last one is that of the loss.
+        backward: PeakPoints of backward, in order, beside what was kept; the head's first one is that of the loss.
         input_bytes: The part of ``activations`` that is the layer's input.
         output_bytes: What the layer hands on.
         left: Gradient of a weight that is tied to another layer: backward leaves it (or, negative, takes it up).
@@ -41,8 +33,8 @@ class LayerFootprint(NamedTuple):
 
     activations: int
     logits: int
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...]
+    forward: tuple[PeakPoint, ...]
+    backward: tuple[PeakPoint, ...]
     input_bytes: int
     output_bytes: int
     left: int = 0
@@ -69,182 +61,36 @@ def layer_footprint(
         state: Element widths.
         recomputation: What of the layer is kept.
     """
-    b = microbatch_size
-    copies = sum(copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm))
-    whole_again = recomputation.from_start  # which copies weights again
-    kept = b * _bytes((t for t in recomputation.saved if not (t.logits or t.of_microbatch)), state)
-    kept += _bytes((t for t in recomputation.saved if t.of_microbatch), state) + (0 if whole_again else copies)
-    logits = b * _bytes((t for t in recomputation.saved if t.logits), state)
-    dropped = [t for t in layer.saved if t not in recomputation.saved and not _is_input(t, state)]
-    rebuilt = b * (_bytes(dropped, state) - _bytes(_used_up(layer, recomputation), state)) + copies
-    match layer.kind:
-        case _ if has_convolutions(layer):
-            forward, backward = convolution_moments(layer, b, state)
-        case LayerKind.HEAD:
-            forward, backward = head_moments(layer, b, state)
-        case LayerKind.EMBEDDING:
-            forward, backward = _embedding_moments(layer, b, state)
-        case LayerKind.BLOCK if has_adapters(layer):
-            forward, backward = adapted_moments(layer, b, state, recomputation)
-        case LayerKind.BLOCK if has_experts(layer):
-            forward, backward = expert_moments(layer, b, state, recomputation)
-        case LayerKind.BLOCK:
-            forward, backward = _block_moments(layer, b, state, recomputation)
-    if layer.compiled:
-        backward += tuple(compiled_moments(layer, b, state, recomputation))
-    # a part that runs again alone is needed after the worst moment, unless that is its own, or it is of the second half
-    late = [] if whole_again else _of_second_half(layer, dropped)
-    again = rebuilt if whole_again else b * _bytes(late, state)
-    alone = () if whole_again else [tensor for tensor in dropped if tensor not in late]
-    backward += tuple(Moment(workspace) for workspace in eager_attention_bytes(layer, b, state, alone))
+    b, live = microbatch_size, Liveness(layer, microbatch_size, state, recomputation)
     made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
-    again += b * passed_bytes  # their gradients
+    loss = _first_of_loss(layer)
+    forward, backward = [*live.forward()], [*live.backward()]
     return LayerFootprint(
-        activations=kept,
-        logits=logits,
-        forward=forward,
-        backward=tuple(moment._replace(workspace=moment.workspace + again) for moment in backward),
-        input_bytes=b * _bytes((t for t in recomputation.saved if _is_input(t, state)), state),
+        activations=live.saved_bytes,
+        logits=live.saved_logits,
+        forward=tuple(_peaks(forward, (range(loss), range(loss, len(layer.operators))))),
+        backward=tuple(_peaks(backward, (range(loss, len(layer.operators)), range(loss)))),
+        input_bytes=live.input_bytes,
         output_bytes=b * (made_bytes + passed_bytes),
     )
 
 
-def _used_up(layer: LayerSpec, recomputation: Recomputation) -> Iterator[Saved]:
-    """Kept results that only what runs again has a use for: they are gone when it has run."""
-    before = [kernel.name for kernel in layer.kernels[: max(recomputation.kernels, default=0)]]
-    return (t for t in recomputation.saved if t.made_by in before and t not in layer.saved)
+def _first_of_loss(layer: LayerSpec) -> int:
+    """Index of the first operator after the logits are there; all of a layer that is no head come before."""
+    if layer.kind is not LayerKind.HEAD:
+        return len(layer.operators)
+    kernels = [operator.kernel.name if operator.kernel else "" for operator in layer.operators]
+    loss = layer.operators[kernels.index(LOSS)].reads[0]
+    return next(i for i, o in enumerate(layer.operators) if any(tensor.name == loss for tensor in o.makes))
 
 
-def _of_second_half(layer: LayerSpec, tensors: Iterable[Saved]) -> list[Saved]:
-    """Those that are made after the sum in the middle of a block, whose worst moment comes after that."""
-    names = [kernel.name for kernel in layer.kernels]
-    after = names[names.index("residual1") :] if "residual1" in names else []
-    return [tensor for tensor in tensors if tensor.made_by in after]
-
-
-def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
-    """Of one sequence."""
-    return sum(t.num_bytes(state.activation, state.residual) for t in tensors)
-
-
-def _is_input(tensor: Saved, state: StateBytes) -> bool:
-    """Whether it is the layer's input itself, not a narrower copy of it."""
-    return not tensor.made_by and (tensor.residual or tensor.as_given or state.activation == state.residual)
-
-
-_Moments = tuple[Moment, ...]
-
-
-def _block_moments(
-    layer: LayerSpec, b: int, state: StateBytes, recomputation: Recomputation
-) -> tuple[_Moments, _Moments]:
-    """Forward ends with the output beside what is added to the residual stream; before, it has what it does not keep.
-
-    Backward begins with the last matrix: gradients of output, input and weight; or has its worst moment right after,
-    at the kernel before it, which holds the gradients of its inputs. Autocast makes the weight's gradient in 16 bits
-    and then widens it.
-    """
-    wide, narrow = state.residual, state.activation
-    last = next(k for k in reversed(layer.kernels) if isinstance(k, Gemm))
-    inner, weight, output = b * last.m * last.k, last.n * last.k, b * layer.made_elements
-    activation = next(k for k in _before(layer, last) if isinstance(k, Pointwise))
-    source = next(k for k in _before(layer, activation) if isinstance(k, Gemm))
-    writes = b * activation.writes
-    if all(tensor.made_by != source.name for tensor in layer.saved):
-        writes += inner  # its backward needs its result, which so is not gone yet
-    scattered = layer.made_elements < last.m * last.n
-    result = scatter_elements(b * last.m * last.n, output, b) if scattered else output
-    widened_branch = narrow + (wide if narrow < wide else 0)
-    # a norm after the last sum keeps it, and its output comes when the branch is gone
-    ending = output * (max(wide, widened_branch) if _keeps_sum(layer, last) else wide + widened_branch)
-    copied, cast = copied_weight_bytes(layer, last, state), forward_cast_bytes(layer, last, b, state)
-    forward = max(ending, cast + result * narrow)
-    dropped = b * _dropped_in_forward(layer, recomputation, state)
-    if dropped:
-        multiplied = dropped - (writes - inner) * narrow + copied + cast + result * narrow
-        forward = max(ending + output * wide, dropped, multiplied)
-    narrowed = output * (narrow if narrow < wide else 0)
-    incoming = b * last.m * last.n * narrow if scattered else narrowed
-    widened = weight * state.gradient if copied else 0
-    incoming_gradient = output * wide - b * _kept_after(layer, last, state)
-    again = []
-    if recomputation.from_start and _keeps_sum(layer, last):  # it runs again up to the last sum
-        carried = output * wide if narrow < wide else 0  # of the norm before, which is kept in 16 bits alone
-        again.append(Moment(output * (wide + widened_branch) + carried))
-    return (Moment(forward),), (
-        Moment(incoming_gradient + incoming + inner * narrow, gradients=weight * state.product),
-        Moment(incoming_gradient + writes * narrow - copied),
-        Moment(incoming_gradient, gradients=widened),
-        *backward_moments(layer, last, b, state, incoming_gradient + incoming),
-        *(Moment(b * workspace) for workspace in _norms_after(layer, last, state)),
-        *again,
-    )
-
-
-def _norms_after(layer: LayerSpec, last: Gemm, state: StateBytes) -> Iterator[int]:
-    """What the backward of a norm after the last matrix needs, of one sequence: gradients after and before it."""
-    for kernel in layer.kernels[layer.kernels.index(last) + 1 :]:
-        if any(parameter.name == f"{kernel.name}.weight" for parameter in layer.parameters):
-            handed = layer.made_elements * state.residual
-            yield handed + max(handed, norm_workspace(layer, kernel, state)) - _handed_on(layer, state)
-
-
-def _handed_on(layer: LayerSpec, state: StateBytes) -> int:
-    """What a layer keeps for those after it, of one sequence: gone when its backward begins."""
-    return _bytes((tensor for tensor in layer.saved if tensor.handed_on), state)
-
-
-def _kept_after(layer: LayerSpec, last: Gemm, state: StateBytes) -> int:
-    """What a norm after the last matrix keeps, of one sequence: gone when backward comes to the matrix."""
-    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(last) + 1 :]}
-    return _bytes((tensor for tensor in layer.saved if tensor.made_by in after), state)
-
-
-def _keeps_sum(layer: LayerSpec, last: Gemm) -> bool:
-    """Whether what comes after the last matrix is kept: the sum, where it is normed."""
-    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(last) + 1 :]}
-    return any(tensor.made_by in after and tensor.residual for tensor in layer.saved)
-
-
-def _before(layer: LayerSpec, kernel: Kernel) -> Iterator[Kernel]:
-    """The kernels before one, the nearest first."""
-    return reversed(layer.kernels[: layer.kernels.index(kernel)])
-
-
-def _dropped_in_forward(layer: LayerSpec, recomputation: Recomputation, state: StateBytes) -> int:
-    """What forward makes for its second half and does not keep, of one sequence."""
-    names = [kernel.name for kernel in layer.kernels]
-    second_half = names[names.index("residual1") :]
-    dropped = [t for t in layer.saved if t not in recomputation.saved and t.made_by in second_half]
-    return _bytes((t for t in dropped if not t.made_by.startswith("norm")), state)
-
-
-def _embedding_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
-    """Forward looks up tokens, then positions, and adds them; backward has the output's and the weight's gradients."""
-    lookups = [k for k in layer.kernels if isinstance(k, Lookup)]
-    if not lookups:
-        return _patch_moments(layer, b, state)
-    output, tokens = b * layer.output_elements, b * lookups[0].rows * lookups[0].width
-    exchanged = any(isinstance(k, Exchange) for k in layer.kernels)
-    forward = output
-    if len(lookups) > 1:
-        forward += output + lookups[1].rows * lookups[1].width
-    forward -= b * sum(t.elements for t in layer.saved if t.residual)  # a sum that is kept for a norm
-    weight = max((p.num_elements for p in layer.parameters if not p.frozen), default=0) * state.residual
-    scattered = scatter_elements(tokens, output, b) if output < tokens else 0
-    gradient = (output + (tokens if exchanged else 0)) if layer.num_trained else 0
-    return (Moment(max(forward, scattered) * state.residual),), (
-        Moment(scattered * state.residual if gradient else 0),
-        Moment(gradient * state.residual, gradients=weight),
-    )
-
-
-def _patch_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[_Moments, _Moments]:
-    """Forward has patches, patches with the class token, and these with positions; backward the gradients of them."""
-    (matrix,) = (k for k in layer.kernels if isinstance(k, Gemm))
-    patches, output = b * matrix.m * matrix.n * state.activation, b * layer.output_elements * state.residual
-    weight = matrix.n * matrix.k * state.activation
-    return (Moment(patches + 2 * output),), (Moment(output + 2 * patches, gradients=weight),)
+def _peaks(points: Iterable[tuple[int, PeakPoint]], parts: Sequence[range]) -> Iterable[PeakPoint]:
+    """The largest point of each part of the operators, if it has any."""
+    found = [*points]
+    for part in parts:
+        within = [point for index, point in found if index in part]
+        if within:
+            yield max(within, key=sum)
 
 
 def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:
@@ -265,10 +111,10 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
         activations += sign * footprint.activations
         logits += sign * footprint.logits
         held = (activations, logits) if forward else before
-        for moment in footprint.forward if forward else footprint.backward:
-            gone = min(0, moment.workspace)  # activations that are not there yet, or not any more
-            workspace = moment.workspace - gone
-            state = (held[0] + gone, held[1] + moment.logits, gradients + moment.gradients, workspace)
+        for point in footprint.forward if forward else footprint.backward:
+            gone = min(0, point.workspace)  # activations that are not there yet, or not any more
+            workspace = point.workspace - gone
+            state = (held[0] + gone, held[1] + point.logits, gradients + point.gradients, workspace)
             if sum(state) > worst_bytes:
                 worst_bytes, worst = sum(state), state
         gradients += 0 if forward else footprint.left

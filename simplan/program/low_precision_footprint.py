@@ -2,72 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from simplan.program.moment import Moment
 from simplan.spec.joined import joins
-from simplan.spec.layer import Exchange, Gemm, LayerSpec, Pointwise, Saved
+from simplan.spec.layer import Gemm, LayerSpec, Operator, Tensor
 from simplan.spec.low_precision import LinearFormat, quantized_linears
 from simplan.spec.software import StateBytes
 
 __all__ = [
-    "backward_moments",
-    "forward_cast_bytes",
+    "backward_scratch",
+    "copied_weight_bytes",
+    "forward_scratch_bytes",
     "keeping_quantized",
     "kept_weight_bytes",
     "resting_weight_bytes",
 ]
 
-_KEEP_THEIR_RESULT = ("relu",)  # their own backward reads it
-
 
 def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bool = False) -> LayerSpec:
-    """The layer, with quantized inputs of linear layers kept in place of those in 16 bits, where a format does so.
+    """The layer, with quantized inputs of linear layers saved in place of those in 16 bits, where a format does so.
 
     Each linear layer has a copy of its own, along columns, also where several have one input, unless these are one.
-    What something else keeps as well, such as the output of the attention core, stays. A frozen matrix keeps no input.
+    What something else saves as well, such as the output of the attention core, stays. A frozen matrix saves no input.
 
     Args:
-        layer: As its builder made it: it keeps inputs of matrix products as they are.
+        layer: As its family built it: matmuls save their inputs as they are.
         form: How linear layers are quantized; None for not at all.
         joined: Matrices with one input are one.
     """
     if form is None or form.kept == "wide":
         return layer
-    saved = list(layer.saved)
-    routed = any(kernel.name == "router" for kernel in layer.kernels)  # which reads in 16 bits what others quantize
-    for gemm in quantized_linears(layer, form):
-        if not gemm.trained:
+    quantized = {gemm.name for gemm in quantized_linears(layer, form) if gemm.trained}
+    operators: list[Operator] = []
+    before: Operator | None = None
+    for operator in layer.operators:
+        gemm = operator.kernel
+        if not isinstance(gemm, Gemm) or gemm.name not in quantized:
+            operators.append(operator)
+            before = operator if gemm is not None else before
             continue
-        place = layer.kernels.index(gemm)
-        before = layer.kernels[place - 1] if place else None
-        if joined and isinstance(before, Gemm) and joins(before, gemm):
+        if joined and before is not None and isinstance(before.kernel, Gemm) and joins(before.kernel, gemm):
+            operators.append(replace(operator, saves=()))
             continue
-        wide = _made_for(layer, gemm)
-        if wide in saved and not (routed and wide is not None and wide.made_by == "norm2"):
-            saved.remove(wide)
-        rows = gemm.m if wide is None else wide.elements // gemm.k  # of gathered tokens a rank keeps its own
-        num_bytes = form.quantized_bytes(gemm.k, rows)
-        saved.append(Saved(f"{gemm.name} input in {form.precision}", num_bytes, 1, made_by=gemm.name))
-    return replace(layer, saved=tuple(saved))
+        (wide,) = operator.saves
+        rows = layer.tensors[wide].elements // gemm.k  # of gathered tokens a rank keeps its own
+        copy = Tensor(f"{gemm.name} input in {form.precision}", form.quantized_bytes(gemm.k, rows), 1)
+        operators.append(replace(operator, makes=(*operator.makes, copy), saves=(copy.name,)))
+        before = operator
+    return replace(layer, operators=tuple(operators))
 
 
-def _made_for(layer: LayerSpec, gemm: Gemm) -> Saved | None:
-    """What the kernel before a matrix product makes for products alone."""
-    makers = set()
-    for kernel in reversed(layer.kernels[: layer.kernels.index(gemm)]):
-        if isinstance(kernel, Gemm):
-            continue  # of the same input
-        if not isinstance(kernel, Pointwise | Exchange) or kernel.name in _KEEP_THEIR_RESULT:
-            return None
-        if isinstance(kernel, Pointwise):
-            makers.add(kernel.name)
-            break
-        if kernel.axis in ("ep", "etp"):
-            makers.add(kernel.name)
-    made = [t for t in layer.saved if t.made_by in makers and not t.bytes_per_element and not t.residual]
-    whole = gemm.m * gemm.k
-    return next((t for t in made if t.elements % gemm.k == 0 and whole % t.elements == 0), None)
+def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
+    """The copy of a matrix that forward makes, in the precision of the activations, and saves for backward.
+
+    FSDP gathers weights in that precision; experts that it leaves alone are copied. Frozen weights are in it already,
+    and a weight that backward makes no gradient with is not kept. Linear layers in a lower precision quantize weights
+    as they are.
+    """
+    if state.linear is not None and kernel in quantized_linears(layer, state.linear):
+        return kept_weight_bytes(state.linear, kernel)
+    if not (kernel.trained and kernel.propagates):
+        return 0
+    spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
+    narrows = spread and state.gathered != state.parameter
+    return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))
 
 
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
@@ -99,8 +98,8 @@ def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
     return found
 
 
-def forward_cast_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> int:
-    """Input and weight of one product along rows, which are there until it is done; 0 in 16 bits.
+def forward_scratch_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> int:
+    """Input and weight of one matmul along rows, which are there until it is done; 0 in 16 bits.
 
     A weight that is quantized less often than that is there anyway.
     """
@@ -111,33 +110,30 @@ def forward_cast_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) 
     return form.quantized_bytes(b * gemm.m, gemm.k) + weight
 
 
-def backward_moments(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes, held: int) -> tuple[Moment, ...]:
-    """Moments of the two products in backward; nothing where they are in 16 bits.
+def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> Iterator[tuple[int, int]]:
+    """Of the two matmuls of backward, bytes beside gradients in 16 bits, and of the weight's gradient.
 
-    The gradient is quantized along rows and columns at once. The product for the input's gradient takes the rows and
-    the weight's columns; then, beside its result, the product for the weight's gradient takes the gradient's columns
+    The gradient is quantized along rows and columns at once. The matmul for the input's gradient takes the rows and
+    the weight's columns; then, beside its result, the one for the weight's gradient takes the gradient's columns
     and the input's. The result is in the precision that the weight is gathered or kept in. A frozen matrix has the
-    first product alone, and none where nothing trained is below it.
+    first one alone, and none where nothing trained is below it. Nothing in 16 bits.
 
     Args:
-        layer, gemm: Which product.
+        layer, gemm: Which matmul.
         b: Sequences of a microbatch.
         state: Element widths.
-        held: Bytes beside what was kept, gradient of the output among them.
     """
     form = state.linear
     if form is None or not (gemm.trained or gemm.propagates) or gemm not in quantized_linears(layer, form):
-        return ()
+        return
     rows = b * gemm.m
-    gradient, result = form.quantized_bytes(rows, gemm.n), rows * gemm.k * state.activation
+    gradient = form.quantized_bytes(rows, gemm.n)
     wide = form.kept == "wide"
-    again_weight = wide and form.weights == "microbatch"
-    weight = _along_columns(form, gemm) if again_weight else 0
+    weight = _along_columns(form, gemm) if wide and form.weights == "microbatch" else 0
     again = form.quantized_bytes(gemm.k, rows) if wide else 0
     if not gemm.trained:
-        return (Moment(held + gradient + weight + result),)
+        yield gradient + weight, 0
+        return
     copies, beside = (1, 0) if form.wide_weight_gradient else (2, gradient + again)
-    return (
-        Moment(held + copies * gradient + weight + result),
-        Moment(held + beside + result, gradients=gemm.weight_elements * state.gathered),
-    )
+    yield copies * gradient + weight, 0
+    yield beside, gemm.weight_elements * state.gathered

@@ -1,28 +1,26 @@
 """Memory of a split backward: what its first part (I, gradients of activations) leaves to its second (W, of weights).
 
-torch runs W from the gradients that reached each operation with weights (``torch.distributed.pipelining._backward``),
-so I leaves these beside nearly all that forward kept: only what none but operations after the last weight needed, the
+torch runs W from the gradients that reached each operator with weights (``torch.distributed.pipelining._backward``), so
+I leaves these beside nearly all that forward saved: only what none but operators after the last weight needed, the
 log-probabilities, goes when I is done. W takes the weights in the order of the module's parameters. Once it is past an
-operation it lets go of the gradient that was left for it and of what it alone kept; the rest stays until W is done.
+operator it frees the gradient that was left for it and what it alone saved; the rest stays until W is done.
 
-Kernels and the weights they use are found by their names: ``qkv`` uses ``qkv.weight`` and ``qkv.bias``.
+The zero-bubble fork of Megatron-LM (Qi et al. 2024, section 3.1) leaves less (``products_footprint``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from simplan.program.expert_footprint import copied_weight_bytes
-from simplan.program.footprint import LayerFootprint, Moment
-from simplan.program.norm_footprint import norm_workspace
+from simplan.program.footprint import LayerFootprint
+from simplan.program.liveness import Liveness, PeakPoint
 from simplan.program.program import MemoryCategory, MemoryEffect, Phase
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, Lookup, Pointwise, Saved
+from simplan.spec.layer import Gemm, Kernel, LayerKind, LayerSpec
+from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
-__all__ = ["SplitFootprint", "split_effects", "split_footprint", "weighted_kernels"]
-
-_FP32_BYTES = 4  # the loss and the statistics of norms are fp32 whatever the precision
+__all__ = ["SplitFootprint", "products_footprint", "split_effects", "split_footprint", "weighted_kernels"]
 
 
 class SplitFootprint(NamedTuple):
@@ -33,8 +31,8 @@ class SplitFootprint(NamedTuple):
         gradients, logits_gradients: What I adds: gradients of the outputs of operations with weights.
         dropped, dropped_logits: What of that which forward kept is gone when I is done.
         released: What is gone when W is past this layer, of activations and their gradients; the rest goes at its end.
-        input: Moments of I, beside what was kept and what I leaves of this layer and those behind it.
-        weight: Moments of W, beside what is held when it comes to this layer.
+        input: Peak points of I, beside what was kept and what I leaves of this layer and those behind it.
+        weight: Peak points of W, beside what is held when it comes to this layer.
     """
 
     activations: int
@@ -44,8 +42,8 @@ class SplitFootprint(NamedTuple):
     dropped: int
     dropped_logits: int
     released: int
-    input: tuple[Moment, ...]
-    weight: tuple[Moment, ...]
+    input: tuple[PeakPoint, ...]
+    weight: tuple[PeakPoint, ...]
 
     @property
     def between_activations(self) -> int:
@@ -72,32 +70,35 @@ def split_footprint(
         footprint: Of the same layer, as it is when its backward is in one piece.
         receives: The gradient of its output is in a receive buffer, which is counted there.
     """
-    b = microbatch_size
-    weighted = weighted_kernels(layer)
-    if not weighted:
+    if not any(operator.trains for operator in layer.operators):
         return SplitFootprint(footprint.activations, footprint.logits, 0, 0, 0, 0, 0, footprint.backward, ())
-    left = [b * _left(kernel, state) for kernel in weighted]
-    output = b * layer.made_elements * state.residual
-    passes = bool(output) and left[-1] == output
-    logits_gradients = left.pop() if layer.kind is LayerKind.HEAD else 0
-    gradients = sum(left)
-    if receives and passes:  # after the last weight there are only additions: the output's gradient is the same tensor
-        gradients -= output
+    live = _whole(layer, microbatch_size, state)
+    split = live.input_backward(receives=receives)
     ends_stage = receives or layer.kind is LayerKind.HEAD  # else what follows holds on to it
-    after = {kernel.name for kernel in layer.kernels[layer.kernels.index(weighted[-1]) + 1 :]} if ends_stage else set()
-    dropped = [tensor for tensor in layer.saved if tensor.made_by in after]
-    weight, released = _weight_moments(layer, b, state)
+    trains = [index for index, operator in enumerate(layer.operators) if operator.trains]
+    savers = live.last_savers
+    dropped = {root: size for root, size in live.saved.items() if savers.get(root, -1) > trains[-1] and ends_stage}
+    dropped_logits = sum(size for root, size in dropped.items() if layer.tensors[root].logits)
+    weight, released = _weight_points(layer, live, split.left)
     return SplitFootprint(
         activations=footprint.activations,
         logits=footprint.logits,
-        gradients=gradients,
-        logits_gradients=logits_gradients,
-        dropped=b * _bytes((t for t in dropped if not t.logits), state),
-        dropped_logits=b * _bytes((t for t in dropped if t.logits), state),
+        gradients=split.gradients,
+        logits_gradients=split.logits_gradients,
+        dropped=sum(dropped.values()) - dropped_logits,
+        dropped_logits=dropped_logits,
         released=released,
-        input=_input_moments(layer, b, state, footprint),
+        input=tuple(
+            PeakPoint(point.workspace - split.gradients, point.logits - split.logits_gradients)
+            for point in split.points
+        ),
         weight=weight,
     )
+
+
+def _whole(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> Liveness:
+    """Of a layer that runs nothing again."""
+    return Liveness(layer, microbatch_size, state, Recomputation(frozenset(tensor.name for tensor in layer.saved)))
 
 
 def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
@@ -105,113 +106,103 @@ def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
 
     Weights of the layer itself, which are just added to something, have no kernel.
     """
-    kernels = {kernel.name: kernel for kernel in layer.kernels}
-    trained = [p.name for p in layer.parameters if not p.frozen]
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in trained if "." in name))
-    unknown = [module for module in modules if module not in kernels]
-    assert not unknown, f"{layer.key}: no kernel is called {unknown}, as the modules with weights are"
-    return [kernels[module] for module in modules]
+    by_parameter = {name: o.kernel for o in layer.operators if o.trains and o.kernel for name in o.parameters}
+    named = (by_parameter[p.name] for p in layer.parameters if p.name in by_parameter and "." in p.name)
+    return list({id(kernel): kernel for kernel in named}.values())
 
 
-def _left(kernel: Kernel, state: StateBytes) -> int:
-    """Bytes of the gradient of a kernel's output, of one sequence; under autocast only matrix products are in 16 bits.
+def _weight_points(layer: LayerSpec, live: Liveness, left: dict[int, int]) -> tuple[tuple[PeakPoint, ...], int]:
+    """One point for each operator with weights, and what is gone at the end.
 
-    Tensor-parallel ranks that gather this gradient have it of all tokens.
+    A weight's gradient lives until the next one is there. Autocast makes it in 16 bits and widens it once what forward
+    saved for it, the weight's copy among it, is gone.
+
+    Args:
+        layer: The layer.
+        live: Its tensors.
+        left: By operator, bytes of the gradient that I left for it.
     """
-    match kernel:
-        case Gemm(m=m, n=n):
-            return m * n * state.activation
-        case Pointwise(writes=writes):
-            return writes * state.residual
-        case Lookup(rows=rows, width=width):
-            return rows * width * state.residual
-        case _:
-            raise AssertionError(f"{kernel.name} has no weights")
-
-
-def _bytes(tensors: Iterable[Saved], state: StateBytes) -> int:
-    """Of one sequence."""
-    return sum(t.num_bytes(state.activation, state.residual) for t in tensors)
-
-
-def _input_moments(layer: LayerSpec, b: int, state: StateBytes, footprint: LayerFootprint) -> tuple[Moment, ...]:
-    """The end of a layer, where the gradients of its input are added up; in a head the loss, in others the exchanges.
-
-    Under autocast the gradient of the residual stream is not one of those that are left, and a layer that begins with
-    a matrix has the gradient of its input in 16 bits first. Logits in 16 bits have gradients in 32 first.
-    """
-    weighted = weighted_kernels(layer)
-    first = weighted[0]
-    narrows = state.activation < state.residual
-    if isinstance(first, Gemm):
-        arriving = b * first.m * first.k * state.residual
-        temporary = arriving + (b * first.m * first.k * state.activation if narrows else 0)
-    else:
-        arriving = b * _left(first, state)
-        temporary = max(arriving, b * norm_workspace(layer, first, state))
-    if layer.kind is LayerKind.HEAD:
-        left = b * _left(weighted[-1], state)
-        wide = left // state.activation * _FP32_BYTES if state.activation < _FP32_BYTES else 0
-        loss = max(footprint.backward[0].logits - left, wide)
-        others = b * sum(_left(kernel, state) for kernel in weighted[:-1])
-        return Moment(-others, loss), Moment(temporary)
-    beside = arriving if narrows else 0
-    end = Moment(max(2 * arriving, beside + temporary))
-    exchanges = [beside + b * workspace for workspace in _exchange_workspaces(layer, state)]
-    return (end, *map(Moment, exchanges))
-
-
-def _exchange_workspaces(layer: LayerSpec, state: StateBytes) -> Iterator[int]:
-    """By exchange of context-parallel ranks, its buffers less what the kernels before it have not left yet.
-
-    An all-to-all has the gradients in the order of the sequence, in that of the ranks, as sent and as received. A
-    reduce-scatter has those of all keys, the same by ranks, and beside them those of the queries and what it gives.
-    """
-    num_buffers = {CollectiveKind.ALL_TO_ALL: 4, CollectiveKind.REDUCE_SCATTER: 3}
-    for index, kernel in enumerate(layer.kernels):
-        if isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.backward in num_buffers:
-            before = sum(_left(k, state) for k in weighted_kernels(layer) if layer.kernels.index(k) < index)
-            yield num_buffers[kernel.backward] * kernel.elements * state.activation - before
-
-
-def _weight_moments(layer: LayerSpec, b: int, state: StateBytes) -> tuple[tuple[Moment, ...], int]:
-    """One for each operation with weights, and what is gone at the end.
-
-    A matrix's gradient lives until the next one is there. Autocast makes it in 16 bits and widens it once what forward
-    kept for it, the weight's copy among it, is gone.
-    """
-    moments = []
-    gone = last_gradient = 0
-    for kernel in weighted_kernels(layer):
-        kept = b * _bytes(_kept_alone(layer, kernel), state)
+    place = {p.name: number for number, p in enumerate(layer.parameters)}
+    trained = [(i, o) for i, o in enumerate(layer.operators) if o.trains and o.parameters]
+    order = sorted(trained, key=lambda pair: min(place[name] for name in pair[1].parameters))
+    last = _last_uses(layer, live, [index for index, _ in order])
+    points, gone, last_gradient = [], 0, 0
+    for index, operator in order:
+        kept = sum(live.saved[root] for root, user in last.items() if user == index)
         product = gradient = 0
+        kernel = operator.kernel
         if isinstance(kernel, Gemm):
-            copies = copied_weight_bytes(layer, kernel, state)
+            copies = live.weight_copies.get(kernel.name, 0)
             kept += copies
-            product = gradient = kernel.weight_elements * state.product
+            product = gradient = kernel.weight_elements * live.state.product
             if copies:
-                gradient = kernel.weight_elements * state.gradient
+                gradient = kernel.weight_elements * live.state.gradient
                 product += max(0, gradient - kept)
-        workspace = b * norm_workspace(layer, kernel, state)
-        moments.append(Moment(workspace - gone, gradients=last_gradient + product))
-        gone += b * _left(kernel, state) + kept
+        points.append(PeakPoint(live.weight_scratch(operator) - gone, gradients=last_gradient + product))
+        gone += left.get(index, 0) + kept
         last_gradient = gradient
-    return tuple(moments), gone
+    return tuple(points), gone
 
 
-def _kept_alone(layer: LayerSpec, kernel: Kernel) -> list[Saved]:
-    """What forward kept for one operation with weights: a norm's statistics, sums of residuals, a matrix's input.
+def _last_uses(layer: LayerSpec, live: Liveness, order: Sequence[int]) -> dict[str, int]:
+    """By saved tensor that W alone needs, the last operator with weights that does; no inputs, which may be buffers.
 
-    Not the input of the layer, which may be a receive buffer, nor that of a matrix which another operation keeps too.
+    Args:
+        layer: The layer.
+        live: Its tensors.
+        order: Operators with weights, as W takes them.
     """
-    found = [t for t in layer.saved if t.made_by == kernel.name and t.bytes_per_element]
-    before = [k for k in layer.kernels[: layer.kernels.index(kernel)] if not isinstance(k, Exchange)]
-    if not before or not isinstance(before[-1], Pointwise):
-        return found
-    made = [t for t in layer.saved if t.made_by == before[-1].name and not t.bytes_per_element]
-    if isinstance(kernel, Gemm):
-        return found + [t for t in made if t.elements == kernel.m * kernel.k][:1]
-    return found + [t for t in made if t.residual]
+    users: dict[str, set[int]] = {}
+    for index, operator in enumerate(layer.operators):
+        for root in live.saved_roots(operator):
+            users.setdefault(root, set()).add(index)
+    inputs = {tensor.name for tensor in layer.inputs}
+    alone = {root: of for root, of in users.items() if of <= {*order} and root in live.saved and root not in inputs}
+    return {root: max(of, key=order.index) for root, of in alone.items() if not layer.tensors[root].logits}
+
+
+def products_footprint(
+    layer: LayerSpec, microbatch_size: int, state: StateBytes, footprint: LayerFootprint
+) -> SplitFootprint:
+    """A split backward that leaves the matmuls for gradients of weights to its second part, and nothing else.
+
+    A matrix stores its input and the gradient of its output, from which W makes the gradient of the weight; all else is
+    done, and gone, with I. With h the hidden size of a GPT these are 32 bytes of the 34 s b h that forward saves
+    without scores (Qi et al. 2024).
+
+    Args:
+        layer: The layer.
+        microbatch_size: Sequences b.
+        state: Element widths.
+        footprint: Of the same layer, as it is when its backward is in one piece.
+    """
+    b, width, live = microbatch_size, state.activation, _whole(layer, microbatch_size, state)
+    trained = [o for o in layer.operators if isinstance(o.kernel, Gemm) and o.kernel.trained]
+    matrices = [o.kernel for o in trained if isinstance(o.kernel, Gemm)]
+    kept = sum(
+        live.saved.get(root, 0) for root in {root for operator in trained for root in live.saved_roots(operator)}
+    )
+    left = b * sum(matrix.m * matrix.n for matrix in matrices) * width
+    logits_left = b * matrices[-1].m * matrices[-1].n * width if layer.kind is LayerKind.HEAD else 0
+    gradients = left - logits_left
+    dropped = max(0, footprint.activations - kept)
+    # a point of the whole backward has some of what I leaves; its end has the gradient of the layer's input
+    points = [
+        PeakPoint(point.workspace - gradients, point.logits - logits_left, point.gradients)
+        for point in footprint.backward
+    ]
+    points.append(PeakPoint(footprint.input_bytes - dropped))
+    return SplitFootprint(
+        activations=footprint.activations,
+        logits=footprint.logits,
+        gradients=gradients,
+        logits_gradients=logits_left,
+        dropped=dropped,
+        dropped_logits=footprint.logits,
+        released=footprint.activations + gradients - dropped,
+        input=tuple(points),
+        weight=tuple(PeakPoint(gradients=matrix.weight_elements * state.product) for matrix in matrices),
+    )
 
 
 def split_effects(footprints: Sequence[SplitFootprint], phase: Phase) -> tuple[MemoryEffect, ...]:
@@ -231,9 +222,9 @@ def split_effects(footprints: Sequence[SplitFootprint], phase: Phase) -> tuple[M
         if phase is Phase.BACKWARD_INPUT:
             activations += footprint.gradients
             logits += footprint.logits_gradients
-        for moment in footprint.input if phase is Phase.BACKWARD_INPUT else footprint.weight:
-            gone = min(0, moment.workspace)  # activations that are not there yet, or not any more
-            state = (activations + gone, logits + moment.logits, moment.gradients, moment.workspace - gone)
+        for point in footprint.input if phase is Phase.BACKWARD_INPUT else footprint.weight:
+            gone = min(0, point.workspace)  # activations that are not there yet, or not any more
+            state = (activations + gone, logits + point.logits, point.gradients, point.workspace - gone)
             if sum(state) > worst_bytes:
                 worst_bytes, worst = sum(state), state
         if phase is Phase.BACKWARD_WEIGHT:

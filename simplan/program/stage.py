@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -13,9 +14,8 @@ from simplan.program.action import Table
 from simplan.program.complete import stage_to_rank
 from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
-from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryEffect, Message, Phase
-from simplan.program.split_footprint import SplitFootprint, split_footprint
+from simplan.program.split_footprint import SplitFootprint, products_footprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec
 from simplan.spec.layer_style import SplitBackward
@@ -99,6 +99,9 @@ class Stages:
         model_layers = [
             keeping_quantized(layer, self.state.linear, joined=joined) for layer in software.layers_of(model, plan)
         ]
+        if not software.executable:  # the executor's RMSNorm has no kernel on CPUs
+            fused = {layer.key: _with_kernels(layer) for layer in model_layers}
+            model_layers = [fused[layer.key] for layer in model_layers]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]
@@ -285,6 +288,12 @@ def layer_facts(
     return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
 
 
+def _with_kernels(layer: LayerSpec) -> LayerSpec:
+    """The layer with a kernel for every backward."""
+    operators = (replace(o, composed=False, backward_scratch=()) if o.composed else o for o in layer.operators)
+    return replace(layer, operators=tuple(operators))
+
+
 def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
     """Shapes of its matrices; those side by side with one input are one."""
     for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
@@ -303,7 +312,5 @@ def _image_elements(model: ModelSpec) -> int:
 
 def _receiving(footprint: LayerFootprint) -> LayerFootprint:
     """The gradient of the output of the last layer of a stage is in a receive buffer, which is counted there."""
-    backward = tuple(
-        moment._replace(workspace=moment.workspace - footprint.output_bytes) for moment in footprint.backward
-    )
+    backward = tuple(point._replace(workspace=point.workspace - footprint.output_bytes) for point in footprint.backward)
     return footprint._replace(backward=backward)

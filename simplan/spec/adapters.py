@@ -17,16 +17,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from simplan.spec.layer import (
-    Attention,
     Exchange,
     Gemm,
     Kernel,
     LayerKind,
     LayerSpec,
     Lookup,
+    Operator,
     ParameterSpec,
     Pointwise,
-    Saved,
+    Tensor,
 )
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
@@ -46,63 +46,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "mlp": _MLP,
 }
 """Names in ``ModelSpec.lora_targets`` that stand for several matrices, as far as a family has them."""
-
-_READS: Mapping[str, tuple[str, ...]] = {
-    "norm1": ("input",),
-    **dict.fromkeys(("qkv", "q", "k", "v"), ("norm1",)),
-    "q_norm": ("q",),
-    "k_norm": ("k",),
-    "rotary": ("q", "k"),
-    "attention": ("qkv", "q", "k", "v"),
-    "join documents": ("attention",),
-    "proj": ("attention",),
-    "residual1": ("input", "proj"),
-    "norm2": ("residual1",),
-    **dict.fromkeys(("gate", "up"), ("norm2",)),
-    "gelu": ("up",),
-    "silu_multiply": ("gate", "up"),
-    "down": ("gelu", "silu_multiply"),
-    "residual2": ("residual1", "down"),
-    "norm": ("input",),
-    "lm_head": ("norm",),
-    "cross_entropy": ("lm_head",),
-}
-"""By kernel of a pre-norm block or a head, the kernels whose results it uses, as far as there are such."""
-
-_BEFORE_CORE = ("qkv output", "q, k and v", "q, k rotated and v", "q rotated", "own q")
-_OF_CORE = (
-    "gathered k and v",
-    "exchanged q, k and v",
-    "attention core output",
-    "attention logsumexp",
-    "outputs of documents",
-)
-_NEEDED_FOR: Mapping[str, str] = {
-    "input": "input",
-    "norm1 statistics": "input",
-    "q output": "q",
-    "q_norm statistics": "q",
-    "k output": "k",
-    "k_norm statistics": "k",
-    **dict.fromkeys((*_BEFORE_CORE, *_OF_CORE), "attention"),
-    "residual1": "residual1",
-    "norm2 statistics": "residual1",
-    "gate output": "gate",
-    "silu output": "up",
-    "norm statistics": "input",
-    "log-probabilities": "cross_entropy",
-}
-"""By saved tensor, the result whose gradient, if there is one, takes it."""
-
-_INPUT_OF: Mapping[str, tuple[str, ...]] = {
-    "norm1 output": ("qkv", "q", "k", "v"),
-    "attention output": ("proj",),
-    "norm2 output": ("gate", "up"),
-    "gelu output": ("down",),
-    "gated product": ("down",),
-    "norm output": (),
-}
-"""By saved tensor, the matrices whose input it is: an adapter keeps it."""
 
 
 def matrices_of(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
@@ -139,42 +82,20 @@ def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) 
 def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard, *, first: bool) -> LayerSpec:
     frozen = tuple(replace(p, frozen=True, partial_gradient=False) for p in layer.parameters)
     if layer.kind is LayerKind.EMBEDDING:
-        return replace(
-            layer,
-            key=f"{layer.key},frozen",
-            parameters=frozen,
-            kernels=tuple(_without_backward(kernel) for kernel in layer.kernels),
-            saved=(),
-            gradient_order=(),
+        operators = tuple(
+            replace(operator, kernel=_without_backward(operator.kernel), parameters=()) for operator in layer.operators
         )
+        return replace(layer, key=f"{layer.key},frozen", parameters=frozen, operators=operators)
     if layer.kind is LayerKind.HEAD:
         targets = frozenset()
-    given = targets
-    if shard.sequence_parallel:  # products of tokens that are gathered once are one function for torch's autograd
-        given |= {
-            name for name in _READS for target in targets if _READS[name] == _READS.get(target, ()) != ("attention",)
-        }
-    needs = _gradients_needed(layer, given, first=first)
-    parameters = tuple(_with_adapters(frozen, targets, rank, shard))
-    order = [parameters.index(p) for p in _completed(parameters, layer, shard)]
     named = f"lora{rank}:{'+'.join(kernel.name for kernel in layer.kernels if kernel.name in targets)}"
     return replace(
         layer,
         key=f"{layer.key},{named if targets else 'frozen'}{',first' if first else ''}",
-        parameters=parameters,
-        kernels=tuple(_kernels(layer, targets, rank, needs)),
-        saved=tuple(_saved(layer, targets, rank, needs)),
-        gradient_order=tuple(order),
+        parameters=tuple(_with_adapters(frozen, targets, rank, shard)),
+        operators=tuple(_operators(layer, targets, rank, first=first)),
+        needs_input_gradient=not first,
     )
-
-
-def _gradients_needed(layer: LayerSpec, targets: frozenset[str], *, first: bool) -> frozenset[str]:
-    """The kernels, and ``input``, whose results have a gradient: something that is trained is in them."""
-    found = set() if first else {"input"}
-    for kernel in layer.kernels:
-        if kernel.name in targets or not found.isdisjoint(_READS.get(kernel.name, ())):
-            found.add(kernel.name)
-    return frozenset(found)
 
 
 def _with_adapters(
@@ -193,61 +114,77 @@ def _with_adapters(
         yield ParameterSpec(f"{name}.lora_b.weight", (n, rank), partial_gradient=split and by_rows)
 
 
-def _completed(parameters: Sequence[ParameterSpec], layer: LayerSpec, shard: Shard) -> Iterator[ParameterSpec]:
-    """Adapters as backward completes their gradients: the last matrix first, of each B and then A.
-
-    With sequence parallelism tokens are gathered once for all matrices that use them, and for their adapters' A, which
-    get their gradients in one operation.
-    """
-    by_name = {p.name: p for p in parameters}
-    matrices = [k.name for k in layer.kernels if isinstance(k, Gemm) and f"{k.name}.lora_a.weight" in by_name]
-    together = [name for group in (("qkv", "q", "k", "v"), ("gate", "up")) for name in group]
-    waiting: list[str] = []
-    for position in range(len(matrices) - 1, -1, -1):
-        name = matrices[position]
-        yield by_name[f"{name}.lora_b.weight"]
-        if not (shard.sequence_parallel and name in together):
-            yield by_name[f"{name}.lora_a.weight"]
-            continue
-        waiting.insert(0, name)
-        before = matrices[position - 1] if position else ""
-        if before not in together or _READS[before] != _READS[name]:
-            yield from (by_name[f"{other}.lora_a.weight"] for other in waiting)
-            waiting.clear()
-
-
-def _kernels(layer: LayerSpec, targets: frozenset[str], rank: int, needs: frozenset[str]) -> Iterator[Kernel]:
-    for kernel in layer.kernels:
-        match kernel:
-            case Gemm(name=name, m=m, n=n, k=k):
-                propagates = not needs.isdisjoint(_READS[name])
-                yield replace(kernel, trained=False, propagates=propagates)
-                if name in targets:
-                    yield Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates)
-                    yield Gemm(f"{name}.lora_b", m, n, rank)
-                    yield Pointwise(f"{name}.lora_sum", 2 * m * n, m * n)
-            case Exchange():
-                yield kernel if _brings_gradients(kernel, targets, needs) else _without_backward(kernel)
-            case Pointwise(name=name) | Attention(name=name):
-                yield kernel if name in needs else _without_backward(kernel)
-            case Lookup():
-                yield _without_backward(kernel)
+def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: bool) -> Iterator[Operator]:
+    """The operators with adapters beside matrices; what nothing trained is below of has no backward."""
+    needed = set() if first else {tensor.name for tensor in layer.inputs}
+    gathered = _gathered_for(layer, targets)
+    followers: dict[int, set[str]] = {}  # what all operators of one kernel read
+    for operator, place in zip(layer.operators, layer.places, strict=True):
+        followers.setdefault(place, set()).update(operator.reads)
+    for operator, place in zip(layer.operators, layer.places, strict=True):
+        kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
+        if isinstance(kernel, Gemm):
+            # matmuls of tokens that are gathered once are one function to autograd
+            trains = kernel.name in targets or operator.reads[0] in gathered
+            found = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
+        else:
+            trains = bool(operator.regathers) and operator.regathers in gathered
+            whole = brings or trains or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
+            whole &= not (operator.passes and operator.parameters)  # a frozen bias: gradients pass it by
+            found = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
+        yield from found
+        if brings or trains:
+            needed.update(tensor.name for each in found for tensor in each.makes)
 
 
-def _brings_gradients(exchange: Exchange, targets: frozenset[str], needs: frozenset[str]) -> bool:
-    """Whether an exchange has its part in backward.
-
-    Tokens are gathered again for gradients of weights, which adapters alone have.
-    """
-    if exchange.name.endswith(" again"):
-        return not targets.isdisjoint(_INPUT_OF[exchange.name.removesuffix(" again")])
-    if exchange.axis == "cp":
-        return "attention" in needs
-    return exchange.name.removesuffix(" output") in needs
+def _gathered_for(layer: LayerSpec, targets: frozenset[str]) -> frozenset[str]:
+    """The tensors, gathered from ranks, that matrices with adapters read."""
+    brought = {operator.regathers for operator in layer.operators if operator.regathers}
+    return frozenset(
+        operator.reads[0]
+        for operator in layer.operators
+        if isinstance(operator.kernel, Gemm) and operator.kernel.name in targets and operator.reads[0] in brought
+    )
 
 
-def _without_backward(kernel: Kernel) -> Kernel:
+def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
+    """A frozen matrix and, with a rank, its adapter: A, then B, whose result is scaled and added."""
+    frozen = replace(operator, kernel=replace(kernel, trained=False, propagates=propagates), parameters=())
+    if not rank:
+        yield frozen
+        return
+    name, m, n, k = kernel.name, kernel.m, kernel.n, kernel.k
+    (result,) = operator.makes
+    product, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
+    adapted, scaled = Tensor(f"{name}.lora_b output", m * n), Tensor(f"{name}.lora_b output, scaled", m * n)
+    yield replace(frozen, makes=(product,))
+    yield replace(
+        operator,
+        kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates),
+        makes=(low,),
+        parameters=(f"{name}.lora_a.weight",),
+    )
+    yield Operator(
+        kernel=Gemm(f"{name}.lora_b", m, n, rank),
+        reads=(low.name,),
+        makes=(adapted,),
+        saves=(low.name,),
+        parameters=(f"{name}.lora_b.weight",),
+    )
+    # the sum scales what it adds; of the gradient, that makes another tensor
+    yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
+    yield Operator(
+        kernel=Pointwise(f"{name}.lora_sum", 2 * m * n, m * n),
+        reads=(product.name, scaled.name),
+        makes=(result,),
+        passes=True,
+    )
+
+
+def _without_backward(kernel: Kernel | None) -> Kernel | None:
     match kernel:
+        case None:
+            return None
         case Gemm():
             return replace(kernel, trained=False, propagates=False)
         case Lookup():
@@ -256,23 +193,3 @@ def _without_backward(kernel: Kernel) -> Kernel:
             return replace(kernel, backward=None)
         case _:
             return replace(kernel, propagates=False)
-
-
-def _saved(layer: LayerSpec, targets: frozenset[str], rank: int, needs: frozenset[str]) -> Iterator[Saved]:
-    """What is kept of a layer, and the results of the adapters' A, which their B keep."""
-    gated = any(kernel.name == "silu_multiply" for kernel in layer.kernels)
-    for tensor in layer.saved:
-        kept = not targets.isdisjoint(_INPUT_OF.get(tensor.name, ()))
-        if tensor.name == "up output":
-            kept = ("gate" if gated else "up") in needs
-        elif tensor.name == "attention output" and tensor.made_by == "attention":
-            kept = kept or "attention" in needs  # the core takes it too
-        elif tensor.name in _NEEDED_FOR:
-            kept = _NEEDED_FOR[tensor.name] in needs
-        else:
-            assert tensor.name in _INPUT_OF, f"{layer.key}: nothing says what keeps {tensor.name}"
-        if kept:
-            yield tensor
-    for kernel in layer.kernels:
-        if kernel.name in targets and isinstance(kernel, Gemm):
-            yield Saved(f"{kernel.name}.lora_a output", kernel.m * rank, made_by=f"{kernel.name}.lora_a")

@@ -24,11 +24,12 @@ back is added up in a node before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from simplan.spec.layer import Exchange, ExpertDraw, Gemm, Kernel, LayerSpec, Pointwise, Saved
+from simplan.spec.layer import Exchange, ExpertDraw, Gemm, LayerSpec, Operator, Pointwise
+from simplan.spec.operator import kernels_of
 
 __all__ = [
     "TAKEN_SHARE",
@@ -54,61 +55,90 @@ _SORTS = ("sort by expert", "sort by rank")
 _MOVES = ("dispatch", *_SORTS)
 _PRODUCTS = ("experts_gate", "experts_up", "experts_down")
 _BIAS_KERNELS = (2, 7)
-_INPUTS = ("expert inputs", "gathered expert inputs")
 
 
-def dispatched(layer: LayerSpec, way: ExpertDispatch) -> tuple[tuple[Kernel, ...], list[Saved]]:
-    """Kernels of a layer that brings tokens to its experts in this way, and what it keeps.
+def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Operator, ...]:
+    """Operators of a layer that brings tokens to its experts in this way.
 
     Args:
-        layer: As ``simplan.spec.models.experts`` has it, or without experts.
+        operators: As ``simplan.spec.models.experts`` has them, or without experts.
         way: How.
     """
-    kernels = {kernel.name: kernel for kernel in layer.kernels}
+    kernels = {kernel.name: kernel for kernel in kernels_of(operators)}
     router, gate = kernels.get("router"), kernels.get("experts_gate")
     if way == "copies" or not isinstance(router, Gemm) or not isinstance(gate, Gemm):
-        return layer.kernels, list(layer.saved)
+        return operators
     tokens, whole = router.m, router.m * router.k
     num_ranks = router.n // gate.num_groups
-    saved = [tensor for tensor in layer.saved if tensor.made_by != "combine"]
+    operators = tuple(_summed(operators, whole))
     if way == "all_to_all" or num_ranks == 1:
-        return tuple(_in_one_kernel(kernel, whole) for kernel in layer.kernels), saved
-    top_k = next(tensor.elements for tensor in layer.saved if tensor.name == "chosen experts") // tokens
-    draw = ExpertDraw(router.n, top_k)
+        return tuple(_in_one_kernel(operator, whole) for operator in operators)
+    chosen = next(t.elements for o in operators for t in o.makes if t.name == "chosen experts")
+    draw = ExpertDraw(router.n, chosen // tokens)
     sent = round(whole * draw.places(num_ranks))
-    found: list[Kernel] = []
-    for kernel in layer.kernels:
+    found: list[Operator] = []
+    skipped: list[str] = []
+    for operator in operators:
+        kernel = operator.kernel
         match kernel:
             case Exchange(axis="ep"):
-                found.append(replace(kernel, elements=min(sent, kernel.elements), draw=draw))
+                kernel = replace(kernel, elements=min(sent, kernel.elements), draw=draw)
             case Pointwise(name="combine"):
-                found.append(replace(kernel, reads=sent, writes=whole, moves=True))
+                kernel = replace(kernel, reads=sent, writes=whole, moves=True)
             case Pointwise(name=name) if name in _SORTS and way == "deepep":
                 places = kernel.reads
                 reads, writes = (sent, places) if name == _SORTS[0] else (places, sent)
-                found.append(replace(kernel, reads=reads, writes=writes))
+                kernel = replace(kernel, reads=reads, writes=writes)
             case Pointwise(name=name) if name in _MOVES:
-                pass
-            case _:
-                found.append(kernel)
-    if way == "deepep":
-        return tuple(found), saved
-    inputs = next(k.name for k in reversed(found) if isinstance(k, Exchange) and k.name in _INPUTS)
-    return tuple(found), [replace(t, made_by=inputs) if t.made_by in _MOVES else t for t in saved]
+                skipped += (tensor.name for tensor in operator.makes)
+        found.append(replace(operator, kernel=kernel))
+    return _left_out(found, skipped)
 
 
-def one_by_one(kernels: tuple[Kernel, ...], streams: int) -> tuple[Kernel, ...]:
-    """With every expert's product a kernel of its own.
+def _summed(operators: Iterable[Operator], whole: int) -> Iterator[Operator]:
+    """With results of experts that are taken back and added up at once: their weights are in them already."""
+    picked: Operator | None = None
+    for operator in operators:
+        if isinstance(operator.kernel, Pointwise) and operator.kernel.name == "combine":
+            picked = operator
+        elif picked is not None and operator.reads == ("their weights",):
+            pass
+        elif picked is not None and picked.makes[0].name in operator.reads:
+            yield replace(picked, makes=operator.makes)
+        else:
+            yield operator
+
+
+def _left_out(operators: Sequence[Operator], names: Sequence[str]) -> tuple[Operator, ...]:
+    """Without copies whose work is part of the exchange next to them, which then makes what the last of them made."""
+    found: list[Operator] = []
+    for operator in operators:
+        made = [tensor for tensor in operator.makes if tensor.name in names]
+        if made and found and found[-1].makes and found[-1].makes[0].name in operator.reads:
+            found[-1] = replace(found[-1], makes=tuple(made))
+        elif made:
+            found.append(replace(operator, kernel=None))  # the first copy, before the exchange
+        else:
+            found.append(operator)
+    return tuple(found)
+
+
+def one_by_one(operators: tuple[Operator, ...], streams: int) -> tuple[Operator, ...]:
+    """With every expert's matmul a kernel of its own.
 
     Args:
-        kernels: Of a layer.
+        operators: Of a layer.
         streams: How many run at once.
     """
-    experts = [k for k in kernels if isinstance(k, Gemm) and k.name in _PRODUCTS]
-    return tuple(replace(k, streams=streams) if k in experts else k for k in kernels)
+    return tuple(
+        replace(o, kernel=replace(o.kernel, streams=streams))
+        if isinstance(o.kernel, Gemm) and o.kernel.name in _PRODUCTS
+        else o
+        for o in operators
+    )
 
 
-def with_biases_apart(layer: LayerSpec, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Experts with biases whose last one, and limits of whose activations, are passes of their own.
 
     Megatron-LM at d7288711 (2026-04): megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias multiplies the
@@ -122,24 +152,25 @@ def with_biases_apart(layer: LayerSpec, kernels: tuple[Kernel, ...]) -> tuple[Ke
 
     Args:
         layer: As ``simplan.spec.models.experts`` has it.
-        kernels: Its kernels, as they are by now.
+        operators: Its operators, as they are by now.
     """
     if not any(parameter.name == "experts_down.bias" for parameter in layer.parameters):
-        return kernels
-    found: list[Kernel] = []
-    for kernel in kernels:
+        return operators
+    found: list[Operator] = []
+    for operator in operators:
+        kernel = operator.kernel
         if isinstance(kernel, Pointwise) and kernel.name == "experts_silu_multiply":
             values = kernel.writes // 2
             found += [
-                Pointwise("experts_limit", values, values),
-                Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True),
+                Operator(kernel=Pointwise("experts_limit", values, values)),
+                Operator(kernel=Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True)),
             ]
-        found.append(kernel)
+        found.append(operator)
         if isinstance(kernel, Gemm) and kernel.name == "experts_down":
-            values = kernel.m * kernel.n
+            values, launches = kernel.m * kernel.n, _of_each(kernel.num_groups)
             found += [
-                Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=_of_each(kernel.num_groups)),
-                Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True),
+                Operator(kernel=Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=launches)),
+                Operator(kernel=Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True)),
             ]
     return tuple(found)
 
@@ -150,35 +181,37 @@ def _of_each(experts: int) -> tuple[int, int]:
     return forward * experts, backward * experts
 
 
-def with_fused_experts(kernels: tuple[Kernel, ...], saved: Iterable[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+def with_fused_experts(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Experts whose activation, and its cast where products are in 8 bits, are part of the product before it.
 
     Of backward likewise: gradients of the first two matrices' outputs come quantized from the kernel that makes them.
 
     Args:
-        kernels, saved: Of a layer.
+        operators: Of a layer.
     """
-    found: list[Kernel] = []
-    for kernel in kernels:
+    found: list[Operator] = []
+    for operator in operators:
+        kernel = operator.kernel
         match kernel:
             case Gemm(name="experts_gate" | "experts_up"):
-                found.append(replace(kernel, cast_before=("gradient",)))
+                found.append(replace(operator, kernel=replace(kernel, cast_before=("gradient",))))
             case Gemm(name="experts_down"):
-                found.append(replace(kernel, cast_before=("input",)))
+                found.append(replace(operator, kernel=replace(kernel, cast_before=("input",))))
             case Pointwise(name="experts_silu_multiply"):
-                pass
+                found.append(replace(operator, kernel=None))
             case _:
-                found.append(kernel)
-    made = {"experts_silu_multiply": "experts_up"}
-    return tuple(found), [replace(tensor, made_by=made.get(tensor.made_by, tensor.made_by)) for tensor in saved]
+                found.append(operator)
+    return tuple(found)
 
 
-def _in_one_kernel(kernel: Kernel, whole: int) -> Kernel:
+def _in_one_kernel(operator: Operator, whole: int) -> Operator:
     """A copy that reads, or writes, a token once for all of its places."""
+    kernel = operator.kernel
     match kernel:
         case Pointwise(name="dispatch"):
-            return replace(kernel, reads=whole)
+            return replace(operator, kernel=replace(kernel, reads=whole))
         case Pointwise(name="combine"):
-            return replace(kernel, reads=(kernel.writes - whole) // 2, writes=whole, moves=True)
+            reads = (kernel.writes - whole) // 2
+            return replace(operator, kernel=replace(kernel, reads=reads, writes=whole, moves=True))
         case _:
-            return kernel
+            return operator

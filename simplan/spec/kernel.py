@@ -8,6 +8,7 @@ from math import comb
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "LOSS",
     "TOKEN_TABLE",
     "Attention",
     "CollectiveKind",
@@ -22,6 +23,9 @@ __all__ = [
 
 TOKEN_TABLE = "wte"
 """The ``Lookup`` of tokens in the embedding; any other one is in a smaller table."""
+
+LOSS = "cross_entropy"
+"""The ``Pointwise`` of the loss."""
 
 
 class CollectiveKind(StrEnum):
@@ -48,7 +52,7 @@ class Gemm:
     """A matrix product of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
 
     Attributes:
-        name: What ``Saved.made_by`` calls it.
+        name: What others call it.
         m, n, k: Sizes.
         num_groups: Weights, side by side, each for as many of the rows (experts).
         model_rows: The rows that model FLOPs count; 0 for all of them. Experts compute places that no token takes, too.
@@ -120,7 +124,7 @@ class Attention:
             leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
             one call over the sequence.
         one_call: They are all in one call of the kernel.
-        name: What ``Saved.made_by`` calls it.
+        name: What others call it.
         propagates: It has a backward: something that is trained is in its inputs.
         eight_bits: Queries, keys and values, and gradients of the output, are quantized for it.
     """
@@ -203,7 +207,7 @@ class Pointwise:
     """A memory-bound kernel.
 
     Attributes:
-        name: What ``Saved.made_by`` calls it.
+        name: What others call it.
         reads, writes: Elements of one sequence.
         propagates: It has a backward.
         moves: It only moves elements: backward moves their gradients back, no more than forward does. Else backward

@@ -7,8 +7,9 @@ Quantities are per sequence; a microbatch of b sequences does b times as much.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from simplan.spec.kernel import (
     Attention,
@@ -21,6 +22,16 @@ from simplan.spec.kernel import (
     Pointwise,
     has_backward,
 )
+from simplan.spec.operator import (
+    Operator,
+    Tensor,
+    gradient_order,
+    kernel_places,
+    kernels_of,
+    needs_gradient,
+    saved_tensors,
+    storages,
+)
 
 __all__ = [
     "Attention",
@@ -32,13 +43,12 @@ __all__ = [
     "LayerKind",
     "LayerSpec",
     "Lookup",
+    "Operator",
     "ParameterSpec",
     "Pointwise",
-    "Saved",
+    "Tensor",
     "has_backward",
 ]
-
-_FP32_BYTES = 4
 
 
 class LayerKind(StrEnum):
@@ -75,42 +85,7 @@ class ParameterSpec:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor that forward keeps for backward.
-
-    Attributes:
-        name: What it is, for the memory breakdown.
-        elements: Elements for one sequence.
-        bytes_per_element: Fixed width (indices, fp32 statistics); None for the width of activations.
-        logits: Belongs to the output distribution, which the breakdown shows apart.
-        made_by: Name of the kernel that makes it; empty for the layer's input.
-        residual: Part of the residual stream, which autocast keeps in fp32.
-        narrowed: A copy of something in fp32 that is kept as well, for matrix products: none where these are in fp32.
-        handed_on: It is what the layer gives, kept for layers after it.
-        as_given: The input of a layer after one that gives it in the width of activations: no copy.
-        of_microbatch: One for all sequences of a microbatch.
-    """
-
-    name: str
-    elements: int
-    bytes_per_element: int | None = None
-    logits: bool = False
-    made_by: str = ""
-    residual: bool = False
-    narrowed: bool = False
-    handed_on: bool = False
-    as_given: bool = False
-    of_microbatch: bool = False
-
-    def num_bytes(self, activation_bytes: int, residual_bytes: int) -> int:
-        """Of one sequence, by the widths of activations and of the residual stream."""
-        if self.narrowed and activation_bytes >= _FP32_BYTES:
-            return 0
-        return self.elements * (self.bytes_per_element or (residual_bytes if self.residual else activation_bytes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerSpec:
     """One layer.
 
@@ -118,37 +93,86 @@ class LayerSpec:
         key: Identifies shape and kind; equal keys mean equal layers (also in a calibration).
         kind: Where it stands in the model.
         parameters: Weight tensors in the order in which forward uses them.
-        kernels: What forward runs, for one sequence.
-        saved: What forward keeps for backward, for one sequence.
-        output_elements: Elements handed to the next layer, for one sequence (0 for the head: a scalar loss).
-        output_shapes: Shapes of the tensors that its module gives, of one sequence; of the head, those of the logits.
+        operators: What forward runs, in order, for one sequence.
+        inputs: Tensors that it gets from the layer before, of one sequence.
+        outputs: Names of the tensors that it gives to the next one (none for the head: a scalar loss).
+        output_shapes: Their shapes, of one sequence; of the head, those of the logits.
         passed_outputs: Which of them are inputs that it only hands on.
         product_outputs: Which of them are for matrix products alone, in their precision, not of the residual stream.
         constants: Tables that are made once and that all layers of this key on a rank share.
         buffers: Tables of its own that are neither weights nor kept for backward.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
-        gradient_order: Indices into ``parameters`` in the order in which backward completes their gradients.
         compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
         reruns_to_end: What backward runs again of it, it runs to its end, though nothing asks for the last results.
         mtp_depth: It follows the last block, for tokens so many places further on (``simplan.spec.models.mtp``).
+        needs_input_gradient: Something before it is trained.
     """
 
     key: str
     kind: LayerKind
     parameters: tuple[ParameterSpec, ...]
-    kernels: tuple[Kernel, ...]
-    saved: tuple[Saved, ...]
-    output_elements: int
+    operators: tuple[Operator, ...]
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[str, ...] = ()
     output_shapes: tuple[tuple[int, ...], ...] = ()
     passed_outputs: tuple[int, ...] = ()
     product_outputs: tuple[int, ...] = ()
-    constants: tuple[Saved, ...] = ()
-    buffers: tuple[Saved, ...] = ()
+    constants: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
     tied: tuple[str, ...] = ()
-    gradient_order: tuple[int, ...] = field(default=())
     compiled: bool = False
     reruns_to_end: bool = False
     mtp_depth: int = 0
+    needs_input_gradient: bool = True
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What forward runs and what is priced, in order, for one sequence."""
+        return kernels_of(self.operators)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """By operator, the index of its kernel."""
+        return kernel_places(self.operators)
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """Names of the tensors that backward makes gradients of."""
+        inputs = (
+            tensor.name for tensor in self.inputs if self.needs_input_gradient and self.kind is not LayerKind.EMBEDDING
+        )
+        return needs_gradient(self.operators, inputs)
+
+    @cached_property
+    def saved(self) -> tuple[Tensor, ...]:
+        """What forward saves for backward, for one sequence."""
+        found = saved_tensors(self.operators, self.inputs, self.needed)
+        given = {*self.outputs} & {*self.makers}  # which the next layer saves, and counts
+        return tuple(tensor for tensor in found if tensor.handed_on or tensor.name not in given)
+
+    @cached_property
+    def makers(self) -> dict[str, int]:
+        """By tensor that it makes, the index of the kernel that does."""
+        pairs = zip(self.operators, self.places, strict=True)
+        return {tensor.name: place for operator, place in pairs for tensor in operator.makes}
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        made = (tensor for operator in self.operators for tensor in operator.makes)
+        return {tensor.name: tensor for tensor in (*self.inputs, *made)}
+
+    @cached_property
+    def gradient_order(self) -> tuple[int, ...]:
+        """Indices into ``parameters`` in the order in which backward completes their gradients."""
+        place = {parameter.name: index for index, parameter in enumerate(self.parameters)}
+        trained = (name for name in gradient_order(self.operators) if not self.parameters[place[name]].frozen)
+        return tuple(place[name] for name in trained)
+
+    @cached_property
+    def output_elements(self) -> int:
+        """Elements handed to the next layer, for one sequence (0 for the head)."""
+        return 0 if self.kind is LayerKind.HEAD else sum(math.prod(shape) for shape in self.output_shapes)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -209,9 +233,14 @@ class LayerSpec:
                 total += 2 * (kernel.full_flops if full_attention else kernel.flops)
         return total
 
+    def storages(self, activation_bytes: int, residual_bytes: int) -> dict[str, Tensor]:
+        """By tensor, the one whose memory it has at these widths."""
+        return storages(self.operators, self.inputs, activation_bytes, residual_bytes)
+
     def saved_bytes(self, activation_bytes: int) -> tuple[int, int]:
         """``(activations, logits)`` kept for backward, bytes of one sequence."""
         totals = [0, 0]
-        for tensor in self.saved:
-            totals[tensor.logits] += tensor.num_bytes(activation_bytes, activation_bytes)
+        found = self.storages(activation_bytes, activation_bytes)
+        for tensor in {found[tensor.name].name: found[tensor.name] for tensor in self.saved}.values():
+            totals[tensor.logits] += 0 if tensor.elsewhere else tensor.num_bytes(activation_bytes, activation_bytes)
         return totals[0], totals[1]

@@ -7,9 +7,9 @@ fused functions keep their inputs only; and what context-parallel ranks exchange
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,9 @@ from simplan.spec.expert_style import (
     with_biases_apart,
     with_fused_experts,
 )
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Kernel, LayerKind, LayerSpec, Pointwise, Saved
+from simplan.spec.kernel import LOSS
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec, Operator, Pointwise, Tensor
+from simplan.spec.operator import bypassed
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
 
@@ -30,7 +32,6 @@ SplitBackward = Literal["all", "products"]
 
 _FP32_BYTES = 4
 _MASK_BYTES = 1
-_GATED = "silu output"
 _JOIN = "join documents"
 _SINKS = "sinks"
 COMPILED = "compiled"
@@ -127,47 +128,41 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         style: Of the framework.
         dropout: The model trains with dropout.
     """
-    kernels, saved = dispatched(layer, style.expert_dispatch)
+    operators = dispatched(layer.operators, style.expert_dispatch)
     if style.fused_experts:
-        kernels, saved = with_fused_experts(kernels, saved)
+        operators = with_fused_experts(operators)
     elif style.expert_streams:
-        kernels = with_biases_apart(layer, one_by_one(kernels, style.expert_streams))
-    other_experts = kernels != layer.kernels
+        operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
+    other_experts = operators != layer.operators
     if style.attention == "unfused":
-        cores = [k for k in kernels if isinstance(k, Attention) and not k.eager]
-        kernels = tuple(
-            replace(k, eager=True, fused_softmax=True, dropout=dropout) if k in cores else k for k in kernels
-        )
-        saved = list(_with_scores(saved, cores, dropout=dropout))
+        operators = tuple(found for operator in operators for found in _unfused(operator, dropout=dropout))
     if style.repeated_keys:
-        kernels = tuple(_with_repeated_keys(kernels))
-    in_one_call = style.documents_in_one_call and any(isinstance(k, Attention) and k.documents for k in kernels)
+        operators = tuple(_with_repeated_keys(operators))
+    in_one_call = style.documents_in_one_call and any(_is_core(o, lambda core: bool(core.documents)) for o in operators)
     if in_one_call:
-        kernels, saved = _in_one_call(kernels, saved)
+        operators = _in_one_call(operators)
     if style.narrow_values:
-        kernels, saved = _narrow_values(kernels, saved)
-    skips = style.skips_keys and any(isinstance(k, Attention) and k.masked and k.window for k in kernels)
+        operators = _narrow_values(operators)
+    skips = style.skips_keys and any(_is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
     if style.skips_keys:
-        kernels, saved = _skipping_keys(kernels, saved)
-    eight_bits = style.eight_bit_attention and any(isinstance(k, Attention) for k in kernels)
+        operators = _skipping_keys(operators)
+    eight_bits = style.eight_bit_attention and any(_is_core(o) for o in operators)
     if eight_bits:
-        kernels = tuple(replace(k, eight_bits=True) if isinstance(k, Attention) else k for k in kernels)
+        operators = tuple(_with_core(operator, eight_bits=True) for operator in operators)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
     if style.fused_gates or compiled:
-        saved = [tensor for tensor in saved if not tensor.name.endswith(_GATED)]
+        operators = tuple(found for operator in _pairs(operators) for found in operator)
     if compiled:
-        saved = [replace(t, residual=False) if t.made_by == "residual1" else t for t in saved]
+        operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
-        saved += _masks(layer)
+        operators = tuple(_with_masks(layer, operators))
     if style.loss != "log_probabilities":
-        name, width = _KEPT_BY_LOSS[style.loss]
-        saved = [replace(t, name=name, bytes_per_element=width) if t.logits else t for t in saved]
+        operators = tuple(_with_loss(operators, style.loss))
     constants = layer.constants
     if skips or (style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != "attention mask")
     to_end = style.reruns_to_end and layer.kind is LayerKind.BLOCK
-    changed = (kernels, tuple(saved), constants) != (layer.kernels, layer.saved, layer.constants)
-    if not (compiled or to_end or changed):
+    if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
@@ -175,15 +170,7 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     words += ["attention in 8 bits" * eight_bits]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
-    return replace(
-        layer,
-        key=key,
-        kernels=kernels,
-        saved=tuple(saved),
-        constants=constants,
-        compiled=compiled,
-        reruns_to_end=to_end,
-    )
+    return replace(layer, key=key, operators=operators, constants=constants, compiled=compiled, reruns_to_end=to_end)
 
 
 def _expert_words(style: LayerStyle) -> str:
@@ -198,77 +185,177 @@ def _is_masked_for_gathering(layer: LayerSpec) -> bool:
     return gathers and bool(cores) and not any(core.masked for core in cores)
 
 
-def _with_scores(saved: Iterable[Saved], cores: list[Attention], *, dropout: bool) -> Iterator[Saved]:
-    """What unfused attention keeps in place of the logarithms of sums: weights, and what dropout makes of them."""
-    for tensor in saved:
-        core = next((core for core in cores if tensor.made_by == core.name), None)
-        if core is None or not tensor.bytes_per_element:
-            yield tensor
-            continue
-        yield Saved(f"{core.name} weights", core.num_scores, made_by=core.name)
-        if dropout:
-            yield Saved(f"{core.name} weights let through", core.num_scores, _MASK_BYTES, made_by=core.name)
-            yield Saved(f"{core.name} weights after dropout", core.num_scores, made_by=core.name)
+def _is_core(operator: Operator, holds: Callable[[Attention], bool] = lambda _: True) -> bool:
+    return isinstance(operator.kernel, Attention) and holds(operator.kernel)
 
 
-def _with_repeated_keys(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+def _with_core(operator: Operator, **changes: Any) -> Operator:
+    """The same with a changed attention core, if it is one."""
+    if not isinstance(operator.kernel, Attention):
+        return operator
+    return replace(operator, kernel=replace(operator.kernel, **changes))
+
+
+def _unfused(operator: Operator, *, dropout: bool) -> Iterator[Operator]:
+    """Attention whose scores are a tensor, with scaling, mask and softmax in one kernel that saves its result.
+
+    Backward changes the gradient of the softmax in place.
+    """
+    core = operator.kernel
+    if not isinstance(core, Attention) or core.eager:
+        yield operator
+        return
+    eager = replace(core, eager=True, fused_softmax=True, dropout=dropout)
+    if not operator.makes:  # a part of ring attention
+        yield replace(operator, kernel=eager)
+        return
+    output = operator.makes[0]
+    scores, weights = (Tensor(f"{core.name} {word}", core.num_scores) for word in ("scores", "weights"))
+    through = Tensor(f"{core.name} weights let through", core.num_scores, _MASK_BYTES)
+    after = Tensor(f"{core.name} weights after dropout", core.num_scores)
+    yield Operator(kernel=eager, reads=operator.reads, makes=(scores,), saves=operator.reads)
+    yield Operator(reads=(scores.name,), makes=(weights,), saves=(weights.name,), passes=True)
+    if dropout:
+        yield Operator(reads=(weights.name,), makes=(after, through), saves=(through.name,))
+    weighing = (after if dropout else weights).name
+    yield replace(
+        operator, kernel=None, reads=(weighing,), makes=(output,), saves=(weighing, *operator.reads), saves_for=()
+    )
+
+
+def _with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
     """The gather of keys and values for attention, and how gradients of these come home: as many hops as ranks."""
-    core = next((k for k in kernels if isinstance(k, Attention)), None)
-    for kernel in kernels:
+    found = tuple(operators)
+    core = next((o.kernel for o in found if isinstance(o.kernel, Attention)), None)
+    for operator in found:
+        kernel = operator.kernel
         gathers = isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.forward is CollectiveKind.ALL_GATHER
         if core is None or not isinstance(kernel, Exchange) or not gathers:
-            yield kernel
+            yield operator
             continue
         elements = kernel.elements * core.num_heads // core.num_key_value_heads
-        yield replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements)
-        yield Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, _FP32_BYTES)
+        yield replace(operator, kernel=replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements))
+        home = Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, _FP32_BYTES)
+        yield Operator(kernel=home)
 
 
-def _in_one_call(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+def _in_one_call(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Attention of documents whose outputs need not be joined."""
-    of_core = [replace(t, name="attention output") for t in saved if t.name == "outputs of documents"]
-    kept = [t for t in saved if t.name != "outputs of documents" and not (of_core and t.made_by == _JOIN)]
-    kept = [replace(tensor, made_by="attention") if tensor.made_by == _JOIN else tensor for tensor in kept]
-    kernels = tuple(replace(k, one_call=True) if isinstance(k, Attention) and k.documents else k for k in kernels)
-    return tuple(kernel for kernel in kernels if kernel.name != _JOIN), kept + of_core
+    joins = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == _JOIN)
+    without = bypassed(operators, [tensor.name for join in joins for tensor in join.makes])
+    return tuple(_with_core(o, one_call=True) if _is_core(o, lambda core: bool(core.documents)) else o for o in without)
 
 
-def _skipping_keys(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+def _skipping_keys(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Attention whose kernel knows of windows and sinks."""
-    found = [
-        replace(kernel, masked=False) if isinstance(kernel, Attention) and kernel.window else kernel
-        for kernel in kernels
-        if kernel.name != _SINKS
-    ]
-    return tuple(found), [tensor for tensor in saved if tensor.made_by != _SINKS]
+    sinks = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == _SINKS)
+    parameters = {name for operator in operators for name in operator.parameters if name.startswith(f"{_SINKS}.")}
+    found = []
+    for operator in bypassed(operators, [tensor.name for sink in sinks for tensor in sink.makes]):
+        windowed = _with_core(operator, masked=False) if _is_core(operator, lambda core: core.window > 0) else operator
+        found.append(replace(windowed, parameters=(*parameters,)) if _is_core(operator) and parameters else windowed)
+    return tuple(found)
 
 
-def _narrow_values(kernels: tuple[Kernel, ...], saved: list[Saved]) -> tuple[tuple[Kernel, ...], list[Saved]]:
+def _narrow_values(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Multi-head latent attention whose kernel takes values as they are: nothing is padded, or cut off afterwards."""
-    core = next((k for k in kernels if isinstance(k, Attention) and k.padded), None)
-    if core is None:
-        return kernels, saved
-    padded, value = core.head_dim, core.value_head_dim
-    narrowed = []
-    for tensor in saved:
-        if tensor.name == "q, k and padded v":
-            elements = tensor.elements * (2 * padded + value) // (3 * padded)
-            narrowed.append(replace(tensor, name="q, k and v", elements=elements))
-        elif tensor.made_by == "cut values":
-            narrowed.append(replace(tensor, made_by=core.name))
-        elif tensor.name != "padded attention output":
-            narrowed.append(tensor)
-    kept = [replace(k, padded=False) if k is core else k for k in kernels]
-    return tuple(k for k in kept if k.name != "cut values"), narrowed
+    core = next((o for o in operators if _is_core(o, lambda core: core.padded)), None)
+    if core is None or not isinstance(core.kernel, Attention):
+        return operators
+    kernel = core.kernel
+    padded, value = kernel.head_dim, kernel.value_head_dim
+    (source,), wide = core.reads, core.makes[0]
+    cut = next(o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == "cut values")
+    narrow = {
+        source: lambda tensor: replace(tensor, elements=tensor.elements * (2 * padded + value) // (3 * padded)),
+        wide.name: lambda tensor: replace(tensor, elements=tensor.elements * value // padded),
+    }
+    apart = next((o.makes[0].name for o in operators if o.reads == (wide.name,) and o is not cut), None)
+    if apart is not None:
+        narrow[apart] = narrow[wide.name]
+    without = bypassed(operators, [tensor.name for tensor in cut.makes])
+    return tuple(
+        replace(
+            _with_core(o, padded=False) if o.kernel is kernel else o,
+            makes=tuple(narrow[t.name](t) if t.name in narrow else t for t in o.makes),
+        )
+        for o in without
+    )
 
 
-def _masks(layer: LayerSpec) -> list[Saved]:
-    """Of dropout where a branch joins the residual stream, and after the embedding."""
-    match layer.kind:
-        case LayerKind.BLOCK:
-            ends = [k for k in layer.kernels if isinstance(k, Pointwise) and k.name.startswith("residual")]
-            return [Saved(f"{k.name} mask", k.writes, _MASK_BYTES, made_by=k.name) for k in ends]
-        case LayerKind.EMBEDDING:
-            return [Saved("embedding mask", layer.output_elements, _MASK_BYTES, made_by=layer.kernels[-1].name)]
-        case LayerKind.HEAD:
-            return []
+def _pairs(operators: Sequence[Operator]) -> Iterator[tuple[Operator, ...]]:
+    """Operators, with the activation of a gate and its product with the other half as one that saves both inputs."""
+    last: Operator | None = None
+    for operator in operators:
+        halves = last is not None and operator.kernel is None and last.gates and last.makes[0].name in operator.reads
+        if halves and last is not None:
+            gate, other = last.reads[0], next(name for name in operator.reads if name != last.makes[0].name)
+            yield (
+                replace(
+                    operator,
+                    kernel=last.kernel,
+                    reads=(gate, other),
+                    saves=(gate, other),
+                    saves_for=((other, gate),),
+                ),
+            )
+            last = None
+            continue
+        if last is not None:
+            yield (last,)
+        last = operator
+    if last is not None:
+        yield (last,)
+
+
+def _summed_again(operator: Operator) -> Operator:
+    """A sum of the residual stream that backward of a compiled block computes again, from the branch that is added."""
+    if not (operator.passes and isinstance(operator.kernel, Pointwise) and len(operator.reads) > 1):
+        return operator
+    return replace(operator, makes=tuple(replace(tensor, residual=False) for tensor in operator.makes))
+
+
+def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Operator]:
+    """With masks of dropout where a branch joins the residual stream, and after the embedding."""
+    for number, operator in enumerate(operators, 1):
+        kernel = operator.kernel
+        joins = isinstance(kernel, Pointwise) and operator.passes and len(operator.reads) > 1
+        ends = (
+            number == len(operators) if layer.kind is LayerKind.EMBEDDING else layer.kind is LayerKind.BLOCK and joins
+        )
+        if not ends:
+            yield operator
+            continue
+        name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
+        mask = Tensor(f"{name} mask", operator.makes[0].elements, _MASK_BYTES)
+        yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
+
+
+def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
+    """The loss as another one computes it; what works on logits as they are needs no copy of them in FP32."""
+    reads = {o.reads[0] for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == LOSS}
+    narrow = {o.makes[0].name: o.reads[0] for o in operators if o.is_cast and o.makes[0].name in reads}
+    as_they_are = loss in ("gradients", "logits")
+    for operator in operators:
+        if operator.is_cast and operator.makes[0].name in narrow and as_they_are:
+            continue
+        if not (isinstance(operator.kernel, Pointwise) and operator.kernel.name == LOSS):
+            yield operator
+            continue
+        (wide,), (kept,), split = operator.reads, operator.makes, not operator.backward_scratch
+        source = narrow[wide] if as_they_are else wide
+        name, width = _KEPT_BY_LOSS[loss]
+        kept = replace(kept, name=kept.name.replace("log-probabilities", name), bytes_per_element=width)
+        copy = replace(kept, name=f"{kept.name} scratch", bytes_per_element=_FP32_BYTES)
+        scratch = (split, 2 if split else 1) if loss == "log_probabilities_of_parts" else (0, 0)
+        saves_source = loss == "logits"
+        yield replace(
+            operator,
+            reads=(source,),
+            makes=() if saves_source else (kept,),
+            saves=(source if saves_source else kept.name,),
+            in_place=loss in ("probabilities", "gradients"),
+            passes=loss in ("probabilities", "gradients"),
+            forward_scratch=(copy,) * scratch[0],
+            backward_scratch=(copy,) * scratch[1],
+        )

@@ -8,10 +8,9 @@ whose published runs use them. Embedding and head are never recomputed. What sin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Saved
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
 from simplan.spec.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.spec.recompute_modules import Recomputation, Rerun, recomputed_modules, token_lookups
 
@@ -55,16 +54,16 @@ def recomputation(
         modules: ``ParallelPlan.recompute_modules``.
     """
     if layer.kind is not LayerKind.BLOCK:
-        return Recomputation(layer.saved)
+        return Recomputation(_all_saved(layer))
     match mode:
         case "none":
-            return Recomputation(layer.saved)
+            return Recomputation(_all_saved(layer))
         case "full":
             return _keeping(layer, ())
         case "selective":
             return recomputed_modules(layer, ("core_attn",) if modules is None else modules)
         case "selective_layer":
-            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(layer.saved)
+            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(_all_saved(layer))
         case "selective_op":
             counted = [index for index in _gemms(layer) if not layer.kernels[index].name.startswith(_UNCOUNTED)]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
@@ -92,17 +91,13 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         elsewhere: Indices of kernels whose results are kept, but not on the device.
     """
     # the input itself, not what matrix products made of it
-    inputs = [tensor for tensor in layer.saved if not tensor.made_by]
-    if not inputs:  # backward has no use for it, but forward run again has
-        inputs = [Saved("input", layer.output_elements)]
-    saved = [replace(tensor, residual=True) for tensor in inputs]
+    names = {tensor.name for tensor in layer.inputs if not tensor.elsewhere}
     kept = sorted({*kept, *token_lookups(layer)})  # embeddings come into what runs again as the input does
-    names = {layer.kernels[index].name for index in kept}
     for index in kept:
-        saved += _results(layer, index)
-    makers = {tensor.made_by for tensor in layer.saved} - names
+        names |= _results(layer, index)
+    remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - {*kept}
     # torch ends the second forward with the last tensor that backward needs, others with its result
-    last = max(index for index, kernel in enumerate(layer.kernels) if layer.reruns_to_end or kernel.name in makers)
+    last = max(index for index in range(len(layer.kernels)) if layer.reruns_to_end or index in remade)
     if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
         last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
     skipped = {*kept, *(elsewhere or ())}
@@ -113,7 +108,7 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
     )
     # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
     rerun = Rerun(again, max(last, _gemms(layer)[-1]))
-    return Recomputation(tuple(dict.fromkeys(saved)), (rerun,), from_start=True)
+    return Recomputation(frozenset(names), (rerun,), from_start=True)
 
 
 def _is_summed(kernel: object) -> bool:
@@ -142,18 +137,17 @@ def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputat
     return kept._replace(reruns=tuple(reruns))
 
 
-def _results(layer: LayerSpec, index: int) -> list[Saved]:
-    """What a kernel gives, as tensors to keep."""
-    kernel = layer.kernels[index]
-    match kernel:
-        case Gemm():
-            return [Saved(f"{kernel.name} output", kernel.m * kernel.n, made_by=kernel.name)]
-        case Exchange():
-            made = [tensor for tensor in layer.saved if tensor.made_by == kernel.name]
-            elements = kernel.elements if kernel.axis == "ep" else layer.output_elements
-            return made or [Saved(kernel.name, elements, made_by=kernel.name)]
-        case _:
-            return [tensor for tensor in layer.saved if tensor.made_by == kernel.name]
+def _results(layer: LayerSpec, index: int) -> set[str]:
+    """Names of what a kernel gives: all of it, or of what is no matmul or collective, as far as backward needs it."""
+    operators = [operator for operator, place in zip(layer.operators, layer.places, strict=True) if place == index]
+    if isinstance(layer.kernels[index], Gemm | Exchange):
+        return {tensor.name for operator in operators if operator.kernel is not None for tensor in operator.makes}
+    made = {tensor.name for operator in operators for tensor in operator.makes}
+    return made & {tensor.name for tensor in layer.saved}
+
+
+def _all_saved(layer: LayerSpec) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in layer.saved)
 
 
 def _last_product(layer: LayerSpec) -> int:

@@ -19,11 +19,12 @@ shared_experts   the expert that all tokens go to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.spec.kernel import TOKEN_TABLE
-from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise, Saved
+from simplan.spec.layer import Attention, Exchange, Kernel, LayerSpec, Lookup, Operator, Pointwise
+from simplan.spec.operator import saved_by
 from simplan.spec.plan import RecomputeModule
 
 __all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules", "token_lookups"]
@@ -53,12 +54,12 @@ class Recomputation(NamedTuple):
     """What recomputation makes of a layer.
 
     Attributes:
-        saved: What forward keeps for backward.
+        saved: Names of the tensors that forward saves for backward.
         reruns: What runs again, in the order in which backward comes to it.
         from_start: The layer runs again from its input on, but for what was kept; else parts of it alone.
     """
 
-    saved: tuple[Saved, ...]
+    saved: frozenset[str]
     reruns: tuple[Rerun, ...] = ()
     from_start: bool = False
 
@@ -71,7 +72,7 @@ class Recomputation(NamedTuple):
 class _Part(NamedTuple):
     """What one module makes of a block: tensors that are not kept, and what runs again for them."""
 
-    dropped: tuple[Saved, ...]
+    dropped: frozenset[str]
     rerun: Rerun
 
 
@@ -88,12 +89,16 @@ def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> 
         modules: Their names.
     """
     parts = [part for module in modules for part in _MODULES[module](layer)]
-    dropped = {tensor for part in parts for tensor in part.dropped}
+    dropped = {name for part in parts for name in part.dropped}
     together: dict[int, set[int]] = {}
     for part in parts:
         together.setdefault(part.rerun.needed_by, set()).update(part.rerun.kernels)
     reruns = (Rerun(tuple(sorted(together[needed_by])), needed_by) for needed_by in sorted(together, reverse=True))
-    return Recomputation(tuple(tensor for tensor in layer.saved if tensor not in dropped), tuple(reruns))
+    again = tuple(reruns)
+    places = {index for rerun in again for index in rerun.kernels}
+    read = {name for operator, place in _placed(layer) if place in places for name in operator.reads}
+    inputs = {name for name in read if layer.makers.get(name) not in places}  # of what runs again
+    return Recomputation(frozenset({tensor.name for tensor in layer.saved} - dropped | inputs), again)
 
 
 def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
@@ -102,14 +107,25 @@ def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
     cores -= token_lookups(layer)
     if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
         return
-    first, last = min(cores), max(cores)
-    again = [index for index in range(first, last + 1) if index in cores or _is_exchange_of_forward(layer, index)]
-    names = {layer.kernels[index].name for index in cores}
-    reader = next(kernel for kernel in layer.kernels[last:] if isinstance(kernel, Gemm))
-    keeps = reader.trained or any(kernel.name == f"{reader.name}.lora_a" for kernel in layer.kernels)
-    keeps &= not layer.compiled  # torch.compile computes the projection's input again as well
-    dropped = (t for t in layer.saved if t.made_by in names and not (keeps and t.name == f"{t.made_by} output"))
-    yield _Part(tuple(dropped), Rerun(tuple(again), last))
+    for group in _cores(layer, cores):
+        first, last = min(group), max(group)
+        again = [index for index in range(first, last + 1) if index in group or _is_exchange_of_forward(layer, index)]
+        # torch.compile computes the projection's input again as well
+        others = () if layer.compiled else (o for o, place in _placed(layer) if place not in group)
+        elsewhere = {name for operator in others for name in saved_by(operator, layer.needed)}
+        yield _Part(_made_at(layer, group) - elsewhere, Rerun(tuple(again), last))
+
+
+def _cores(layer: LayerSpec, cores: set[int]) -> Iterator[set[int]]:
+    """The kernels of each attention core, with what is looked up for it before."""
+    group: set[int] = set()
+    for index in sorted(cores):
+        kernel, following = layer.kernels[index], min((other for other in cores if other > index), default=None)
+        group.add(index)
+        name = kernel.name if isinstance(kernel, Attention) else ""
+        if name and (following is None or layer.kernels[following].name != name):
+            yield group
+            group = set()
 
 
 def token_lookups(layer: LayerSpec) -> set[int]:
@@ -129,7 +145,7 @@ def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
         for index, kernel in enumerate(layer.kernels[:core])
         if kernel.name in _UP_PROJECTIONS or (kernel.name in inputs and _is_exchange_of_forward(layer, index))
     ]
-    yield _Part(_made_by(layer, {layer.kernels[index].name for index in again}), Rerun(tuple(again), core))
+    yield _Part(_made_at(layer, again), Rerun(tuple(again), core))
 
 
 def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
@@ -142,7 +158,7 @@ def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
     apart = {"norm1": "kv_b" in names, "norm2": _has_experts(layer)}
     for norm, end, readers in _NORMS:
         if apart[norm] and norm in names:
-            dropped = (*_made_by(layer, {norm}), *_quantized_inputs(layer, readers))
+            dropped = _made_at(layer, {names.index(norm)}) | _quantized_inputs(layer, readers)
             yield _Part(dropped, Rerun((names.index(norm),), names.index(end) - 1))
 
 
@@ -153,10 +169,9 @@ def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
         return
     begin, end = 1 + max(names.index(name) for name in _EXPERTS_IN if name in names), names.index(_EXPERTS_OUT)
     again = tuple(index for index in range(begin, end) if isinstance(layer.kernels[index], Pointwise))
-    product = tuple(t for t in layer.saved if t.name == "experts gated product")
-    quantized = _quantized_inputs(layer, (_EXPERTS_OUT,))
-    dropped = dict.fromkeys((*product, *quantized, *_made_by(layer, {names[index] for index in again})))
-    yield _Part(tuple(dropped), Rerun(again, end))
+    product = {"experts_gated product"} & {tensor.name for tensor in layer.saved}
+    dropped = product | _quantized_inputs(layer, (_EXPERTS_OUT,)) | _made_at(layer, again)
+    yield _Part(frozenset(dropped), Rerun(again, end))
 
 
 def _mlp(layer: LayerSpec) -> Iterator[_Part]:
@@ -173,7 +188,7 @@ def _shared_experts(layer: LayerSpec) -> Iterator[_Part]:
     again = _where(layer, lambda kernel: kernel.name.startswith(_SHARED))
     if again:
         inside = (i for i in range(min(again), max(again) + 1) if i in again or _is_exchange_of_forward(layer, i))
-        dropped = _made_by(layer, {layer.kernels[index].name for index in again})
+        dropped = _made_at(layer, again)
         yield _Part(dropped, Rerun(tuple(inside), _end_of_second_half(layer)))
 
 
@@ -194,7 +209,7 @@ def _second_half(layer: LayerSpec) -> _Part:
     end = _end_of_second_half(layer)
     again = range(names.index("norm2") + 1, end + 1)
     runs = (i for i in again if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
-    return _Part(_made_by(layer, {names[index] for index in again}), Rerun(tuple(runs), end))
+    return _Part(_made_at(layer, again), Rerun(tuple(runs), end))
 
 
 def _end_of_second_half(layer: LayerSpec) -> int:
@@ -206,16 +221,22 @@ def _has_experts(layer: LayerSpec) -> bool:
     return any(kernel.name == _EXPERTS_OUT for kernel in layer.kernels)
 
 
-def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> tuple[Saved, ...]:
+def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> frozenset[str]:
     """What products keep of their inputs in 8 or 4 bits: nothing where the inputs are made again, from which it is.
 
     (``set_save_original_input``, megatron/core/transformer/transformer_layer.py and moe/experts.py.)
     """
-    return tuple(t for t in layer.saved if t.made_by in products and t.name.startswith(f"{t.made_by} input in "))
+    return frozenset(t.name for t in layer.saved if t.name.startswith(tuple(f"{name} input in " for name in products)))
 
 
-def _made_by(layer: LayerSpec, names: set[str]) -> tuple[Saved, ...]:
-    return tuple(tensor for tensor in layer.saved if tensor.made_by in names)
+def _made_at(layer: LayerSpec, places: Iterable[int]) -> frozenset[str]:
+    """Names of the saved tensors that some kernels make."""
+    wanted = {*places}
+    return frozenset(tensor.name for tensor in layer.saved if layer.makers.get(tensor.name) in wanted)
+
+
+def _placed(layer: LayerSpec) -> Iterator[tuple[Operator, int]]:
+    return zip(layer.operators, layer.places, strict=True)
 
 
 def _is_exchange_of_forward(layer: LayerSpec, index: int) -> bool:

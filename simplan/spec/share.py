@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from simplan.spec.layer import CollectiveKind, Exchange, Kernel, Pointwise
+from simplan.spec.layer import CollectiveKind, Exchange, Operator, Pointwise, Tensor
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["Share", "column_exchanges", "row_kernels", "share_of"]
+__all__ = ["Gathered", "Share", "for_columns", "share_of", "sum_of_rows"]
 
 _K = CollectiveKind
 
@@ -107,39 +107,77 @@ def share_of(model: ModelSpec, shard: Shard) -> Share:
     )
 
 
-def column_exchanges(name: str, share: Share, rows: int = 0, width: int = 0) -> tuple[list[Kernel], list[Kernel]]:
-    """What is exchanged before and after matrices split by columns.
+class Gathered(NamedTuple):
+    """What tensor-parallel ranks do with the input of matrices split by columns.
+
+    Attributes:
+        before, after: Operators before and after the matrices.
+        name: Of the tensor that the matrices read; what they save for backward is their own part of it.
+    """
+
+    before: tuple[Operator, ...]
+    name: str
+    after: tuple[Operator, ...]
+
+
+def for_columns(source: str, share: Share, rows: int = 0, width: int = 0) -> Gathered:
+    """The input of matrices split by columns, of all tokens.
 
     Args:
-        name: Of their input.
+        source: Name of the tensor, of the own tokens.
         share: Sizes.
         rows: Rows of the input, of one sequence; 0 for as many as there are tokens.
         width: Elements of a row; 0 for the hidden size.
     """
     elements = (rows or share.tokens) * (width or share.hidden)
     if share.shard.tp == 1:
-        return [], []
+        return Gathered((), source, ())
     if not share.shard.sequence_parallel:
-        return [Exchange(name, "tp", None, _K.ALL_REDUCE, elements)], []
-    before = Exchange(name, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements)
-    return [before], [Exchange(f"{name} again", "tp", None, _K.ALL_GATHER, elements)]
+        name = f"{source} of all ranks"
+        alike = Operator(
+            kernel=Exchange(source, "tp", None, _K.ALL_REDUCE, elements),
+            reads=(source,),
+            makes=(Tensor(name, elements),),
+            in_place=True,
+            passes=True,
+        )
+        return Gathered((alike,), name, ())
+    name = f"gathered {source}"
+    gather = Operator(
+        kernel=Exchange(source, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements),
+        reads=(source,),
+        makes=(Tensor(name, elements),),
+    )
+    again = Operator(kernel=Exchange(f"{source} again", "tp", None, _K.ALL_GATHER, elements), regathers=name)
+    return Gathered((gather,), name, (again,))
 
 
-def row_kernels(name: str, share: Share, *, bias: bool = False, residual: bool = False) -> list[Kernel]:
-    """What follows a matrix, or an embedding, that is split by rows.
+def sum_of_rows(source: str, result: str, share: Share, *, bias: str = "", residual: bool = False) -> list[Operator]:
+    """What follows a matrix, or an embedding, that is split by rows; nothing on one rank.
 
     Args:
-        name: Of its output.
+        source: Name of the part that a rank makes.
+        result: Name of the sum.
         share: Sizes.
-        bias: A bias is added once the sum is complete.
+        bias: Name of a bias that is added once the sum is complete; empty for none.
         residual: The output is of the residual stream.
     """
-    if share.shard.tp == 1:
-        return []
-    elements = share.tokens * share.hidden
-    forward, backward = (_K.REDUCE_SCATTER, _K.ALL_GATHER) if share.shard.sequence_parallel else (_K.ALL_REDUCE, None)
-    kernels: list[Kernel] = [Exchange(name, "tp", forward, backward, elements, residual=residual)]
+    elements, own = share.tokens * share.hidden, share.own_tokens * share.hidden
+    summed = Tensor(f"{result} without bias" if bias else result, own, residual=residual)
+    if share.shard.sequence_parallel:
+        exchange = Exchange(result, "tp", _K.REDUCE_SCATTER, _K.ALL_GATHER, elements, residual=residual)
+        found = [Operator(kernel=exchange, reads=(source,), makes=(summed,))]
+    else:
+        exchange = Exchange(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
+        found = [Operator(kernel=exchange, reads=(source,), makes=(summed,), in_place=True, passes=True)]
     if bias:
-        own = share.own_tokens * share.hidden
-        kernels.append(Pointwise(f"{name} bias", own, own))
-    return kernels
+        found.append(
+            Operator(
+                kernel=Pointwise(f"{result} bias", own, own),
+                reads=(summed.name,),
+                makes=(Tensor(result, own),),
+                parameters=(bias,),
+                passes=True,
+            )
+        )
+    return found

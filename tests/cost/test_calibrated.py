@@ -18,12 +18,12 @@ from simplan.spec.layer import (
     Exchange,
     Gemm,
     Kernel,
-    LayerKind,
     LayerSpec,
     ParameterSpec,
     Pointwise,
 )
 from simplan.spec.model import ModelSpec
+from tests.layers import layer_of_kernels
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
 BLOCK = MODEL.layers[1]
@@ -116,9 +116,7 @@ def test_copies_cost_in_proportion_to_the_weights_copied() -> None:
 def parts(*kernels: Kernel) -> LayerSpec:
     """Every matrix has weights."""
     weights = tuple(ParameterSpec(f"{k.name}.weight", (k.n, k.k)) for k in kernels if isinstance(k, Gemm))
-    return LayerSpec(
-        key=BLOCK.key, kind=LayerKind.BLOCK, parameters=weights, kernels=kernels, saved=(), output_elements=0
-    )
+    return layer_of_kernels(kernels, weights, key=BLOCK.key)
 
 
 def test_parts_of_a_layer_add_up_to_it_and_large_ones_cost_what_their_flops_say() -> None:

@@ -20,14 +20,13 @@ from simplan.spec.layer import (
     CollectiveKind,
     Exchange,
     Gemm,
-    LayerKind,
-    LayerSpec,
     Lookup,
     ParameterSpec,
     Pointwise,
 )
 from simplan.spec.rates import AttentionShare
 from simplan.spec.software import StateBytes
+from tests.layers import layer_of_kernels
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
 PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
@@ -39,14 +38,7 @@ def costs(state: StateBytes = STATE, **fields: Any) -> KernelCost:
 
 
 RATES = costs()
-LAYER = LayerSpec(
-    key="one matmul",
-    kind=LayerKind.BLOCK,
-    parameters=(ParameterSpec("w", (4096, 8192)),),
-    kernels=(Gemm("w", 2048, 4096, 8192),),
-    saved=(),
-    output_elements=0,
-)
+LAYER = layer_of_kernels((Gemm("w", 2048, 4096, 8192),), (ParameterSpec("w", (4096, 8192)),), key="one matmul")
 
 
 def test_a_large_matmul_is_bound_by_flops_and_its_backward_is_two() -> None:
@@ -67,15 +59,8 @@ def test_copies_read_and_write_gathered_weights() -> None:
         assert rates.price(LayerWork(LAYER, phase, 1, 10**9)).seconds == pytest.approx(2 * 2 * 1e-3)
 
 
-PARTS = LayerSpec(
-    key="parts",
-    kind=LayerKind.BLOCK,
-    parameters=(
-        ParameterSpec("a.weight", (4096, 8192)),
-        ParameterSpec("norm.weight", (1,)),
-        ParameterSpec("e.weight", (1,)),
-    ),
-    kernels=(
+PARTS = layer_of_kernels(
+    (
         Exchange("x", "tp", CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, 10**9),
         Gemm("a", 2048, 4096, 8192),
         Pointwise("b", 10**8, 10**8),
@@ -83,8 +68,12 @@ PARTS = LayerSpec(
         Pointwise("norm", 10**8, 10**8),
         Lookup("e", 10**4, 10**4),
     ),
-    saved=(),
-    output_elements=0,
+    (
+        ParameterSpec("a.weight", (4096, 8192)),
+        ParameterSpec("norm.weight", (1,)),
+        ParameterSpec("e.weight", (1,)),
+    ),
+    key="parts",
 )
 GEMM_S = 2 * 2048 * 4096 * 8192 / 1e14
 POINTWISE_S = 2 * 10**8 * 2 / 1e12
@@ -239,7 +228,7 @@ def test_gradients_are_added_to_those_that_are_held_in_a_kernel_of_its_own() -> 
 def test_every_kernel_takes_something_beyond_its_work() -> None:
     """A product and what is computed point by point; in backward the product's two and one more."""
     slow = replace(RATES, products=replace(RATES.products, kernel_s=1e-5))
-    layer = replace(LAYER, kernels=(*LAYER.kernels, Pointwise("gelu", 8192, 8192)))
+    layer = layer_of_kernels((*LAYER.kernels, Pointwise("gelu", 8192, 8192)), LAYER.parameters, key="two kernels")
     assert [type(kernel) for kernel in layer.kernels] == [Gemm, Pointwise]
     for phase, number in ((Phase.FORWARD, 2), (Phase.BACKWARD, 3), (Phase.OPTIMIZER, 0)):
         work = LayerWork(layer, phase, 1, layer.num_parameters)

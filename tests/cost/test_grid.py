@@ -19,10 +19,11 @@ from simplan.job import Job
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
-from simplan.spec.layer import CollectiveKind, Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
+from simplan.spec.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise
 from simplan.spec.optimizer import UpdateName
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests.layers import layer_of_kernels
 
 DIMS = (64, 256, 1024)
 PRODUCTS: tuple[KernelName, ...] = ("linear", "linear_input_gradient", "linear_weight_gradient")
@@ -117,9 +118,7 @@ def layer() -> LayerSpec:
     """A norm, a matrix and its activation."""
     weights = (ParameterSpec("norm.weight", (512,)), ParameterSpec("up.weight", (1024, 512)))
     kernels = (Pointwise("norm", 256 * 512, 256 * 512), Gemm("up", 256, 1024, 512), Pointwise("gelu", 2**18, 2**18))
-    return LayerSpec(
-        key="x", kind=LayerKind.BLOCK, parameters=weights, kernels=kernels, saved=(), output_elements=256 * 1024
-    )
+    return layer_of_kernels(kernels, weights, key="x")
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,15 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.rates import AttentionShare
 from simplan.spec.software import StateBytes
 from simplan.spec.training import TrainingSpec
+from tests.layers import layer_of_kernels
 
 M, N, K = 4096, 8192, 2048
 FLOPS = 2 * M * N * K
 
 
 def layer(kind: LayerKind = LayerKind.BLOCK, name: str = "up") -> LayerSpec:
-    return LayerSpec(
-        key=f"{kind} {name}",
-        kind=kind,
-        parameters=(ParameterSpec(f"{name}.weight", (N, K)),),
-        kernels=(Pointwise("gelu", 10**8, 10**8), Gemm(name, M, N, K)),
-        saved=(),
-        output_elements=0,
-    )
+    kernels = Pointwise("gelu", 10**8, 10**8), Gemm(name, M, N, K)
+    return layer_of_kernels(kernels, (ParameterSpec(f"{name}.weight", (N, K)),), kind=kind, key=f"{kind} {name}")
 
 
 def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> KernelCost:
@@ -122,7 +117,7 @@ def test_each_expert_has_casts_of_its_own_one_after_the_other(precision: Any, re
     alone = replace(cost, state=own, products=replace(cost.products, kernel_s=1e-5))
     slow = replace(alone, low=replace(cost.low, kernel_s=1e-5))
     gemm = Gemm("experts_up", M, N, K, 8, streams=8)
-    experts = replace(layer(), kernels=(gemm,))
+    experts = layer_of_kernels((gemm,), layer().parameters, key="experts")
     forward = LayerWork(experts, Phase.FORWARD, 1, 0)
     scales = 2 * (recipe is None)
     assert slow.seconds(forward) - alone.seconds(forward) == pytest.approx((2 * casts + 1 + scales) * 1e-5)

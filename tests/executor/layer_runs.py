@@ -79,7 +79,9 @@ def assert_kept_and_peak(spec: ModelSpec, index: int, recompute: Recompute, prec
     kept = recomputation(run.layer, recompute)
     footprint = layer_footprint(run.layer, BATCH, run.state, kept)
     widths = run.state.activation, run.state.residual
-    handed_on = BATCH * sum(tensor.num_bytes(*widths) for tensor in kept.saved if tensor.handed_on)
+    handed_on = BATCH * sum(
+        tensor.num_bytes(*widths) for tensor in run.layer.saved if tensor.name in kept.saved and tensor.handed_on
+    )
     made = BATCH * run.layer.output_bytes(*widths)[0]
     outputs, held, _ = traced(run.forward)
     wanted = footprint.activations + footprint.logits - footprint.input_bytes

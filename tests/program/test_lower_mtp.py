@@ -108,7 +108,8 @@ def test_the_head_keeps_logits_of_every_depth_and_computes_those_of_one_at_a_tim
     ]
     alone, several = (layer_footprint(head, 3, state, recomputation(head, "none")) for head in heads)
     assert several.logits == 3 * alone.logits == 3 * (3 * TOKENS * VOCAB * 2)
-    assert (several.forward, several.backward) == (alone.forward, alone.backward)
+    assert several.forward_workspace == alone.forward_workspace
+    assert several.backward_workspace <= alone.backward_workspace
 
 
 PLANS: dict[str, tuple[int, bool, dict[str, Any]]] = {

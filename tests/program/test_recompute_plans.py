@@ -34,11 +34,11 @@ def test_a_module_that_runs_again_saves_what_it_keeps_of_every_microbatch_in_fli
     saved_bytes = []
     for layer in (layers[i] for i in found.assignment.layer_range(0)):
         kept = recomputation(layer, found.job.plan.recompute, modules=found.job.plan.recompute_modules).saved
-        gone = [tensor for tensor in layer.saved if tensor not in kept]
+        gone = [tensor for tensor in layer.saved if tensor.name not in kept]
         saved_bytes.append(found.job.plan.microbatch_size * sum(tensor.num_bytes(2, 2) for tensor in gone))
     less = plain.memory[0].allocated_bytes - found.memory[0].allocated_bytes
-    # of one block it may have been made again at the worst moment; the allocator rounds
-    assert 4 * sum(saved_bytes) - 1.001 * max(saved_bytes) <= less <= 4.001 * sum(saved_bytes)
+    # of one block it may have been made again at the worst point, where running it needs more; the allocator rounds
+    assert 4 * sum(saved_bytes) - 1.05 * max(saved_bytes) <= less <= 4.001 * sum(saved_bytes)
     assert found.step_time_s > plain.step_time_s
 
 

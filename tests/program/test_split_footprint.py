@@ -76,7 +76,7 @@ def test_a_received_gradient_counts_in_its_buffer_unless_it_is_cast() -> None:
     own, received = pairs["fp32"]
     assert own.gradients - received.gradients == b * elements * 4
     own, received = pairs["autocast"]
-    assert own == received
+    assert own._replace(input=()) == received._replace(input=())
 
 
 def test_a_head_has_the_gradients_of_logits_in_place_of_log_probabilities() -> None:

@@ -12,8 +12,8 @@ from simplan.job import Job
 from simplan.program.footprint import layer_footprint
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.lower import Lowering, lower
-from simplan.program.products_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
+from simplan.program.split_footprint import products_footprint
 from simplan.program.table import plan_table
 from simplan.rules import check_job
 from simplan.sim.engine import simulate

@@ -74,10 +74,14 @@ def test_without_other_ranks_nothing_is_sent() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ep", [1, EP])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kept_tensor_has_a_maker(way: ExpertDispatch, ep: int, fused: bool) -> None:
+def test_every_tensor_that_is_read_has_a_maker(way: ExpertDispatch, ep: int, fused: bool) -> None:
     layer = block(way, ep=ep, fused_experts=fused, expert_streams=4)
-    assert {tensor.made_by for tensor in layer.saved if tensor.made_by} <= {kernel.name for kernel in layer.kernels}
-    eager = [t for t in block(ep=ep).saved if way == "copies" or t.made_by != "combine"]  # results that are weighed
+    read = {name for operator in layer.operators for name in operator.reads}
+    assert read <= {*layer.tensors}
+    plain = block(ep=ep)
+    combine = next(index for index, kernel in enumerate(plain.kernels) if kernel.name == "combine")
+    # what is made with the results that are weighed
+    eager = [t for t in plain.saved if way == "copies" or plain.makers.get(t.name) != combine]
     assert sum(t.elements for t in layer.saved) == sum(t.elements for t in eager)
 
 
@@ -182,5 +186,5 @@ def test_a_kernel_that_knows_windows_needs_no_table_and_one_that_knows_sinks_no_
     assert [t.name for t in skipping.constants] == ["rotary tables"]
     names = {kernel.name for kernel in skipping.kernels}
     assert {kernel.name for kernel in plain.kernels} - names == {"sinks"}
-    assert {tensor.made_by for tensor in skipping.saved if tensor.made_by} <= names
+    assert {name for operator in skipping.operators for name in operator.reads} <= {*skipping.tensors}
     assert windowed == (core.flops < core.full_flops / 10)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, Kernel, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.documents import join_kernels, join_saved
-from simplan.spec.models.part import FP32_BYTES, Part
-from simplan.spec.share import Share, column_exchanges, row_kernels
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.models.mlp import column_linears, row_linear
+from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, norm_operator
+from simplan.spec.share import Share
 
-__all__ = ["AttentionForm", "Biases", "self_attention"]
+__all__ = ["AttentionForm", "Biases", "core_operator", "join_documents", "self_attention"]
 
 Biases = Literal["none", "qkv", "all"]
 _K = CollectiveKind
+_OUTPUT = "attention output"
+_RMS_NORM = NormKind(statistics=1, bias=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class AttentionForm:
 
 
 def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
-    """Queries, keys and values, the attention core, and the projection of its output.
+    """Queries, keys and values, the attention core, and the projection of its output, ``proj output``.
 
     Args:
         source: Name of the tensor it is applied to.
@@ -57,103 +59,111 @@ def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
     """
     changed = form.rotary or form.qk_norm != "none"
     assert not (form.fused and changed), "q, k and v would no longer be parts of one tensor"
-    n, h, q, kv = share.tokens, share.hidden, share.q, share.kv
-    widths = {"qkv": q + 2 * kv} if form.fused else {"q": q, "k": kv, "v": kv}
-    parameters, matrices = [], []
-    for name, width in widths.items():
-        weight, bias = ParameterSpec(f"{name}.weight", (width, h)), ParameterSpec(f"{name}.bias", (width,))
-        parameters += [weight] if form.bias == "none" else [weight, bias]
-        matrices.append(Gemm(name, n, width, h))
-    before, after = column_exchanges(source, share)
-    sinks = _sinks(share) if form.sinks else Part()
-    norms, turned = _on_queries_and_keys(form, share)
-    projection = [ParameterSpec("proj.weight", (h, q))]
-    if form.bias == "all":
-        projection.append(ParameterSpec("proj.bias", (h,), share.partial))
-    return Part(
-        parameters=(*parameters, *norms.parameters, *sinks.parameters, *projection),
-        kernels=(
-            *before,
-            *matrices,
-            *after,
-            *norms.kernels,
-            *turned.kernels,
-            *_core_kernels(form, share),
-            *sinks.kernels,
-            Gemm("proj", n, h, q),
-            *row_kernels("proj output", share, bias=form.bias == "all"),
-        ),
-        saved=(*norms.saved, *_core_saved(form, share), *sinks.saved),
-        constants=(*turned.constants, *_tables(form, share)),
-        gradients=(
-            *reversed([parameter.name for parameter in projection]),
-            *sinks.gradients,
-            *norms.gradients,
-            *_projected(list(widths), form, share),
-        ),
+    widths = {"qkv": share.q + 2 * share.kv} if form.fused else {"q": share.q, "k": share.kv, "v": share.kv}
+    projected = column_linears(widths, source, share, bias=form.bias != "none")
+    norms, turned, names = _on_queries_and_keys(form, share)
+    core = Part(operators=tuple(_core(form, share, names)), constants=_tables(form, share))
+    sinks, output = _sinks(share) if form.sinks else (Part(), _OUTPUT)
+    return joined(
+        projected, norms, turned, core, sinks, row_linear("proj", output, share.q, share, bias=form.bias == "all")
     )
 
 
-def _projected(names: list[str], form: AttentionForm, share: Share) -> list[str]:
-    """Gradients of the matrices before the core, the last one's first; biases before weights.
-
-    With sequence parallelism tokens are gathered once for all matrices that use them, which then get their gradients in
-    one operation, and biases are added after it.
-    """
-    biases = [f"{name}.bias" for name in reversed(names)] if form.bias != "none" else []
-    if share.partial:
-        return [*biases, *(f"{name}.weight" for name in names)]
-    kinds = ("bias", "weight") if biases else ("weight",)
-    return [f"{name}.{kind}" for name in reversed(names) for kind in kinds]
-
-
-def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part]:
-    """Their norms, which keep what comes in, and their rotation, which keeps nothing."""
-    n, both = share.tokens, share.tokens * (share.q + share.kv)
+def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part, tuple[str, ...]]:
+    """Their norms and their rotation, which saves nothing; and the names of what the core reads then."""
+    if form.fused:
+        return Part(), Part(), ("qkv output",)
+    n, sizes = share.tokens, {"q": share.q, "k": share.kv}
+    names = {name: f"{name} output" for name in sizes}
     norms = rotation = Part()
     if form.qk_norm != "none":
         each = form.qk_norm == "head"
-        widths = (share.head_dim,) * 2 if each else (share.q, share.kv)
-        rows = (share.heads, share.kv_heads) if each else (1, 1)
-        norms = Part(
-            parameters=(
-                ParameterSpec("q_norm.weight", (widths[0],), share.shard.tp > 1),
-                ParameterSpec("k_norm.weight", (widths[1],), share.shard.tp > 1),
-            ),
-            kernels=(
-                Pointwise("q_norm", n * share.q, n * share.q),
-                Pointwise("k_norm", n * share.kv, n * share.kv),
-            ),
-            saved=(
-                Saved("q output", n * share.q, made_by="q"),
-                Saved("k output", n * share.kv, made_by="k"),
-                Saved("q_norm statistics", n * rows[0], FP32_BYTES, made_by="q_norm"),
-                Saved("k_norm statistics", n * rows[1], FP32_BYTES, made_by="k_norm"),
-            ),
-            gradients=("k_norm.weight", "q_norm.weight"),
-        )
+        heads = {"q": share.heads, "k": share.kv_heads}
+        parameters, operators = [], []
+        for name, size in sizes.items():
+            weight = ParameterSpec(f"{name}_norm.weight", (share.head_dim if each else size,), share.shard.tp > 1)
+            made = Tensor(f"{name}_norm output", n * size)
+            rows = n * (heads[name] if each else 1)
+            operators.append(norm_operator(f"{name}_norm", names[name], _RMS_NORM, made, rows, [weight]))
+            parameters.append(weight)
+            names[name] = made.name
+        norms = Part(parameters=tuple(parameters), operators=tuple(operators))
     if form.rotary:
-        rotation = Part(
-            kernels=(Pointwise("rotary", 2 * both, 2 * both),),
-            constants=(Saved("rotary tables", 2 * n * share.head_dim, FP32_BYTES),),
+        both = n * (share.q + share.kv)
+        wide = Tensor("rotary scratch", n * share.q, FP32_BYTES)
+        rotated = {name: Tensor(f"{name} rotated", n * size) for name, size in sizes.items()}
+        operator = Operator(
+            kernel=Pointwise("rotary", 2 * both, 2 * both),
+            reads=tuple(names.values()),
+            makes=tuple(rotated.values()),
+            forward_scratch=(wide, wide),
+            backward_scratch=(wide, wide),
         )
-    return norms, rotation
+        tables = (Tensor("rotary tables", 2 * n * share.head_dim, FP32_BYTES),)
+        rotation = Part(operators=(operator,), constants=tables)
+        names = {name: tensor.name for name, tensor in rotated.items()}
+    return norms, rotation, (*names.values(), "v output")
 
 
-def _sinks(share: Share) -> Part:
-    """The output of the core, scaled by what the sinks leave of it: sigmoid(logsumexp - sink)."""
+def _sinks(share: Share) -> tuple[Part, str]:
+    """The output of the core, scaled by what the sinks leave of it, sigmoid(logsumexp - sink); and its name."""
     elements = share.tokens * share.q
-    return Part(
-        parameters=(ParameterSpec("sinks.weight", (share.heads,)),),
-        kernels=(Pointwise("sinks", elements, elements),),
-        saved=(Saved("scaled attention output", elements, made_by="sinks"),),
-        gradients=("sinks.weight",),
+    scaled = Tensor("scaled attention output", elements)
+    weight = ParameterSpec("sinks.weight", (share.heads,))
+    operator = Operator(
+        kernel=Pointwise("sinks", elements, elements),
+        reads=(_OUTPUT,),
+        makes=(scaled,),
+        saves=(_OUTPUT,),
+        parameters=(weight.name,),
+    )
+    return Part(parameters=(weight,), operators=(operator,)), scaled.name
+
+
+def core_operator(core: Attention, reads: tuple[str, ...], output: Tensor) -> Operator:
+    """An attention core in one kernel, which saves what it reads, its output and a logsumexp for every row.
+
+    Args:
+        core: The kernel.
+        reads: Names of queries, keys and values, or of the one tensor that they are parts of.
+        output: What it makes.
+    """
+    logsumexp = Tensor("attention logsumexp", core.seq_len * core.num_heads, FP32_BYTES)
+    return Operator(
+        kernel=core,
+        reads=reads,
+        makes=(output, logsumexp),
+        saves=(*reads, output.name, logsumexp.name),
     )
 
 
-def _core_kernels(form: AttentionForm, share: Share) -> list[Kernel]:
-    """The attention core and the exchanges by which it gets at the keys of all tokens."""
-    shard, n, kv = share.shard, share.tokens, share.tokens * share.kv
+def _parts(source: str, q: int, kv: int) -> Operator:
+    """Queries, keys and values as parts of one tensor."""
+    makes = tuple(Tensor(f"{name} of {source}", size) for name, size in (("q", q), ("k", kv), ("v", kv)))
+    return Operator(reads=(source,), makes=makes, splits=True)
+
+
+def join_documents(elements: int, source: str, share: Share, result: str = _OUTPUT) -> Operator:
+    """Copies the outputs of documents into one tensor; backward does as much for gradients of q, k and v.
+
+    Args:
+        elements: Of the output of one sequence.
+        source: Name of the outputs.
+        share: Sizes, and the documents.
+        result: Name of the tensor.
+    """
+    assert share.documents
+    kernel = Pointwise("join documents", elements, elements)
+    return Operator(kernel=kernel, reads=(source,), makes=(Tensor(result, elements),))
+
+
+def _core(form: AttentionForm, share: Share, names: tuple[str, ...]) -> list[Operator]:
+    """The attention core and the collectives by which it gets at the keys of all tokens."""
+    shard, n, q, kv = share.shard, share.tokens, share.tokens * share.q, share.tokens * share.kv
+    if form.fused:
+        (source,) = names
+        split = _parts(source, q, kv)
+        return [split, *_core(replace(form, fused=False), share, tuple(tensor.name for tensor in split.makes))]
 
     def core(heads: int, kv_heads: int, queries: int, keys: int = 0) -> Attention:
         return Attention(
@@ -169,26 +179,42 @@ def _core_kernels(form: AttentionForm, share: Share) -> list[Kernel]:
         )
 
     if shard.cp == 1:
-        return [core(share.heads, share.kv_heads, n), *join_kernels(n * share.q, share)]
+        kernel = core(share.heads, share.kv_heads, n)
+        if not share.documents:
+            return [core_operator(kernel, names, Tensor(_OUTPUT, q))]
+        apart = Tensor("outputs of documents", q)
+        return [core_operator(kernel, names, apart), join_documents(q, apart.name, share)]
     if shard.cp_comm == "all_gather":
-        gathered = Exchange("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, shard.cp * 2 * kv)
-        return [gathered, core(share.heads, share.kv_heads, n, shard.cp * n)]
+        keys = Tensor("gathered k and v", shard.cp * 2 * kv)
+        exchange = Exchange("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, keys.elements)
+        own = Tensor("k and v", 2 * kv)
+        gather = Operator(kernel=exchange, reads=names[-2:], makes=(keys,), forward_scratch=(own,))
+        kernel = core(share.heads, share.kv_heads, n, shard.cp * n)
+        return [gather, core_operator(kernel, (names[0], keys.name), Tensor(_OUTPUT, q))]
     if shard.cp_comm == "a2a":
-        there = Exchange("q, k and v", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, n * share.q + 2 * kv)
-        back = Exchange("attention output", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, n * share.q)
-        return [there, core(share.heads // shard.cp, share.kv_heads // shard.cp, shard.cp * n), back]
+        packed = Tensor("exchanged q, k and v", q + 2 * kv)
+        there = Exchange("q, k and v", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, packed.elements)
+        back = Exchange(_OUTPUT, "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, q)
+        kernel = core(share.heads // shard.cp, share.kv_heads // shard.cp, shard.cp * n)
+        made, parts = Tensor("attention core output", q), _parts(packed.name, q, kv)
+        return [
+            Operator(kernel=there, reads=names, makes=(packed,)),
+            parts,
+            core_operator(kernel, tuple(tensor.name for tensor in parts.makes), made),
+            Operator(kernel=back, reads=(made.name,), makes=(Tensor(_OUTPUT, q),)),
+        ]
     assert not form.masked, "which scores count would differ from part to part"
-    return _ring(core(share.heads, share.kv_heads, n), shard.cp, 2 * kv)
+    return _ring(core(share.heads, share.kv_heads, n), shard.cp, 2 * kv, names)
 
 
-def _ring(core: Attention, cp: int, elements: int) -> list[Kernel]:
+def _ring(core: Attention, cp: int, elements: int, names: tuple[str, ...]) -> list[Operator]:
     """Ring attention (Liu et al. 2023): each rank attends to one part of the keys after the other.
 
     A part costs as much as the own, causal one: with early and late tokens on every rank half of its scores are masked.
     Keys and values move cp - 1 times in forward and again in backward, their gradients cp times: the last brings them
     home. What backward sends while it works on part j are the keys of part j - 1 and the gradients of part j + 1.
     """
-    kernels: list[Kernel] = [
+    kernels: list[Exchange | Attention] = [
         Exchange("gradients of k and v, home", "cp", None, _K.RING, elements),
         Exchange("gradients of k and v", "cp", None, _K.RING, elements, beside_previous=True),
         core,
@@ -201,43 +227,25 @@ def _ring(core: Attention, cp: int, elements: int) -> list[Kernel]:
             name = "k and v and their gradients"
             kernels.append(Exchange(name, "cp", None, _K.RING, 2 * elements, beside_previous=True))
         kernels.append(core)
-    return kernels
+    output = Tensor(_OUTPUT, core.seq_len * core.num_heads * core.head_dim)
+    *others, last = kernels
+    assert isinstance(last, Attention)
+    return [
+        *(Operator(kernel=kernel, reads=names, passes=True) for kernel in others),
+        core_operator(last, names, output),
+    ]
 
 
-def _core_saved(form: AttentionForm, share: Share) -> list[Saved]:
-    """What attention keeps: its inputs, its output, and the logarithm of the sum of exponentials of each row."""
-    shard, n = share.shard, share.tokens
-    q, kv = n * share.q, n * share.kv
-    inputs, maker = ("qkv output", "qkv") if form.fused else ("q, k and v", "v")
-    queries = "own q"
-    if form.rotary:
-        inputs, queries, maker = "q, k rotated and v", "q rotated", "rotary"
-    output = Saved("attention output", q, made_by="join documents" if share.documents else "attention")
-    if shard.cp > 1 and shard.cp_comm == "a2a":
-        saved = [
-            Saved("exchanged q, k and v", q + 2 * kv, made_by="q, k and v"),
-            Saved("attention core output", q, made_by="attention"),
-        ]
-        output = Saved("attention output", q, made_by="attention output")
-    elif shard.cp > 1 and shard.cp_comm == "all_gather":
-        own = Saved(inputs, q + 2 * kv, made_by=maker) if form.fused else Saved(queries, q, made_by=maker)
-        saved = [own, Saved("gathered k and v", shard.cp * 2 * kv, made_by="k and v")]
-    else:
-        saved = [Saved(inputs, q + 2 * kv, made_by=maker)]
-    logsumexp = Saved("attention logsumexp", n * share.heads, FP32_BYTES, made_by="attention")
-    return [*saved, *join_saved(q, share), output, logsumexp]
-
-
-def _tables(form: AttentionForm, share: Share) -> tuple[Saved, ...]:
+def _tables(form: AttentionForm, share: Share) -> tuple[Tensor, ...]:
     """What is added to the scores of own queries and all keys they meet: for every head (ALiBi), or for all alike."""
     shard, n = share.shard, share.tokens
     if share.documents and form.masked:  # the table of the longest has those of all others in its corner
         longest = max(*share.documents, n - sum(share.documents))
-        return (Saved("attention mask", (share.heads if form.alibi else 1) * longest**2),)
+        return (Tensor("attention mask", (share.heads if form.alibi else 1) * longest**2),)
     gathers = shard.cp > 1 and shard.cp_comm == "all_gather"
     if not (form.masked or (gathers and form.causal)):
         return ()
     by_heads = shard.cp > 1 and shard.cp_comm == "a2a"
     queries = n * shard.cp if by_heads else n
     heads = (share.heads // shard.cp if by_heads else share.heads) if form.alibi else 1
-    return (Saved("attention mask", heads * queries * n * shard.cp),)
+    return (Tensor("attention mask", heads * queries * n * shard.cp),)

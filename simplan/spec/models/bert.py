@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
+from simplan.spec.layer import LayerKind, LayerSpec, Tensor
 from simplan.spec.models.attention import AttentionForm, self_attention
 from simplan.spec.models.ends import output_distribution, row_table, token_table
 from simplan.spec.models.family import TOKENS, TRANSFORMER, Family, transformer_defaults, with_wide_mlp
 from simplan.spec.models.keys import block_key, embedding_key, head_key
-from simplan.spec.models.mlp import gelu_mlp
-from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.mlp import activated, gelu_mlp
+from simplan.spec.models.part import NormKind, Part, cast, hidden_input, joined, layer_of, linear, norm, residual
 from simplan.spec.share import Share, share_of
 
 if TYPE_CHECKING:
@@ -34,55 +34,58 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         LayerKind.EMBEDDING,
         [
             token_table(share),
-            row_table("token_type", model.type_vocab_size, share, add="add types"),
-            row_table("wpe", model.max_position_embeddings, share, add="add positions", keeps_sum=True),
-            norm("norm", _NORM, share, keeps_output=False),
+            row_table("token_type", "wte output", model.type_vocab_size, share, add="add types"),
+            row_table("wpe", "add types", model.max_position_embeddings, share, add="add positions"),
+            norm("norm", "add positions", _NORM, share, for_matmuls=False),
         ],
+        inputs=(),
         output_shapes=share.hidden_shapes,
     )
     block = layer_of(
         block_key(model, share),
         LayerKind.BLOCK,
         [
-            block_input(share, residual=False),
-            self_attention("input", _ATTENTION, share),
-            residual("residual1", share, keeps_sum=True),
-            norm("norm1", _NORM, share),
-            gelu_mlp("norm1 output", share, bias=True),
-            residual("residual2", share, keeps_sum=True),
-            norm("norm2", _NORM, share, keeps_output=False),
+            _for_matmuls("input", share),
+            self_attention("input for matmuls", _ATTENTION, share),
+            residual("residual1", "input", "proj output", share),
+            norm("norm1", "residual1", _NORM, share, for_matmuls=False),
+            _for_matmuls("norm1 output", share),
+            gelu_mlp("norm1 output for matmuls", share, bias=True),
+            residual("residual2", "norm1 output", "down output", share),
+            norm("norm2", "residual2", _NORM, share, for_matmuls=False),
         ],
+        inputs=(hidden_input(share),),
         output_shapes=share.hidden_shapes,
     )
     head = layer_of(
         head_key(model, share),
         LayerKind.HEAD,
         [
-            block_input(share, residual=False),
+            _for_matmuls("input", share),
             _transform(share),
-            norm("norm", _NORM, share),
+            norm("norm", "transformed", _NORM, share),
             output_distribution("norm output", share, bias=True),
         ],
+        inputs=(hidden_input(share),),
         output_shapes=share.logits_shapes,
         tied=("lm_head.weight",) if model.tied_embeddings else (),
     )
     return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
 
 
+def _for_matmuls(source: str, share: Share) -> Part:
+    """A tensor of the residual stream in the precision of matmuls."""
+    return Part(operators=(cast(source, Tensor(f"{source} for matmuls", share.own_tokens * share.hidden)),))
+
+
 def _transform(share: Share) -> Part:
     """A matrix and a GELU before the head's norm, which tensor-parallel ranks do not split."""
     n, h = share.own_tokens, share.hidden
-    return Part(
-        parameters=(
-            ParameterSpec("transform.weight", (h, h), share.partial),
-            ParameterSpec("transform.bias", (h,), share.partial),
-        ),
-        kernels=(Gemm("transform", n, h, h), Pointwise("gelu", n * h, n * h)),
-        saved=(
-            Saved("transform output", n * h, made_by="transform"),
-            Saved("gelu output", n * h, made_by="gelu", residual=True),  # a norm's input, which autocast widens
-        ),
-        gradients=("transform.bias", "transform.weight"),
+    wide = Tensor("transformed", n * h, residual=True)  # a norm's input, which autocast widens
+    return joined(
+        linear("transform", "input for matmuls", (n, h, h), bias=True, partial=(share.partial, share.partial)),
+        activated("gelu", "transform output", n * h),
+        Part(operators=(cast("gelu output", wide),)),
     )
 
 

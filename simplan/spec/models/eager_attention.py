@@ -1,20 +1,18 @@
 """Attention whose scores are tensors of their own: what T5 has, since fused kernels give no gradient of a bias.
 
-Scores are products of queries and keys, plus a bias if there is one; their softmax, in fp32, weighs the values.
+Scores are products of queries and keys, plus a bias if there is one; their softmax, in FP32, weighs the values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simplan.spec.layer import Attention, Gemm, Kernel, Lookup, ParameterSpec, Saved
-from simplan.spec.models.part import FP32_BYTES, Part
+from simplan.spec.layer import Attention, Lookup, Operator, Tensor
+from simplan.spec.models.mlp import row_linear
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear
 from simplan.spec.share import Share
 
 __all__ = ["EagerForm", "eager_attention"]
-
-_INDEX_BYTES = 8
-_MASK_BYTES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +23,23 @@ class EagerForm:
         name: Of its core.
         prefix: Of the names of its matrices.
         causal: Each query meets the keys up to its own.
-        biased: A row of a table for every pair of query and key, by their distance, is added to the scores of all heads
-            (Raffel et al. 2020, section 2.1). The table is an input of the layer, whose rows every layer looks up.
+        table: The tensor of which a row for every pair of query and key, by their distance, is added to the scores of
+            all heads (Raffel et al. 2020, section 2.1); an input of the layer. Empty for none.
     """
 
     name: str = "attention"
     prefix: str = ""
     causal: bool = False
-    biased: bool = False
+    table: str = ""
 
 
-def eager_attention(form: EagerForm, share: Share, num_keys: int) -> Part:
-    """Queries, keys and values without biases, the attention core, and the projection of its output.
+def eager_attention(form: EagerForm, source: str, keys: str, share: Share, num_keys: int) -> Part:
+    """Queries, keys and values without biases, the attention core, and the projection, ``{prefix}proj output``.
 
     Args:
         form: Which attention.
+        source: Name of the tensor that queries are made from.
+        keys: Name of the tensor that keys and values are made from.
         share: Sizes on the side of the queries.
         num_keys: Tokens that keys and values are made from: its own, or those of an encoder.
     """
@@ -56,35 +56,53 @@ def eager_attention(form: EagerForm, share: Share, num_keys: int) -> Part:
         eager=True,
         name=form.name,
     )
-    bias: list[Kernel] = [Lookup(f"{form.name} bias", n * num_keys, share.heads)] if form.biased else []
-    return Part(
-        parameters=(
-            *(ParameterSpec(f"{name}.weight", (q, h)) for name in names),
-            ParameterSpec(f"{prefix}proj.weight", (h, q)),
-        ),
-        kernels=(
-            Gemm(names[0], n, q, h),
-            *(Gemm(name, num_keys, q, h) for name in names[1:]),
-            *bias,
-            core,
-            Gemm(f"{prefix}proj", n, h, q),
-        ),
-        saved=(
-            Saved(f"{prefix}q, k and v", (n + 2 * num_keys) * q, made_by=names[-1]),
-            Saved(f"{form.name} weights", core.num_scores, FP32_BYTES, made_by=form.name),
-            Saved(f"{form.name} weights in 16 bits", core.num_scores, made_by=form.name, narrowed=True),
-            Saved(f"{form.name} output", n * q, made_by=form.name),
-        ),
-        constants=_tables(form, n, num_keys),
-        gradients=(f"{prefix}proj.weight", *(f"{name}.weight" for name in reversed(names))),
+    return joined(
+        linear(names[0], source, (n, q, h)),
+        *(linear(name, keys, (num_keys, q, h)) for name in names[1:]),
+        Part(operators=tuple(_core(form, core, names)), constants=_tables(form, n, num_keys)),
+        row_linear(f"{prefix}proj", f"{form.name} output", q, share),
     )
 
 
-def _tables(form: EagerForm, num_queries: int, num_keys: int) -> tuple[Saved, ...]:
+def _core(form: EagerForm, core: Attention, names: list[str]) -> list[Operator]:
+    """Scores, their bias, the softmax in FP32, and the products of weights and values."""
+    (q, k, v), scores = (f"{name} output" for name in names), Tensor(f"{form.name} scores", core.num_scores)
+    wide = Tensor(f"{form.name} scores in FP32", core.num_scores, FP32_BYTES)
+    weights = Tensor(f"{form.name} weights", core.num_scores, FP32_BYTES)
+    narrow = Tensor(f"{form.name} weights in 16 bits", core.num_scores)
+    output = Tensor(f"{form.name} output", core.seq_len * core.num_heads * core.head_dim)
+    bias = Tensor(f"{form.name} bias", core.num_scores, residual=True, of_microbatch=True)
+    head = core.num_heads * core.head_dim
+    keys = (core.num_keys or core.seq_len) * head
+    copies = tuple(
+        Tensor(f"{name} in the order of heads", size) for name, size in ((q, core.seq_len * head), (k, keys), (v, keys))
+    )
+    a, b, c = (tensor.name for tensor in copies)
+    found = [
+        Operator(kernel=core, reads=(q, k, v), makes=copies),
+        Operator(reads=(a, b), makes=(scores,), saves=(a, b), saves_for=((a, b), (b, a))),
+    ]
+    if form.table:
+        lookup = Lookup(bias.name, core.num_scores // core.num_heads, core.num_heads)
+        biased = Tensor(f"{form.name} scores with bias", core.num_scores)
+        found.insert(0, Operator(kernel=lookup, reads=(form.table,), makes=(bias,)))
+        found.append(Operator(reads=(scores.name, bias.name), makes=(biased,), in_place=True, passes=True))
+        scores = biased
+    found.append(cast(scores.name, wide))
+    found.append(Operator(reads=(wide.name,), makes=(weights,), saves=(weights.name,)))
+    found.append(cast(weights.name, narrow))
+    operands = (narrow.name, c)
+    found.append(
+        Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow.name, c), (c, narrow.name)))
+    )
+    return found
+
+
+def _tables(form: EagerForm, num_queries: int, num_keys: int) -> tuple[Tensor, ...]:
     """Which row of the table of positions each pair of query and key has, and which keys come later."""
-    if not form.biased:
+    if not form.table:
         return ()
     pairs = num_queries * num_keys
     if not form.causal:
-        return (Saved("rows of distances", pairs, _INDEX_BYTES),)
-    return Saved("rows of earlier distances", pairs, _INDEX_BYTES), Saved("later keys", pairs, _MASK_BYTES)
+        return (Tensor("rows of distances", pairs, INDEX_BYTES),)
+    return Tensor("rows of earlier distances", pairs, INDEX_BYTES), Tensor("later keys", pairs, MASK_BYTES)

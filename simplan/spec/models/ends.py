@@ -2,61 +2,78 @@
 
 from __future__ import annotations
 
-from simplan.spec.kernel import TOKEN_TABLE
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, Lookup, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.part import FP32_BYTES, Part
-from simplan.spec.share import Share, column_exchanges, row_kernels
+from dataclasses import replace
+
+from simplan.spec.kernel import LOSS, TOKEN_TABLE
+from simplan.spec.layer import CollectiveKind, Exchange, Lookup, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear
+from simplan.spec.share import Share, for_columns, sum_of_rows
 
 __all__ = ["output_distribution", "row_table", "token_lookup", "token_table"]
 
-_INDEX_BYTES = 8
-_MASK_BYTES = 1
-
 
 def token_table(share: Share) -> Part:
-    """The embedding ``wte``."""
-    kernels, saved = token_lookup(share)
-    return Part(
-        parameters=(ParameterSpec("wte.weight", (share.vocab, share.hidden)),),
-        kernels=kernels,
-        saved=saved,
-        gradients=("wte.weight",),
+    """The embedding ``wte``; its result is ``wte output``."""
+    weight = ParameterSpec("wte.weight", (share.vocab, share.hidden))
+    lookup, *summed = token_lookup(share, f"{TOKEN_TABLE} output", parameters=(weight.name,))
+    return Part(parameters=(weight,), operators=(lookup, *summed))
+
+
+def token_lookup(share: Share, result: str, parameters: tuple[str, ...] = ()) -> list[Operator]:
+    """What looks tokens up in the embedding; each tensor-parallel rank has a part of the rows.
+
+    Args:
+        share: Sizes.
+        result: Name of the hidden states.
+        parameters: As of ``Operator``.
+    """
+    split = share.shard.tp > 1
+    made = Tensor(f"parts of {result}" if split else result, share.tokens * share.hidden, residual=True)
+    own = Tensor("tokens in the own part of the vocabulary", share.tokens, INDEX_BYTES)
+    foreign = Tensor("which tokens are not", share.tokens, MASK_BYTES)
+    masks = (own, foreign) if split else ()
+    lookup = Operator(
+        kernel=Lookup(TOKEN_TABLE, share.tokens, share.hidden),
+        makes=(made, *masks),
+        saves=tuple(tensor.name for tensor in masks),
+        parameters=parameters,
     )
+    if not split:
+        return [lookup]
+    (summed, *_) = sum_of_rows(made.name, result, share, residual=True)
+    return [lookup, summed]
 
 
-def token_lookup(share: Share) -> tuple[tuple[Kernel, ...], tuple[Saved, ...]]:
-    """What looks tokens up in the embedding, and what it keeps; each tensor-parallel rank has a part of the rows."""
-    saved: tuple[Saved, ...] = ()
-    if share.shard.tp > 1:
-        saved = (
-            Saved("tokens in the own part of the vocabulary", share.tokens, _INDEX_BYTES, made_by=TOKEN_TABLE),
-            Saved("which tokens are not", share.tokens, _MASK_BYTES, made_by=TOKEN_TABLE),
-        )
-    lookup = Lookup(TOKEN_TABLE, share.tokens, share.hidden)
-    return (lookup, *row_kernels(f"{TOKEN_TABLE} output", share, residual=True)), saved
-
-
-def row_table(name: str, rows: int, share: Share, *, add: str = "add", keeps_sum: bool = False) -> Part:
+def row_table(name: str, source: str, rows: int, share: Share, *, add: str = "add") -> Part:
     """A table of which the own tokens of every sequence have the same rows, such as positions; added to the stream.
 
     Args:
         name: Of the table.
+        source: Name of the stream.
         rows: All of its rows.
         share: Sizes.
-        add: Name of the addition.
-        keeps_sum: A norm follows, which needs it in backward.
+        add: Name of the addition, and of its result.
     """
     own = share.own_tokens * share.hidden
+    found = Tensor(f"{name} output", own, residual=True, of_microbatch=True)
+    weight = ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial)
+    lookup = Lookup(name, share.own_tokens, share.hidden)
     return Part(
-        parameters=(ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial),),
-        kernels=(Lookup(name, share.own_tokens, share.hidden), Pointwise(add, 2 * own, own)),
-        saved=(Saved("sum of tables", own, made_by=add, residual=True),) if keeps_sum else (),
-        gradients=(f"{name}.weight",),
+        parameters=(weight,),
+        operators=(
+            Operator(kernel=lookup, makes=(found,), parameters=(weight.name,)),
+            Operator(
+                kernel=Pointwise(add, 2 * own, own),
+                reads=(source, found.name),
+                makes=(Tensor(add, own, residual=True),),
+                passes=True,
+            ),
+        ),
     )
 
 
 def output_distribution(
-    source: str, share: Share, *, name: str = "lm_head", bias: bool = False, rows: int = 0, again: bool = False
+    source: str, share: Share, *, name: str = "lm_head", bias: bool = False, rows: int = 0, again: str = ""
 ) -> Part:
     """The output projection and the cross-entropy of its logits.
 
@@ -69,21 +86,41 @@ def output_distribution(
         name: Of the projection.
         bias: It has one.
         rows: Rows of logits of one sequence; 0 for as many as there are tokens.
-        again: The same layer has the projection's weights already, for another source.
+        again: What tells its tensors from those of the same projection of another source; empty for the first one.
     """
     n, h, v = rows or share.tokens, share.hidden, share.vocab
-    before, after = column_exchanges(source, share, rows=n)
-    parameters = [] if again else [ParameterSpec(f"{name}.weight", (v, h))]
-    if bias:
-        parameters.append(ParameterSpec(f"{name}.bias", (v,)))
-    loss: list[Kernel] = [Pointwise("cross_entropy", 2 * n * v, n * v)]
+    gathered = for_columns(source, share, rows=n)
+    logits = f"{again}logits"
+    matrix = linear(name, gathered.name, (n, v, h), saves=source, bias=bias, result=logits)
+    if again:  # its weights are there already
+        matrix = Part(operators=tuple(replace(operator, parameters=()) for operator in matrix.operators))
+    matrix = replace(matrix, operators=tuple(_of_logits(operator) for operator in matrix.operators))
+    wide = Tensor(f"{logits} in FP32", n * v, FP32_BYTES, logits=True)
+    kept = Tensor(f"{again}log-probabilities", n * v, FP32_BYTES, logits=True)
+    loss = Operator(
+        kernel=Pointwise(LOSS, 2 * n * v, n * v),
+        reads=(wide.name,),
+        makes=(kept,),
+        saves=(kept.name,),
+        # torch's loss is made of two functions, of which each gives a gradient as large as the logits
+        backward_scratch=(wide,) if share.shard.tp == 1 else (),
+    )
+    exchanges: list[tuple[Operator, ...]] = [(), ()]
     if share.shard.tp > 1:
         reduce = CollectiveKind.ALL_REDUCE
-        loss.insert(0, Exchange("largest logits", "tp", reduce, None, n, FP32_BYTES))
-        loss.append(Exchange("targets' logits and sums", "tp", reduce, None, 2 * n, FP32_BYTES))
-    return Part(
-        parameters=tuple(parameters),
-        kernels=(*before, Gemm(name, n, v, h), *after, *loss),
-        saved=(Saved("log-probabilities", n * v, FP32_BYTES, logits=True, made_by="cross_entropy"),),
-        gradients=tuple(parameter.name for parameter in reversed(parameters)),
-    )
+        largest = Exchange("largest logits", "tp", reduce, None, n, FP32_BYTES)
+        sums = Exchange("targets' logits and sums", "tp", reduce, None, 2 * n, FP32_BYTES)
+        exchanges = [(Operator(kernel=largest),), (Operator(kernel=sums),)]
+    after, before = exchanges[1], exchanges[0]
+    operators = (*before, loss_cast(logits, wide), loss, *after)
+    return joined(Part(operators=gathered.before), matrix, Part(operators=gathered.after), Part(operators=operators))
+
+
+def loss_cast(logits: str, wide: Tensor) -> Operator:
+    """The copy of logits in FP32 that the loss is computed from."""
+    return cast(logits, wide)
+
+
+def _of_logits(operator: Operator) -> Operator:
+    """A matmul whose result belongs to the output distribution."""
+    return replace(operator, makes=tuple(replace(tensor, logits=True) for tensor in operator.makes))

@@ -19,21 +19,24 @@ in another way cost the same but for the scores of all experts, which some of th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.part import FP32_BYTES, Part
-from simplan.spec.share import Share, column_exchanges, row_kernels
+from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.models.mlp import column_linears, gated, row_linear
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear
+from simplan.spec.share import Share
 
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["ExpertsForm", "expert_mlp", "experts_form", "places_of", "shared_expert_mlp"]
+__all__ = ["ExpertsForm", "expert_mlp", "experts_form", "places_of", "shared_expert_mlp", "sum_of_experts"]
 
-_INDEX_BYTES = 8
-_MASK_BYTES = 1
+_SOURCE, _COMBINED = "norm2 output", "combined output"
+_CHOSEN, _PLACES, _TOKENS = "chosen experts", "places of tokens", "tokens of places"
+_INPUTS, _RESULTS = "places of experts", "results of places"
 
 
 def places_of(tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
@@ -101,60 +104,43 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
         form: Which experts.
         share: Sizes.
     """
-    n, h, i = share.tokens, share.hidden, form.shared_width // share.shard.tp
+    n, own, h, i = share.tokens, share.own_tokens, share.hidden, form.shared_width // share.shard.tp
     if not i:
         return Part()
-    before, after = column_exchanges("norm2 output", share)
-    kernels: list[Kernel] = [
-        *before,
-        Gemm("shared_gate", n, i, h),
-        Gemm("shared_up", n, i, h),
-        *after,
-        Pointwise("shared_silu_multiply", 3 * n * i, 2 * n * i),
-        Gemm("shared_down", n, h, i),
-        *row_kernels("shared_down output", share),
-    ]
-    parameters = [
-        ParameterSpec("shared_gate.weight", (i, h)),
-        ParameterSpec("shared_up.weight", (i, h)),
-        ParameterSpec("shared_down.weight", (h, i)),
-    ]
-    saved = [
-        Saved("shared_gate output", n * i, made_by="shared_gate"),
-        Saved("shared silu output", n * i, made_by="shared_silu_multiply"),
-        Saved("shared_up output", n * i, made_by="shared_up"),
-        Saved("shared gated product", n * i, made_by="shared_silu_multiply"),
-    ]
-    # tokens are gathered once for both matrices that use them, which then get their gradients in one operation
-    both = ("shared_gate.weight", "shared_up.weight")
-    gradients = ["shared_down.weight", *(both if share.partial else both[::-1])]
-    if form.shared_gate:
-        own = share.own_tokens
-        kernels += [Gemm("shared_expert_gate", own, 1, h), Pointwise("weigh shared", own * h + own, own * h)]
-        parameters.append(ParameterSpec("shared_expert_gate.weight", (1, h), share.partial))
-        saved += [
-            Saved("shared_down output", own * h, made_by="shared_down output" if share.shard.tp > 1 else "shared_down"),
-            Saved("shared gate's sigmoid", own, made_by="weigh shared"),
-        ]
-        gradients.insert(0, "shared_expert_gate.weight")
-    return Part(parameters=tuple(parameters), kernels=tuple(kernels), saved=tuple(saved), gradients=tuple(gradients))
+    mlp = joined(
+        column_linears({"shared_gate": i, "shared_up": i}, _SOURCE, share),
+        gated("shared_", n * i),
+        row_linear("shared_down", "shared_gated product", i, share),
+    )
+    if not form.shared_gate:
+        return mlp
+    gate = linear("shared_expert_gate", _SOURCE, (own, 1, h), partial=(share.partial, False))
+    sigmoid = Tensor("shared gate's sigmoid", own)
+    output = "shared_down output"
+    weigh = Operator(
+        kernel=Pointwise("weigh shared", own * h + own, own * h),
+        reads=("shared_expert_gate output", output),
+        makes=(Tensor("weighed shared output", own * h), sigmoid),
+        saves=(output, sigmoid.name),
+    )
+    return joined(mlp, gate, Part(operators=(weigh,)))
 
 
 def expert_mlp(form: ExpertsForm, share: Share) -> Part:
-    """The router, the experts and what brings tokens there and back.
+    """The router, the experts and what brings tokens there and back: ``combined output``.
 
     Args:
         form: Which experts.
         share: Sizes.
     """
-    router = _router(form, share)
-    experts = _experts(form, share)
-    return Part(
-        parameters=(*router.parameters, *experts.parameters),
-        kernels=(*router.kernels, *experts.kernels),
-        saved=(*router.saved, *experts.saved),
-        gradients=(*experts.gradients, *router.gradients),
-    )
+    return joined(_router(form, share), _experts(form, share))
+
+
+def sum_of_experts(form: ExpertsForm, share: Share) -> Part:
+    """The sum of what the chosen experts and the shared one make."""
+    shared = "weighed shared output" if form.shared_gate else "shared_down output"
+    made = Tensor("sum of experts", share.own_tokens * share.hidden)
+    return Part(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),))
 
 
 def _router(form: ExpertsForm, share: Share) -> Part:
@@ -162,73 +148,92 @@ def _router(form: ExpertsForm, share: Share) -> Part:
     n, h, e = share.own_tokens, share.hidden, form.num_experts
     chosen = n * form.top_k
     places = e * places_of(n, form.top_k, e, form.capacity_factor)
-    parameters = [ParameterSpec("router.weight", (e, h), share.partial)]
-    if form.router_bias:
-        parameters.append(ParameterSpec("router.bias", (e,), share.partial))
-    return Part(
-        parameters=tuple(parameters),
-        kernels=(
-            Gemm("router", n, e, h),
-            Pointwise("routing", n * e + 8 * chosen, 8 * chosen + places),  # sorting, and tables both ways
-        ),
-        saved=(
-            Saved("chosen experts", chosen, _INDEX_BYTES, made_by="routing"),
-            Saved("their weights", chosen, FP32_BYTES, made_by="routing"),
-            Saved("places of tokens", chosen, _INDEX_BYTES, made_by="routing"),
-            Saved("tokens of places", places, _INDEX_BYTES, made_by="routing"),
-        ),
-        gradients=tuple(parameter.name for parameter in reversed(parameters)),
+    both = share.partial, share.partial
+    experts, weights = Tensor(_CHOSEN, chosen, INDEX_BYTES), Tensor("their weights", chosen, FP32_BYTES)
+    tables = Tensor(_PLACES, chosen, INDEX_BYTES), Tensor(_TOKENS, places, INDEX_BYTES)
+    routing = Operator(
+        kernel=Pointwise("routing", n * e + 8 * chosen, 8 * chosen + places),  # sorting, and tables both ways
+        reads=("router output",),
+        makes=(weights, experts, *tables),
+        saves=(weights.name, experts.name),
     )
+    router = linear("router", _SOURCE, (n, e, h), bias=form.router_bias, partial=both)
+    return joined(router, Part(operators=(routing,)))
 
 
 def _experts(form: ExpertsForm, share: Share) -> Part:
     shard = share.shard
     n, h, i, ep = share.own_tokens, share.hidden, form.width // shard.etp, shard.ep
     assert form.num_experts % ep == form.width % shard.etp == 0, (form, shard)
-    own, chosen, apart = form.num_experts // ep, n * form.top_k, shard.experts_apart
+    own, chosen = form.num_experts // ep, n * form.top_k
     sent = form.num_experts * places_of(n, form.top_k, form.num_experts, form.capacity_factor)
     rows = sent * shard.etp
     counted = min(rows, chosen * shard.etp)
-    shapes = {"experts_gate": (i, h), "experts_up": (i, h), "experts_down": (h, i)}
-    parameters = []
-    for name, (columns, inner) in shapes.items():
-        parameters.append(ParameterSpec(f"{name}.weight", (own, columns, inner), expert=apart))
-        if form.bias:
-            parameters.append(ParameterSpec(f"{name}.bias", (own, columns), expert=apart))
-    matrices = {
-        name: Gemm(name, rows, columns, inner, own, counted if counted < rows else 0)
-        for name, (columns, inner) in shapes.items()
-    }
+
+    def grouped(name: str, source: str, columns: int, inner: int) -> Part:
+        gemm = Gemm(name, rows, columns, inner, own, counted if counted < rows else 0)
+        weight = ParameterSpec(f"{name}.weight", (own, columns, inner), expert=shard.experts_apart)
+        bias = ParameterSpec(f"{name}.bias", (own, columns), expert=shard.experts_apart)
+        operator = Operator(
+            kernel=gemm,
+            reads=(source,),
+            makes=(Tensor(f"{name} output", rows * columns),),
+            saves=(source,),
+            parameters=(bias.name, weight.name) if form.bias else (weight.name,),
+        )
+        return Part(parameters=(weight, bias) if form.bias else (weight,), operators=(operator,))
+
     there, back = _exchanges(sent * h, own, shard)
-    biases = ("bias", "weight") if form.bias else ("weight",)
-    return Part(
-        parameters=tuple(parameters),
-        kernels=(
-            Pointwise("dispatch", sent * h, sent * h, moves=True),
-            *there,
-            matrices["experts_gate"],
-            matrices["experts_up"],
-            Pointwise("experts_silu_multiply", 3 * rows * i, 2 * rows * i),
-            matrices["experts_down"],
-            *back,
-            Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h),
-        ),
-        saved=(
-            Saved("places of experts", rows * h, made_by=there[-1].name if there else "dispatch"),
-            Saved("experts_gate output", rows * i, made_by="experts_gate"),
-            Saved("experts silu output", rows * i, made_by="experts_silu_multiply"),
-            Saved("experts_up output", rows * i, made_by="experts_up"),
-            Saved("experts gated product", rows * i, made_by="experts_silu_multiply"),
-            Saved("outputs of chosen experts", chosen * h, made_by="combine"),
-            Saved("weights without dropped tokens", chosen, made_by="combine"),
-            Saved("which tokens are dropped", chosen, _MASK_BYTES, made_by="combine"),
-        ),
-        gradients=tuple(f"{name}.{kind}" for name in ("experts_down", "experts_up", "experts_gate") for kind in biases),
+    dispatch = Operator(
+        kernel=Pointwise("dispatch", sent * h, sent * h, moves=True),
+        reads=(_SOURCE,),
+        makes=(Tensor(_INPUTS if not there else "dispatched tokens", sent * h),),
+        saves=(_TOKENS,),
+    )
+    return joined(
+        Part(operators=tuple(_chain([dispatch, *there], "", _INPUTS))),
+        grouped("experts_gate", _INPUTS, i, h),
+        grouped("experts_up", _INPUTS, i, h),
+        gated("experts_", rows * i),
+        grouped("experts_down", "experts_gated product", h, i),
+        Part(operators=tuple(_chain(back, "experts_down output", _RESULTS) if back else ())),
+        Part(operators=tuple(_combine(_RESULTS if back else "experts_down output", chosen, n, h))),
     )
 
 
-def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Kernel], list[Kernel]]:
-    """What brings places to their experts and back: exchanges, and copies from and to the order of ranks.
+def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
+    """Takes back the results of chosen experts, weighs them and adds them up."""
+    picked, product = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
+    weights, dropped = Tensor("weights without dropped tokens", chosen), Tensor("dropped tokens", chosen, MASK_BYTES)
+    kernel = Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h)
+    yield Operator(kernel=kernel, reads=(source,), makes=(picked,), saves=(_PLACES,))
+    yield Operator(reads=("their weights",), makes=(weights, dropped), saves=(dropped.name,))
+    yield Operator(
+        reads=(picked.name, weights.name),
+        makes=(Tensor(_COMBINED, n * h),),
+        saves=(picked.name, weights.name),
+        forward_scratch=(product,),
+        backward_scratch=(product,),
+    )
+
+
+def _chain(steps: list[Operator], source: str, result: str) -> Iterator[Operator]:
+    """Operators of which each reads what the one before it makes.
+
+    Args:
+        steps: The operators.
+        source: What the first one reads; empty where it says so itself.
+        result: Name of what the last one makes.
+    """
+    for number, step in enumerate(steps, 1):
+        (made,) = step.makes
+        made = replace(made, name=result) if number == len(steps) else made
+        yield replace(step, reads=(source,) if source else step.reads, makes=(made,))
+        source = made.name
+
+
+def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], list[Operator]]:
+    """What brings places to their experts and back: collectives, and copies from and to the order of ranks.
 
     Places are copied from tokens, and, where several experts have places for several ranks, once more in their order.
 
@@ -237,17 +242,31 @@ def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Kernel], lis
         own: Experts of a rank.
         shard: How layers are split.
     """
-    there: list[Kernel] = []
-    back: list[Kernel] = []
+    there: list[tuple[Kernel, int]] = []
+    back: list[tuple[Kernel, int]] = []
+    split = shard.etp * elements
     if shard.ep > 1:
         everywhere = CollectiveKind.ALL_TO_ALL
-        there.append(Exchange("expert inputs", "ep", everywhere, everywhere, elements))
-        back.append(Exchange("expert outputs", "ep", everywhere, everywhere, elements))
+        there.append((Exchange("expert inputs", "ep", everywhere, everywhere, elements), elements))
+        back.append((Exchange("expert outputs", "ep", everywhere, everywhere, elements), elements))
     if shard.etp > 1:
         gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-        there.append(Exchange("gathered expert inputs", "etp", gather, scatter, shard.etp * elements))
-        back.insert(0, Exchange("parts of expert outputs", "etp", scatter, gather, shard.etp * elements))
+        there.append((Exchange("gathered expert inputs", "etp", gather, scatter, split), split))
+        back.insert(0, (Exchange("parts of expert outputs", "etp", scatter, gather, split), elements))
     if there and own > 1:
-        there.append(Pointwise("sort by expert", shard.etp * elements, shard.etp * elements, moves=True))
-        back.insert(0, Pointwise("sort by rank", shard.etp * elements, shard.etp * elements, moves=True))
-    return there, back
+        there.append((Pointwise("sort by expert", split, split, moves=True), split))
+        back.insert(0, (Pointwise("sort by rank", split, split, moves=True), split))
+    copy = (Tensor("in the order of ranks", split),) if own > 1 else ()
+    first, second = (
+        [
+            Operator(
+                kernel=kernel,
+                makes=(Tensor(f"after {kernel.name}", size),),
+                forward_scratch=copy if isinstance(kernel, Exchange) else (),
+                backward_scratch=copy if isinstance(kernel, Exchange) else (),
+            )
+            for kernel, size in way
+        ]
+        for way in (there, back)
+    )
+    return first, second

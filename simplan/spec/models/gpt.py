@@ -28,7 +28,8 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     embedding = layer_of(
         embedding_key(model, share, f"p{model.max_position_embeddings}"),
         LayerKind.EMBEDDING,
-        [token_table(share), row_table("wpe", model.max_position_embeddings, share)],
+        [token_table(share), row_table("wpe", "wte output", model.max_position_embeddings, share)],
+        inputs=(),
         output_shapes=share.hidden_shapes,
     )
     block = gelu_block(model, share, _NORM, _ATTENTION, bias=True)

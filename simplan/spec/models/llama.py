@@ -15,7 +15,7 @@ from simplan.spec.models.family import LORA, PACKED, TOKENS, TRANSFORMER, Family
 from simplan.spec.models.keys import block_key, embedding_key
 from simplan.spec.models.mlp import gated_mlp
 from simplan.spec.models.mtp import MTP, depth_layers
-from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.part import NormKind, Part, hidden_input, layer_of, norm, residual
 from simplan.spec.models.prenorm import vocabulary_head
 from simplan.spec.share import Share, share_of
 
@@ -37,11 +37,12 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         embedding_key(model, share),
         LayerKind.EMBEDDING,
         [token_table(share)],
+        inputs=(),
         output_shapes=share.hidden_shapes,
     )
     forms = {window: _block(model, share, window) for window in set(model.windows)}
     blocks = {
-        window: layer_of(key, LayerKind.BLOCK, parts, output_shapes=share.hidden_shapes)
+        window: layer_of(key, LayerKind.BLOCK, parts, inputs=(hidden_input(share),), output_shapes=share.hidden_shapes)
         for window, (key, parts) in forms.items()
     }
     later = depth_layers(model, share, _NORM, *forms[model.windows[-1]])
@@ -69,13 +70,12 @@ def _block(model: ModelSpec, share: Share, window: int) -> tuple[str, list[Part]
     """Its key and its parts."""
     attention, switches = attention_of(model, share, window)
     return block_key(model, share, *switches), [
-        block_input(share),
-        norm("norm1", _NORM, share),
+        norm("norm1", "input", _NORM, share),
         attention,
-        residual("residual1", share, keeps_sum=True),
-        norm("norm2", _NORM, share),
+        residual("residual1", "input", "proj output", share),
+        norm("norm2", "residual1", _NORM, share),
         gated_mlp("norm2 output", share),
-        residual("residual2", share, keeps_sum=False),
+        residual("residual2", "residual1", "down output", share),
     ]
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simplan.spec.layer import Attention, Gemm, Kernel, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.documents import join_kernels
-from simplan.spec.models.part import FP32_BYTES, Part
-from simplan.spec.share import Share, column_exchanges, row_kernels
+from simplan.spec.layer import Attention, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.models.attention import core_operator, join_documents
+from simplan.spec.models.mlp import column_linears, row_linear
+from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, linear, norm_operator
+from simplan.spec.share import Share, for_columns
 
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
@@ -74,78 +75,61 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
     """
     n, own, h, a = share.tokens, share.own_tokens, share.hidden, share.heads
     assert share.shard.cp == 1
-    queries = _queries(form, share)
     d, wide = form.head, n * a * form.head
-    keys = a * (form.plain + form.value)
-    latent = form.kv_rank + form.rotated
-    rotated = n * (a + 1) * form.rotated
-    assemble = Pointwise("assemble heads", 3 * n * a * (form.plain + form.rotated + form.value), 3 * wide)
-    before, after = column_exchanges("kv_a_norm output", share, width=form.kv_rank)
-    turned = column_exchanges("rotated part of keys", share, width=form.rotated)[0]
-    return Part(
-        parameters=(
-            *queries.parameters,
-            ParameterSpec("kv_a.weight", (latent, h), share.partial),
-            ParameterSpec("kv_a_norm.weight", (form.kv_rank,), share.partial),
-            ParameterSpec("kv_b.weight", (keys, form.kv_rank)),
-            ParameterSpec("proj.weight", (h, a * form.value)),
+    latent, rotated = form.kv_rank + form.rotated, n * (a + 1) * form.rotated
+    queries, query = _queries(form, share), "q_b" if form.q_rank else "q"
+    narrow = linear("kv_a", "norm1 output", (own, latent, h), partial=(share.partial, False))
+    normed, weight = _narrow_norm("kv_a", form.kv_rank, share)
+    turned = for_columns("rotated part of keys", share, width=form.rotated)
+    cut = Operator(reads=("kv_a output",), makes=(Tensor("rotated part of keys", own * form.rotated),), in_place=True)
+    keys = column_linears({"kv_b": a * (form.plain + form.value)}, "kv_a_norm output", share, inner=form.kv_rank)
+    rotate = Operator(
+        kernel=Pointwise("rotary", 2 * rotated, 2 * rotated),
+        reads=(f"{query} output", turned.name),
+        makes=(Tensor("rotated parts", rotated),),
+    )
+    assembled = Tensor("q, k and padded v", 3 * wide)
+    assemble = Operator(
+        kernel=Pointwise("assemble heads", 3 * n * a * (form.plain + form.rotated + form.value), 3 * wide),
+        reads=(f"{query} output", "kv_b output", "rotated parts"),
+        makes=(assembled,),
+    )
+    padded, output = Tensor("padded attention output", wide), Tensor("attention output", n * a * form.value)
+    core = Attention(a, a, d, n, value_head_dim=form.value, padded=form.value < d, documents=share.documents)
+    attended = [core_operator(core, (assembled.name,), padded)]
+    if share.documents:
+        attended = [core_operator(core, (assembled.name,), Tensor("outputs of documents", wide))]
+        attended.append(join_documents(wide, "outputs of documents", share, padded.name))
+    cut_values = Operator(
+        kernel=Pointwise("cut values", n * a * form.value, n * a * form.value), reads=(padded.name,), makes=(output,)
+    )
+    return joined(
+        queries,
+        narrow,
+        Part(parameters=(weight,), operators=(normed, cut, *turned.before)),
+        keys,
+        Part(
+            operators=(rotate, assemble, *attended, cut_values),
+            constants=(Tensor("rotary tables", 2 * n * form.rotated, FP32_BYTES),),
         ),
-        kernels=(
-            *queries.kernels,
-            Gemm("kv_a", own, latent, h),
-            Pointwise("kv_a_norm", own * form.kv_rank, own * form.kv_rank),
-            *turned,
-            *before,
-            Gemm("kv_b", n, keys, form.kv_rank),
-            *after,
-            Pointwise("rotary", 2 * rotated, 2 * rotated),
-            assemble,
-            Attention(a, a, d, n, value_head_dim=form.value, padded=form.value < d, documents=share.documents),
-            *join_kernels(wide, share),
-            Pointwise("cut values", n * a * form.value, n * a * form.value),
-            Gemm("proj", n, h, a * form.value),
-            *row_kernels("proj output", share),
-        ),
-        saved=(
-            *queries.saved,
-            Saved("kv_a output", own * latent, made_by="kv_a"),
-            Saved("kv_a_norm statistics", own, FP32_BYTES, made_by="kv_a_norm"),
-            Saved("kv_a_norm output", own * form.kv_rank, made_by="kv_a_norm"),
-            Saved("q, k and padded v", 3 * wide, made_by="assemble heads"),
-            Saved("padded attention output", wide, made_by="attention"),
-            Saved("attention logsumexp", n * a, FP32_BYTES, made_by="attention"),
-            Saved("attention output", n * a * form.value, made_by="cut values"),
-        ),
-        constants=(Saved("rotary tables", 2 * n * form.rotated, FP32_BYTES),),
-        gradients=("proj.weight", "kv_b.weight", "kv_a_norm.weight", "kv_a.weight", *queries.gradients),
+        row_linear("proj", output.name, a * form.value, share),
     )
 
 
 def _queries(form: LatentForm, share: Share) -> Part:
-    n, own, h, q = share.tokens, share.own_tokens, share.hidden, share.heads * form.head
+    """Queries of all heads, ``q output`` or ``q_b output``."""
+    own, h, q = share.own_tokens, share.hidden, share.heads * form.head
     if not form.q_rank:
-        before, after = column_exchanges("norm1 output", share)
-        kernels: tuple[Kernel, ...] = (*before, Gemm("q", n, q, h), *after)
-        return Part(parameters=(ParameterSpec("q.weight", (q, h)),), kernels=kernels, gradients=("q.weight",))
-    before, after = column_exchanges("q_a_norm output", share, width=form.q_rank)
-    kernels = (
-        Gemm("q_a", own, form.q_rank, h),
-        Pointwise("q_a_norm", own * form.q_rank, own * form.q_rank),
-        *before,
-        Gemm("q_b", n, q, form.q_rank),
-        *after,
-    )
-    return Part(
-        parameters=(
-            ParameterSpec("q_a.weight", (form.q_rank, h), share.partial),
-            ParameterSpec("q_a_norm.weight", (form.q_rank,), share.partial),
-            ParameterSpec("q_b.weight", (q, form.q_rank)),
-        ),
-        kernels=kernels,
-        saved=(
-            Saved("q_a output", own * form.q_rank, made_by="q_a"),
-            Saved("q_a_norm statistics", own, FP32_BYTES, made_by="q_a_norm"),
-            Saved("q_a_norm output", own * form.q_rank, made_by="q_a_norm"),
-        ),
-        gradients=("q_b.weight", "q_a_norm.weight", "q_a.weight"),
-    )
+        return column_linears({"q": q}, "norm1 output", share)
+    narrow = linear("q_a", "norm1 output", (own, form.q_rank, h), partial=(share.partial, False))
+    normed, weight = _narrow_norm("q_a", form.q_rank, share)
+    wide = column_linears({"q_b": q}, "q_a_norm output", share, inner=form.q_rank)
+    return joined(narrow, Part(parameters=(weight,), operators=(normed,)), wide)
+
+
+def _narrow_norm(name: str, width: int, share: Share) -> tuple[Operator, ParameterSpec]:
+    """The norm of a narrow vector, the first columns of what a matrix gives."""
+    weight = ParameterSpec(f"{name}_norm.weight", (width,), share.partial)
+    result = Tensor(f"{name}_norm output", share.own_tokens * width)
+    kind = NormKind(statistics=1, bias=False)
+    return norm_operator(f"{name}_norm", f"{name} output", kind, result, share.own_tokens, [weight]), weight

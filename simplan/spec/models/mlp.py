@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from simplan.spec.layer import Gemm, ParameterSpec, Pointwise, Saved
-from simplan.spec.models.part import Part
-from simplan.spec.share import Share, column_exchanges, row_kernels
+from simplan.spec.layer import Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.models.part import Part, joined, linear
+from simplan.spec.share import Share, for_columns, sum_of_rows
 
-__all__ = ["gated_mlp", "gelu_mlp", "relu_mlp"]
+__all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "relu_mlp", "row_linear"]
 
 
 def gelu_mlp(source: str, share: Share, *, bias: bool) -> Part:
@@ -17,26 +17,11 @@ def gelu_mlp(source: str, share: Share, *, bias: bool) -> Part:
         share: Sizes.
         bias: Both matrices have one.
     """
-    n, h, i = share.tokens, share.hidden, share.intermediate
-    before, after = column_exchanges(source, share)
-    parameters = [ParameterSpec("up.weight", (i, h)), ParameterSpec("down.weight", (h, i))]
-    gradients = ["down.weight", "up.weight"]
-    if bias:
-        parameters.insert(1, ParameterSpec("up.bias", (i,)))
-        parameters.append(ParameterSpec("down.bias", (h,), share.partial))
-        gradients = ["down.bias", "down.weight", "up.bias", "up.weight"]
-    return Part(
-        parameters=tuple(parameters),
-        kernels=(
-            *before,
-            Gemm("up", n, i, h),
-            *after,
-            Pointwise("gelu", n * i, n * i),
-            Gemm("down", n, h, i),
-            *row_kernels("down output", share, bias=bias),
-        ),
-        saved=(Saved("up output", n * i, made_by="up"), Saved("gelu output", n * i, made_by="gelu")),
-        gradients=tuple(gradients),
+    n, i = share.tokens, share.intermediate
+    return joined(
+        column_linears({"up": i}, source, share, bias=bias),
+        activated("gelu", "up output", n * i),
+        row_linear("down", "gelu output", i, share, bias=bias),
     )
 
 
@@ -47,20 +32,11 @@ def relu_mlp(source: str, share: Share) -> Part:
         source: Name of the tensor it is applied to.
         share: Sizes.
     """
-    n, h, i = share.tokens, share.hidden, share.intermediate
-    before, after = column_exchanges(source, share)
-    return Part(
-        parameters=(ParameterSpec("up.weight", (i, h)), ParameterSpec("down.weight", (h, i))),
-        kernels=(
-            *before,
-            Gemm("up", n, i, h),
-            *after,
-            Pointwise("relu", n * i, n * i),
-            Gemm("down", n, h, i),
-            *row_kernels("down output", share),
-        ),
-        saved=(Saved("relu output", n * i, made_by="relu"),),
-        gradients=("down.weight", "up.weight"),
+    n, i = share.tokens, share.intermediate
+    return joined(
+        column_linears({"up": i}, source, share),
+        activated("relu", "up output", n * i, saves="relu output"),
+        row_linear("down", "relu output", i, share),
     )
 
 
@@ -72,29 +48,88 @@ def gated_mlp(source: str, share: Share, *, activation: str = "silu") -> Part:
         share: Sizes.
         activation: Name of the function.
     """
-    n, h, i = share.tokens, share.hidden, share.intermediate
-    before, after = column_exchanges(source, share)
-    return Part(
-        parameters=(
-            ParameterSpec("gate.weight", (i, h)),
-            ParameterSpec("up.weight", (i, h)),
-            ParameterSpec("down.weight", (h, i)),
-        ),
-        kernels=(
-            *before,
-            Gemm("gate", n, i, h),
-            Gemm("up", n, i, h),
-            *after,
-            Pointwise(f"{activation}_multiply", 3 * n * i, 2 * n * i),
-            Gemm("down", n, h, i),
-            *row_kernels("down output", share),
-        ),
-        saved=(
-            Saved("gate output", n * i, made_by="gate"),
-            Saved(f"{activation} output", n * i, made_by=f"{activation}_multiply"),
-            Saved("up output", n * i, made_by="up"),
-            Saved("gated product", n * i, made_by=f"{activation}_multiply"),
-        ),
-        # tokens are gathered once for both matrices that use them, which then get their gradients in one operation
-        gradients=("down.weight", *(("gate.weight", "up.weight") if share.partial else ("up.weight", "gate.weight"))),
+    n, i = share.tokens, share.intermediate
+    return joined(
+        column_linears({"gate": i, "up": i}, source, share),
+        gated("", n * i, activation),
+        row_linear("down", "gated product", i, share),
     )
+
+
+def activated(name: str, source: str, elements: int, *, saves: str = "", result: Tensor | None = None) -> Part:
+    """A function of every element, whose backward needs its input.
+
+    Args:
+        name: Of the function.
+        source: Name of the tensor it is applied to.
+        elements: Of one sequence.
+        saves: What its backward needs instead.
+        result: What it makes; ``{name} output`` where that is not said.
+    """
+    made = result or Tensor(f"{name} output", elements)
+    kernel = Pointwise(name, elements, elements)
+    return Part(operators=(Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,)),))
+
+
+def gated(prefix: str, elements: int, activation: str = "silu") -> Part:
+    """The activation of one half times the other, ``{prefix}gate output`` and ``{prefix}up output``; one kernel.
+
+    Args:
+        prefix: Of all names.
+        elements: Of each half, of one sequence.
+        activation: Name of the function.
+    """
+    gate, up = f"{prefix}gate output", f"{prefix}up output"
+    function = Operator(
+        kernel=Pointwise(f"{prefix}{activation}_multiply", 3 * elements, 2 * elements),
+        reads=(gate,),
+        makes=(Tensor(f"{prefix}{activation} output", elements),),
+        saves=(gate,),
+        gates=True,
+    )
+    (made,) = function.makes
+    product = Operator(
+        reads=(made.name, up),
+        makes=(Tensor(f"{prefix}gated product", elements),),
+        saves=(made.name, up),
+        saves_for=((made.name, up), (up, made.name)),
+    )
+    return Part(operators=(function, product))
+
+
+def column_linears(widths: dict[str, int], source: str, share: Share, *, bias: bool = False, inner: int = 0) -> Part:
+    """Matrices of one input, split by columns; the result of each is ``{name} output``.
+
+    Args:
+        widths: Columns of each matrix on this rank, by name.
+        source: Name of their input, of the own tokens.
+        share: Sizes.
+        bias: They have biases.
+        inner: Columns of the input; 0 for the hidden size.
+    """
+    gathered = for_columns(source, share, width=inner)
+    k = inner or share.hidden
+    linears = (
+        linear(name, gathered.name, (share.tokens, width, k), saves=source, bias=bias) for name, width in widths.items()
+    )
+    return joined(Part(operators=gathered.before), *linears, Part(operators=gathered.after))
+
+
+def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool = False) -> Part:
+    """A matrix split by rows, whose parts are summed over ranks; its result is ``{name} output``.
+
+    Args:
+        name: Of the matrix.
+        source: Name of its input.
+        inner: Columns of the input on this rank.
+        share: Sizes.
+        bias: It has one, added once to the sum.
+    """
+    gemm = share.tokens, share.hidden, inner
+    result = f"{name} output"
+    if share.shard.tp == 1:
+        return linear(name, source, gemm, bias=bias)
+    part = linear(name, source, gemm, result=f"parts of {result}")
+    summed = sum_of_rows(f"parts of {result}", result, share, bias=f"{name}.bias" if bias else "")
+    added = (ParameterSpec(f"{name}.bias", (share.hidden,), share.partial),) if bias else ()
+    return joined(part, Part(parameters=added, operators=tuple(summed)))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.models.ends import token_table
-from simplan.spec.models.experts import expert_mlp, experts_form, shared_expert_mlp
+from simplan.spec.models.experts import expert_mlp, experts_form, shared_expert_mlp, sum_of_experts
 from simplan.spec.models.family import PACKED, TOKENS, TRANSFORMER, Defaults, Family, transformer_defaults
 from simplan.spec.models.keys import block_key, embedding_key
 from simplan.spec.models.llama import ATTENTION, attention_of
 from simplan.spec.models.mlp import gated_mlp
 from simplan.spec.models.mtp import MTP, depth_layers
-from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.part import NormKind, Part, hidden_input, layer_of, norm, residual
 from simplan.spec.models.prenorm import vocabulary_head
 from simplan.spec.share import Share, share_of
 
@@ -50,12 +50,16 @@ def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tup
     """
     share = share_of(model, shard)
     embedding = layer_of(
-        embedding_key(model, share), LayerKind.EMBEDDING, [token_table(share)], output_shapes=share.hidden_shapes
+        embedding_key(model, share),
+        LayerKind.EMBEDDING,
+        [token_table(share)],
+        inputs=(),
+        output_shapes=share.hidden_shapes,
     )
     forms = [(number >= model.num_dense_layers, window) for number, window in enumerate(model.windows)]
     parts = {form: _block(model, share, *form, attention) for form in set(forms)}
     blocks = {
-        form: layer_of(key, LayerKind.BLOCK, of_block, output_shapes=share.hidden_shapes)
+        form: layer_of(key, LayerKind.BLOCK, of_block, inputs=(hidden_input(share),), output_shapes=share.hidden_shapes)
         for form, (key, of_block) in parts.items()
     }
     later = depth_layers(model, share, _NORM, *parts[forms[-1]])
@@ -69,18 +73,20 @@ def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention:
     if sparse:
         split = [f"ep{share.shard.ep}"] * (share.shard.ep > 1) + [f"etp{share.shard.etp}"] * (share.shard.etp > 1)
         key = block_key(model, share, *more, form.key, *split)
-        mlp = [shared_expert_mlp(form, share), expert_mlp(form, share)]
+        mlp, branch = [shared_expert_mlp(form, share), expert_mlp(form, share)], "combined output"
+        if form.shared_width:
+            mlp.append(sum_of_experts(form, share))
+            branch = "sum of experts"
     else:
         key = block_key(model, share, *more)
-        mlp = [gated_mlp("norm2 output", share)]
+        mlp, branch = [gated_mlp("norm2 output", share)], "down output"
     return key, [
-        block_input(share),
-        norm("norm1", _NORM, share),
+        norm("norm1", "input", _NORM, share),
         attended,
-        residual("residual1", share, keeps_sum=True),
-        norm("norm2", _NORM, share),
+        residual("residual1", "input", "proj output", share),
+        norm("norm2", "residual1", _NORM, share),
         *mlp,
-        residual("residual2", share, keeps_sum=False),
+        residual("residual2", "residual1", branch, share),
     ]
 
 

@@ -26,7 +26,11 @@ _ATTENTION = AttentionForm(fused=True, alibi=True)
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share = share_of(model, shard)
     embedding = layer_of(
-        embedding_key(model, share), LayerKind.EMBEDDING, [token_table(share)], output_shapes=share.hidden_shapes
+        embedding_key(model, share),
+        LayerKind.EMBEDDING,
+        [token_table(share)],
+        inputs=(),
+        output_shapes=share.hidden_shapes,
     )
     block = gelu_block(model, share, _NORM, _ATTENTION, bias=False)
     head = vocabulary_head(model, share, _NORM)

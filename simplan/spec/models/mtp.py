@@ -15,22 +15,33 @@ tokens, labels and losses, and to count hits for the log, is not modelled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, LayerKind, LayerSpec, ParameterSpec, Saved
+from simplan.spec.layer import CollectiveKind, Exchange, LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 from simplan.spec.models.ends import output_distribution, token_lookup
-from simplan.spec.models.part import NormKind, Part, concatenation, layer_of, norm
-from simplan.spec.share import Share, column_exchanges
+from simplan.spec.models.part import (
+    NormKind,
+    Part,
+    concatenation,
+    hidden_input,
+    joined,
+    layer_of,
+    linear,
+    norm,
+    rewired,
+)
+from simplan.spec.share import Share, for_columns
 
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
 
-__all__ = ["MTP", "depth_heads", "depth_layers"]
+__all__ = ["MTP", "depth_heads", "depth_layers", "later_inputs"]
 
 MTP = frozenset({"mtp_num_layers"})
 """Fields of families whose models can have such layers."""
 
-_CONCATENATED, _PROJECTED = "concatenated norms", "eh_proj output"
+_LOOKED_UP, _CONCATENATED, _PROJECTED = "wte output", "concatenated norms", "eh_proj output"
 
 
 def depth_layers(
@@ -43,41 +54,56 @@ def depth_layers(
         share: Sizes.
         kind: Of all norms.
         key: Of the model's last block.
-        block: Its parts, its input first.
+        block: Its parts.
     """
-    hidden_states, *rest = block
+    projected = [rewired(part, "input", _PROJECTED) for part in block]
     for depth in range(1, model.mtp_num_layers + 1):
+        before = tuple(
+            hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in range(depth - 1)
+        )
+        passed = (*(tensor.name for tensor in before), "input")
         yield layer_of(
             f"{key},mtp{depth}",
             LayerKind.BLOCK,
-            [hidden_states, *_later_tokens(kind, share), *rest],
+            [*_later_tokens(kind, share), *projected],
+            inputs=(*before, hidden_input(share)),
+            outputs=(*passed, projected[-1].operators[-1].makes[0].name),
             output_shapes=share.hidden_shapes * (depth + 1),
             passed_outputs=tuple(range(depth)),
             mtp_depth=depth,
         )
 
 
+def later_inputs(model: ModelSpec, share: Share) -> tuple[Tensor, ...]:
+    """Hidden states of all depths but the last, which the head gets besides."""
+    numbers = range(model.mtp_num_layers)
+    return tuple(hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in numbers)
+
+
 def _later_tokens(kind: NormKind, share: Share) -> Iterator[Part]:
     """Embeddings of later tokens, both norms, the projection. The embedding is a parameter of the head."""
     own, h, tp = share.own_tokens * share.hidden, share.hidden, share.shard.tp
-    kernels, saved = token_lookup(share)
-    looked_up = Saved("embeddings of later tokens", own, made_by=kernels[-1].name, residual=True)
-    yield Part(kernels=kernels, saved=(*saved, looked_up))
-    for name in ("enorm", "hnorm"):
-        yield norm(name, kind, share, keeps_output=False)
-    yield concatenation(_CONCATENATED, 2, share)
-    before, after = column_exchanges(_CONCATENATED, share, width=2 * h)
-    projection: list[Kernel] = [*before, Gemm("eh_proj", share.tokens, h // tp, 2 * h), *after]
-    if tp > 1:  # with sequence parallelism every rank goes on with its own tokens
+    yield Part(operators=tuple(token_lookup(share, _LOOKED_UP)))
+    for name, source in (("enorm", _LOOKED_UP), ("hnorm", "input")):
+        yield norm(name, source, kind, share, for_matmuls=False)
+    yield concatenation(_CONCATENATED, ("enorm output", "hnorm output"), share)
+    gathered = for_columns(_CONCATENATED, share, width=2 * h)
+    parts = _PROJECTED if tp == 1 else f"parts of {_PROJECTED}"
+    matrix = linear("eh_proj", gathered.name, (share.tokens, h // tp, 2 * h), saves=_CONCATENATED, result=parts)
+    exchange = []
+    if tp == 1:
+        matrix = replace(matrix, operators=tuple(_of_stream(operator) for operator in matrix.operators))
+    else:  # with sequence parallelism every rank goes on with its own tokens
         backward = CollectiveKind.ALL_GATHER if share.shard.sequence_parallel else None
-        elements = share.tokens * h
-        projection.append(Exchange(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, elements, residual=True))
-    yield Part(
-        parameters=(ParameterSpec("eh_proj.weight", (h // tp, 2 * h)),),
-        kernels=tuple(projection),
-        saved=(Saved(_PROJECTED, own, made_by=projection[-1].name, residual=True),),
-        gradients=("eh_proj.weight",),
-    )
+        gather = Exchange(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
+        made = Tensor(_PROJECTED, own, residual=True)
+        exchange.append(Operator(kernel=gather, reads=(parts,), makes=(made,)))
+    yield joined(Part(operators=gathered.before), matrix, Part(operators=(*gathered.after, *exchange)))
+
+
+def _of_stream(operator: Operator) -> Operator:
+    """A matmul whose result is of the residual stream."""
+    return replace(operator, makes=tuple(replace(tensor, residual=True) for tensor in operator.makes))
 
 
 def depth_heads(model: ModelSpec, share: Share, kind: NormKind) -> tuple[list[Part], list[Part]]:
@@ -94,9 +120,11 @@ def depth_heads(model: ModelSpec, share: Share, kind: NormKind) -> tuple[list[Pa
     if not model.mtp_num_layers:
         return [], []
     copy = ParameterSpec("mtp_wte.weight", (share.vocab, share.hidden))
-    before = [] if model.tied_embeddings else [Part(parameters=(copy,), gradients=(copy.name,))]
+    held = Operator(parameters=(copy.name,))
+    before = [] if model.tied_embeddings else [Part(parameters=(copy,), operators=(held,))]
     after = []
     for depth in range(1, model.mtp_num_layers + 1):
         name = f"mtp_norm{depth}"
-        after += [norm(name, kind, share), output_distribution(f"{name} output", share, again=True)]
+        source = f"hidden states of depth {depth - 1}"
+        after += [norm(name, source, kind, share), output_distribution(f"{name} output", share, again=f"{name} ")]
     return before, after

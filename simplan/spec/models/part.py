@@ -1,21 +1,39 @@
 """Parts: what layers are put together from, and how.
 
-A part knows its own parameters, kernels, saved tensors and constants, and in which order backward completes its
-gradients. A layer is a sequence of parts, and a family is a builder that chooses them.
+A part knows its own parameters, operators and constants. A layer is a sequence of parts, and a family is a builder that
+chooses them. Parts name the tensor that they are applied to, and those that they make.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from simplan.spec.layer import Kernel, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.spec.share import Share
 
-__all__ = ["FP32_BYTES", "NormKind", "Part", "block_input", "concatenation", "layer_of", "norm", "residual"]
+__all__ = [
+    "FP32_BYTES",
+    "INDEX_BYTES",
+    "MASK_BYTES",
+    "NormKind",
+    "Part",
+    "cast",
+    "concatenation",
+    "hidden_input",
+    "joined",
+    "layer_of",
+    "linear",
+    "norm",
+    "norm_operator",
+    "residual",
+    "rewired",
+]
 
-FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are fp32 whatever the precision
+FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are FP32 whatever the precision
+INDEX_BYTES = 8
+MASK_BYTES = 1
+_NORM_SCRATCH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +41,23 @@ class Part:
     """A piece of a layer; forward runs the pieces in order, backward in reverse.
 
     Attributes:
-        parameters, kernels, saved, constants, buffers: As of ``LayerSpec``.
-        gradients: Names of its parameters in the order in which backward completes their gradients.
+        parameters, operators, constants, buffers: As of ``LayerSpec``.
     """
 
     parameters: tuple[ParameterSpec, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    saved: tuple[Saved, ...] = ()
-    constants: tuple[Saved, ...] = ()
-    buffers: tuple[Saved, ...] = ()
-    gradients: tuple[str, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    constants: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
+
+
+def joined(*parts: Part) -> Part:
+    """Several parts as one."""
+    return Part(
+        parameters=tuple(parameter for part in parts for parameter in part.parameters),
+        operators=tuple(operator for part in parts for operator in part.operators),
+        constants=tuple(table for part in parts for table in part.constants),
+        buffers=tuple(table for part in parts for table in part.buffers),
+    )
 
 
 def layer_of(
@@ -40,7 +65,9 @@ def layer_of(
     kind: LayerKind,
     parts: Iterable[Part],
     *,
+    inputs: tuple[Tensor, ...],
     output_shapes: tuple[tuple[int, ...], ...],
+    outputs: tuple[str, ...] = (),
     passed_outputs: tuple[int, ...] = (),
     product_outputs: tuple[int, ...] = (),
     tied: tuple[str, ...] = (),
@@ -49,30 +76,30 @@ def layer_of(
     """A layer of parts.
 
     Args:
-        key, kind, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: As of ``LayerSpec``.
+        key, kind, inputs, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: As of ``LayerSpec``.
         parts: In the order in which forward runs them.
+        outputs: As of ``LayerSpec``; the last tensor that is made where there is one output.
     """
-    whole = list(parts)
-    parameters = tuple(parameter for part in whole for parameter in part.parameters)
-    place = {parameter.name: index for index, parameter in enumerate(parameters)}
-    completed = [name for part in reversed(whole) for name in part.gradients]
-    assert sorted(completed) == sorted(place), (completed, place)
-    return LayerSpec(
+    whole = joined(*parts)
+    last = tuple(tensor.name for tensor in whole.operators[-1].makes if tensor.bytes_per_element is None)
+    made = LayerSpec(
         key=key,
         kind=kind,
-        parameters=parameters,
-        kernels=tuple(kernel for part in whole for kernel in part.kernels),
-        saved=tuple(tensor for part in whole for tensor in part.saved),
-        output_elements=0 if kind is LayerKind.HEAD else sum(math.prod(shape) for shape in output_shapes),
+        parameters=whole.parameters,
+        operators=whole.operators,
+        inputs=inputs,
+        outputs=() if kind is LayerKind.HEAD else (outputs or last),
         output_shapes=output_shapes,
         passed_outputs=passed_outputs,
         product_outputs=product_outputs,
-        constants=tuple(table for part in whole for table in part.constants),
-        buffers=tuple(table for part in whole for table in part.buffers),
+        constants=whole.constants,
+        buffers=whole.buffers,
         tied=tied,
-        gradient_order=tuple(place[name] for name in completed),
         mtp_depth=mtp_depth,
     )
+    assert sorted(made.gradient_order) == list(range(len(made.parameters))), key
+    assert kind is LayerKind.HEAD or len(made.outputs) == len(output_shapes), key
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,62 +115,141 @@ class NormKind:
     bias: bool
 
 
-def block_input(share: Share, *, residual: bool = True) -> Part:
-    """The input of a layer, kept as it is.
+def hidden_input(share: Share, name: str = "input", *, elsewhere: bool = False) -> Tensor:
+    """Hidden states that a layer gets; ``elsewhere`` as of ``Tensor``."""
+    return Tensor(name, share.own_tokens * share.hidden, residual=True, elsewhere=elsewhere)
+
+
+def rewired(part: Part, old: str, new: str) -> Part:
+    """The same, applied to another tensor.
 
     Args:
-        share: Sizes.
-        residual: It is kept as a part of the residual stream. Without, it is kept for matrix products, in their
-            precision: a copy where that is another one.
+        part: What reads a tensor.
+        old: Name of the tensor.
+        new: Name of the one in its place.
     """
-    return Part(saved=(Saved("input", share.own_tokens * share.hidden, residual=residual),))
+    operators = tuple(
+        replace(
+            operator,
+            reads=tuple(new if name == old else name for name in operator.reads),
+            saves=tuple(new if name == old else name for name in operator.saves),
+        )
+        for operator in part.operators
+    )
+    return replace(part, operators=operators)
 
 
-def norm(name: str, kind: NormKind, share: Share, *, keeps_output: bool = True) -> Part:
-    """A norm over the hidden size of the own tokens; its input is kept by whoever makes it.
+def cast(source: str, result: Tensor) -> Operator:
+    """The same in another width."""
+    return Operator(reads=(source,), makes=(result,), is_cast=True)
+
+
+def linear(
+    name: str,
+    source: str,
+    gemm: tuple[int, int, int],
+    *,
+    saves: str = "",
+    bias: bool = False,
+    partial: tuple[bool, bool] = (False, False),
+    result: str = "",
+) -> Part:
+    """A matrix of weights, and perhaps a bias, that a tensor is multiplied with.
+
+    Args:
+        name: Of the matrix.
+        source: Name of the tensor.
+        gemm: Rows of one sequence, columns of the result, columns of the input.
+        saves: What backward has the input from, where that is not the input itself.
+        bias: It has one.
+        partial: Whether gradients of weight and bias are partial (``ParameterSpec``).
+        result: Name of the result.
+    """
+    m, n, k = gemm
+    weight = ParameterSpec(f"{name}.weight", (n, k), partial[0])
+    parameters = (weight, ParameterSpec(f"{name}.bias", (n,), partial[1])) if bias else (weight,)
+    operator = Operator(
+        kernel=Gemm(name, m, n, k),
+        reads=(source,),
+        makes=(Tensor(result or f"{name} output", m * n),),
+        saves=(saves or source,),
+        parameters=tuple(parameter.name for parameter in reversed(parameters)),
+    )
+    return Part(parameters=parameters, operators=(operator,))
+
+
+def norm(name: str, source: str, kind: NormKind, share: Share, *, for_matmuls: bool = True) -> Part:
+    """A norm over the hidden size of the own tokens.
 
     Args:
         name: Of its weights.
+        source: Name of the tensor it is applied to.
         kind: Which norm.
         share: Sizes.
-        keeps_output: A matrix product follows; else the output is the next layer's input.
+        for_matmuls: Its result, ``{name} output``, goes into matmuls, in their precision; else it is of the residual
+            stream.
     """
     h, own = share.hidden, share.own_tokens * share.hidden
     parameters = [ParameterSpec(f"{name}.weight", (h,), share.partial)]
     if kind.bias:
         parameters.append(ParameterSpec(f"{name}.bias", (h,), share.partial))
-    saved = [Saved(f"{name} statistics", kind.statistics * share.own_tokens, FP32_BYTES, made_by=name)]
-    if keeps_output:
-        saved.append(Saved(f"{name} output", own, made_by=name))
-    return Part(
-        parameters=tuple(parameters),
-        kernels=(Pointwise(name, own, own),),
-        saved=tuple(saved),
-        gradients=tuple(parameter.name for parameter in parameters),
+    normed = Tensor(f"{name} result" if for_matmuls else f"{name} output", own, residual=True)
+    operators = [norm_operator(name, source, kind, normed, kind.statistics * share.own_tokens, parameters)]
+    if for_matmuls:
+        operators.append(cast(normed.name, Tensor(f"{name} output", own)))
+    return Part(parameters=tuple(parameters), operators=tuple(operators))
+
+
+def norm_operator(
+    name: str, source: str, kind: NormKind, result: Tensor, num_statistics: int, parameters: Iterable[ParameterSpec]
+) -> Operator:
+    """The operator of a norm, whose backward needs its input and statistics.
+
+    LayerNorm's backward is one kernel. RMSNorm's is composed of single operations where torch has no kernel for it: at
+    worst it has the normalized input, its gradient and a product of both in FP32, beside its result.
+    """
+    statistics = Tensor(f"{name} statistics", num_statistics, FP32_BYTES)
+    wide = Tensor(f"{name} scratch", result.elements, FP32_BYTES)
+    composed = (wide,) * _NORM_SCRATCH + (Tensor(f"{name} scratch", result.elements, FP32_BYTES, widened=True),)
+    return Operator(
+        kernel=Pointwise(name, result.elements, result.elements),
+        reads=(source,),
+        makes=(result, statistics),
+        saves=(source, statistics.name),
+        parameters=tuple(parameter.name for parameter in parameters),
+        composed=kind.statistics == 1,
+        backward_scratch=composed if kind.statistics == 1 else (),
     )
 
 
-def concatenation(name: str, number: int, share: Share) -> Part:
-    """Puts several tensors as wide as the hidden states side by side, for a matrix product.
+def concatenation(name: str, sources: tuple[str, ...], share: Share) -> Part:
+    """Puts several tensors as wide as the hidden states side by side, for a matmul.
 
     Args:
         name: Of the result.
-        number: How many.
+        sources: Names of the tensors.
         share: Sizes.
     """
-    elements = number * share.own_tokens * share.hidden
+    elements = len(sources) * share.own_tokens * share.hidden
     kernel = Pointwise("concatenate", elements, elements, moves=True)
-    return Part(kernels=(kernel,), saved=(Saved(name, elements, made_by=kernel.name),))
+    return Part(operators=(Operator(kernel=kernel, reads=sources, makes=(Tensor(name, elements),)),))
 
 
-def residual(name: str, share: Share, *, keeps_sum: bool) -> Part:
+def residual(name: str, stream: str, branch: str, share: Share) -> Part:
     """Adds the output of a branch to the residual stream.
 
     Args:
         name: Of the sum.
+        stream: Name of the tensor it is added to.
+        branch: Name of the output of the branch.
         share: Sizes.
-        keeps_sum: A norm of the same layer follows, which needs it in backward.
     """
     own = share.own_tokens * share.hidden
-    saved = (Saved(name, own, made_by=name, residual=True),) if keeps_sum else ()
-    return Part(kernels=(Pointwise(name, 2 * own, own),), saved=saved)
+    add = Operator(
+        kernel=Pointwise(name, 2 * own, own),
+        reads=(stream, branch),
+        makes=(Tensor(name, own, residual=True),),
+        passes=True,
+        forward_scratch=(Tensor(f"{branch}, upcast", own, residual=True, widened=True),),
+    )
+    return Part(operators=(add,))

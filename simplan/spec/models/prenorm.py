@@ -9,8 +9,8 @@ from simplan.spec.models.attention import AttentionForm, self_attention
 from simplan.spec.models.ends import output_distribution
 from simplan.spec.models.keys import block_key, head_key
 from simplan.spec.models.mlp import gelu_mlp
-from simplan.spec.models.mtp import depth_heads
-from simplan.spec.models.part import NormKind, block_input, layer_of, norm, residual
+from simplan.spec.models.mtp import depth_heads, later_inputs
+from simplan.spec.models.part import NormKind, hidden_input, layer_of, norm, residual
 from simplan.spec.share import Share
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def gelu_block(model: ModelSpec, share: Share, kind: NormKind, form: AttentionFo
         block_key(model, share),
         LayerKind.BLOCK,
         [
-            block_input(share),
-            norm("norm1", kind, share),
+            norm("norm1", "input", kind, share),
             self_attention("norm1 output", form, share),
-            residual("residual1", share, keeps_sum=True),
-            norm("norm2", kind, share),
+            residual("residual1", "input", "proj output", share),
+            norm("norm2", "residual1", kind, share),
             gelu_mlp("norm2 output", share, bias=bias),
-            residual("residual2", share, keeps_sum=False),
+            residual("residual2", "residual1", "down output", share),
         ],
+        inputs=(hidden_input(share),),
         output_shapes=share.hidden_shapes,
     )
 
@@ -55,7 +55,8 @@ def vocabulary_head(model: ModelSpec, share: Share, kind: NormKind) -> LayerSpec
     return layer_of(
         head_key(model, share, *([f"mtp{model.mtp_num_layers}"] if model.mtp_num_layers else [])),
         LayerKind.HEAD,
-        [*before, block_input(share), norm("norm", kind, share), output_distribution("norm output", share), *after],
+        [*before, norm("norm", "input", kind, share), output_distribution("norm output", share), *after],
+        inputs=(*later_inputs(model, share), hidden_input(share)),
         output_shapes=share.logits_shapes,
         tied=("lm_head.weight",) if model.tied_embeddings else copies,
     )

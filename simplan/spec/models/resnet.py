@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.spec.models.ends import output_distribution
 from simplan.spec.models.family import Family
-from simplan.spec.models.part import FP32_BYTES, Part, layer_of
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, Part, cast, layer_of
 from simplan.spec.share import Share
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ __all__ = ["RESNET", "BlockForm", "block_forms"]
 
 _EXPANSION = {"basic": 1, "bottleneck": 4}
 _STEM_WIDTH, _POOL_WIDTH = 7, 3
-_INDEX_BYTES = 8
 
 
 class BlockForm(NamedTuple):
@@ -80,22 +79,27 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 def _stem(model: ModelSpec) -> LayerSpec:
     channels, image, size = model.embedding_size, model.image_size, _halved(model.image_size)
-    pooled = _pooled_size(model)
+    pooled, pixels = _pooled_size(model), model.num_channels * image**2
     made, given = channels * size**2, channels * pooled**2
-    pool = Part(
-        kernels=(Pointwise("maxpool", made, given),),
-        saved=(Saved("places of maxima", given, _INDEX_BYTES, made_by="maxpool"),),
+    places = Tensor("places of maxima", given, INDEX_BYTES)
+    pool = Operator(
+        kernel=Pointwise("maxpool", made, given),
+        reads=("relu1 output",),
+        makes=(Tensor("pooled", given), places),
+        saves=("relu1 output", places.name),
     )
     return layer_of(
         f"resnet-stem:c{model.num_channels},w{channels},image{image}",
         LayerKind.EMBEDDING,
         [
-            Part(saved=(Saved("input", model.num_channels * image**2, narrowed=True),)),
-            _convolution("conv1", model.num_channels, channels, _STEM_WIDTH, image, size),
-            _batch_norm("bn1", channels, size),
-            _relu("relu1", channels * size**2),
-            pool,
+            Part(operators=(cast("images", Tensor("input", pixels)),)),
+            _convolution("conv1", "input", model.num_channels, channels, _STEM_WIDTH, image, size),
+            _batch_norm("bn1", "conv1 output", channels, size),
+            _relu("relu1", "bn1 output", channels * size**2),
+            Part(operators=(pool,)),
         ],
+        inputs=(Tensor("images", pixels, residual=True, elsewhere=True),),
+        outputs=("pooled",),
         output_shapes=((channels, pooled, pooled),),
         product_outputs=(0,),
     )
@@ -108,21 +112,33 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
         steps = [(c, w, 3, size, small), (w, out, 3, small, small)]
     else:
         steps = [(c, w, 1, size, size), (w, w, 3, size, small), (w, out, 1, small, small)]
-    parts = [Part(saved=(Saved("input", c * size**2, as_given=True),))]
+    parts, source, stream = list[Part](), "input", "input"
     for number, (inputs, outputs, kernel, before, after) in enumerate(steps, 1):
-        parts.append(_convolution(f"conv{number}", inputs, outputs, kernel, before, after))
-        parts.append(_batch_norm(f"bn{number}", outputs, after))
+        parts.append(_convolution(f"conv{number}", source, inputs, outputs, kernel, before, after))
+        parts.append(_batch_norm(f"bn{number}", f"conv{number} output", outputs, after))
+        source = f"bn{number} output"
         if number < len(steps):
-            parts.append(_relu(f"relu{number}", outputs * after**2))
+            parts.append(_relu(f"relu{number}", source, outputs * after**2))
+            source = f"relu{number} output"
     if form.has_shortcut:
-        parts += [_convolution("shortcut", c, out, 1, size, small), _batch_norm("shortcut_norm", out, small)]
+        parts.append(_convolution("shortcut", "input", c, out, 1, size, small))
+        parts.append(_batch_norm("shortcut_norm", "shortcut output", out, small))
+        stream = "shortcut_norm output"
     given = out * small**2
-    parts.append(Part(kernels=(Pointwise("add", 2 * given, given), Pointwise("relu", given, given))))
+    add = Operator(
+        kernel=Pointwise("add", 2 * given, given),
+        reads=(source, stream),
+        makes=(Tensor("sum", given),),
+        in_place=True,
+        passes=True,
+    )
+    parts += [Part(operators=(add,)), _relu("relu", "sum", given)]
     sizes = [f"c{c}", f"w{w}", f"out{out}", f"px{size}", f"stride{form.stride}"]
     return layer_of(
         f"resnet-{model.layer_type}:{','.join(sizes)}",
         LayerKind.BLOCK,
         parts,
+        inputs=(Tensor("input", c * size**2),),
         output_shapes=((out, small, small),),
         product_outputs=(0,),
     )
@@ -131,17 +147,17 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
 def _head(model: ModelSpec, last: BlockForm, shard: Shard) -> LayerSpec:
     channels, pixels = last.outputs, last.output_size**2
     share = Share(shard, 1, 1, channels, 0, 0, 0, 0, model.num_classes)
+    pool = Operator(
+        kernel=Pointwise("avgpool", channels * pixels, channels),
+        reads=("input",),
+        makes=(Tensor("means", channels),),
+        saves=("input",),
+    )
     return layer_of(
         f"resnet-head:c{channels},px{last.output_size},classes{model.num_classes}",
         LayerKind.HEAD,
-        [
-            Part(saved=(Saved("input", channels * pixels, as_given=True),)),
-            Part(
-                kernels=(Pointwise("avgpool", channels * pixels, channels),),
-                saved=(Saved("means", channels, made_by="avgpool"),),
-            ),
-            output_distribution("means", share, name="fc", bias=True),
-        ],
+        [Part(operators=(pool,)), output_distribution("means", share, name="fc", bias=True)],
+        inputs=(Tensor("input", channels * pixels),),
         output_shapes=((1, model.num_classes),),
     )
 
@@ -156,44 +172,56 @@ def _halved(size: int) -> int:
     return -(-size // 2)
 
 
-def _convolution(name: str, inputs: int, outputs: int, width: int, before: int, after: int) -> Part:
-    """Without bias; its input is kept by whoever makes it.
+def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, before: int, after: int) -> Part:
+    """A convolution without bias.
 
     Args:
         name: Of its weight.
+        source: Name of its input.
         inputs, outputs: Channels.
         width: Pixels along each side of its kernel.
         before, after: Pixels along each side of its input and its output.
     """
-    return Part(
-        parameters=(ParameterSpec(f"{name}.weight", (outputs, inputs, width, width)),),
-        kernels=(Gemm(name, after**2, outputs, inputs * width**2, image_elements=inputs * before**2),),
-        saved=(Saved(f"{name} output", outputs * after**2, made_by=name),),
-        gradients=(f"{name}.weight",),
+    weight = ParameterSpec(f"{name}.weight", (outputs, inputs, width, width))
+    image = inputs * before**2
+    operator = Operator(
+        kernel=Gemm(name, after**2, outputs, inputs * width**2, image_elements=image),
+        reads=(source,),
+        makes=(Tensor(f"{name} output", outputs * after**2),),
+        saves=(source,),
+        parameters=(weight.name,),
     )
+    return Part(parameters=(weight,), operators=(operator,))
 
 
-def _batch_norm(name: str, channels: int, size: int) -> Part:
+def _batch_norm(name: str, source: str, channels: int, size: int) -> Part:
     """Reads its input twice: for its statistics, and to normalize. Keeps running statistics and counts microbatches."""
     elements = channels * size**2
+    statistics = Tensor(f"{name} statistics", 2 * channels, FP32_BYTES, of_microbatch=True)
+    parameters = ParameterSpec(f"{name}.weight", (channels,)), ParameterSpec(f"{name}.bias", (channels,))
+    operator = Operator(
+        kernel=Pointwise(name, 2 * elements, elements),
+        reads=(source,),
+        makes=(Tensor(f"{name} output", elements), statistics),
+        saves=(source, statistics.name),
+        parameters=tuple(parameter.name for parameter in parameters),
+    )
     return Part(
-        parameters=(ParameterSpec(f"{name}.weight", (channels,)), ParameterSpec(f"{name}.bias", (channels,))),
-        kernels=(Pointwise(name, 2 * elements, elements),),
-        saved=(Saved(f"{name} statistics", 2 * channels, FP32_BYTES, made_by=name, of_microbatch=True),),
+        parameters=parameters,
+        operators=(operator,),
         buffers=(
-            Saved(f"{name} running statistics", 2 * channels, FP32_BYTES),
-            Saved(f"{name} microbatches", 1, _INDEX_BYTES),
+            Tensor(f"{name} running statistics", 2 * channels, FP32_BYTES),
+            Tensor(f"{name} microbatches", 1, INDEX_BYTES),
         ),
-        gradients=(f"{name}.weight", f"{name}.bias"),
     )
 
 
-def _relu(name: str, elements: int) -> Part:
+def _relu(name: str, source: str, elements: int) -> Part:
     """In place; the next convolution's input is what its backward needs, too."""
-    return Part(
-        kernels=(Pointwise(name, elements, elements),),
-        saved=(Saved(f"{name} output", elements, made_by=name),),
-    )
+    result = Tensor(f"{name} output", elements)
+    kernel = Pointwise(name, elements, elements)
+    operator = Operator(kernel=kernel, reads=(source,), makes=(result,), saves=(result.name,), in_place=True)
+    return Part(operators=(operator,))
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,15 @@ Hugging Face keeps for a whole stack.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from simplan.spec.layer import LayerKind, LayerSpec, Lookup, ParameterSpec, Pointwise, Saved
+from simplan.spec.layer import LayerKind, LayerSpec, Lookup, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.spec.models.eager_attention import EagerForm, eager_attention
 from simplan.spec.models.ends import output_distribution
 from simplan.spec.models.family import TRANSFORMER, Family, transformer_defaults, with_wide_mlp
 from simplan.spec.models.mlp import gated_mlp, relu_mlp
-from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm, residual
+from simplan.spec.models.part import NormKind, Part, cast, hidden_input, layer_of, norm, residual
 from simplan.spec.share import Share, share_of
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["T5"]
 
 _NORM = NormKind(statistics=1, bias=False)
-_ENCODER = EagerForm(biased=True)
-_DECODER = EagerForm(biased=True, causal=True)
 _CROSS = EagerForm(name="cross_attention", prefix="cross_")
 _ENCODER_STATES, _DECODER_STATES, _TABLES = range(3)  # what layers hand on
+_NAMES = ("encoder states", "decoder states", "tables of relative positions")
+_ENCODED = "encoder output"
 
 
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
@@ -62,53 +63,71 @@ def _key(model: ModelSpec, kind: str) -> str:
     return f"t5-{kind}:{','.join(sizes)}"
 
 
+def _inputs(model: ModelSpec, encoder: Share, decoder: Share, *, decodes: bool) -> tuple[Tensor, ...]:
+    tables = Tensor(_NAMES[2], 2 * model.relative_attention_buckets * encoder.heads, residual=True, elsewhere=True)
+    states = Tensor(_ENCODED, encoder.own_tokens * encoder.hidden, elsewhere=True)
+    first = states if decodes else hidden_input(encoder, _NAMES[0])
+    return first, hidden_input(decoder, _NAMES[1], elsewhere=not decodes), tables
+
+
 def _embedding(model: ModelSpec, encoder: Share, decoder: Share) -> LayerSpec:
     """One lookup for the tokens of both stacks, then a tensor for each; every sequence gets a copy of the tables."""
     buckets, heads = model.relative_attention_buckets, encoder.heads
     tokens = encoder.tokens + decoder.tokens
-    elements = tokens * encoder.hidden
-    part = Part(
-        parameters=(
-            ParameterSpec("wte.weight", (encoder.vocab, encoder.hidden)),
-            ParameterSpec("encoder_bias.weight", (buckets, heads)),
-            ParameterSpec("decoder_bias.weight", (buckets, heads)),
+    elements, table = tokens * encoder.hidden, buckets * heads
+    parameters = (
+        ParameterSpec("wte.weight", (encoder.vocab, encoder.hidden)),
+        ParameterSpec("encoder_bias.weight", (buckets, heads)),
+        ParameterSpec("decoder_bias.weight", (buckets, heads)),
+    )
+    states = (hidden_input(encoder, _NAMES[0]), hidden_input(decoder, _NAMES[1]))
+    tables = Tensor(_NAMES[2], 2 * table, residual=True)
+    looked_up = Tensor("wte output", elements, residual=True)
+    operators = (
+        Operator(kernel=Lookup("wte", tokens, encoder.hidden), makes=(looked_up,), parameters=("wte.weight",)),
+        Operator(kernel=Pointwise("split", elements, elements), reads=(looked_up.name,), makes=states),
+        Operator(kernel=Pointwise("encoder_bias", table, table)),
+        Operator(
+            kernel=Pointwise("decoder_bias", table, table),
+            makes=(tables,),
+            parameters=("encoder_bias.weight", "decoder_bias.weight"),
         ),
-        kernels=(
-            Lookup("wte", tokens, encoder.hidden),
-            Pointwise("split", elements, elements),
-            Pointwise("encoder_bias", buckets * heads, buckets * heads),
-            Pointwise("decoder_bias", buckets * heads, buckets * heads),
-        ),
-        gradients=("encoder_bias.weight", "decoder_bias.weight", "wte.weight"),
     )
     sizes = [f"h{model.hidden_size}", f"v{model.vocab_size}", f"a{model.num_attention_heads}", f"b{buckets}"]
     sizes += [f"s{model.seq_len}", f"ds{model.decoder_seq_len}"]
     return layer_of(
         f"t5-embedding:{','.join(sizes)}",
         LayerKind.EMBEDDING,
-        [part],
+        [Part(parameters=parameters, operators=operators)],
+        inputs=(),
+        outputs=_NAMES,
         output_shapes=_handed_on(model, encoder, decoder),
     )
 
 
 def _encoder_block(model: ModelSpec, encoder: Share, decoder: Share, *, last: bool) -> LayerSpec:
     """The last one also norms its output, from which all decoder blocks make keys and values."""
+    source, tables = _NAMES[0], _NAMES[2]
+    form = EagerForm(table=tables)
     parts = [
-        block_input(encoder),
-        norm("norm1", _NORM, encoder),
-        eager_attention(_ENCODER, encoder, encoder.tokens),
-        residual("residual1", encoder, keeps_sum=True),
-        norm("norm2", _NORM, encoder),
+        norm("norm1", source, _NORM, encoder),
+        eager_attention(form, "norm1 output", "norm1 output", encoder, encoder.tokens),
+        residual("residual1", source, "proj output", encoder),
+        norm("norm2", "residual1", _NORM, encoder),
         _mlp(model, encoder),
-        residual("residual2", encoder, keeps_sum=last),
+        residual("residual2", "residual1", "down output", encoder),
     ]
     if last:
-        output = Saved("encoder output", encoder.tokens * encoder.hidden, made_by="norm3", handed_on=True)
-        parts += [norm("norm3", _NORM, encoder, keeps_output=False), Part(saved=(output,))]
+        normed = norm("norm3", "residual2", _NORM, encoder)
+        *others, narrow = normed.operators
+        narrow = cast("norm3 result", Tensor(_ENCODED, encoder.tokens * encoder.hidden, handed_on=True))
+        parts.append(replace(normed, operators=(*others, narrow)))
     return layer_of(
         _key(model, "last-encoder-block" if last else "encoder-block"),
         LayerKind.BLOCK,
         parts,
+        inputs=_inputs(model, encoder, decoder, decodes=False),
+        outputs=(_ENCODED if last else "residual2", *_NAMES[1:]),
         output_shapes=_handed_on(model, encoder, decoder),
         passed_outputs=(_DECODER_STATES, _TABLES),
         product_outputs=(_ENCODER_STATES,) if last else (),
@@ -116,21 +135,24 @@ def _encoder_block(model: ModelSpec, encoder: Share, decoder: Share, *, last: bo
 
 
 def _decoder_block(model: ModelSpec, encoder: Share, decoder: Share) -> LayerSpec:
+    source, tables = _NAMES[1], _NAMES[2]
+    form = EagerForm(causal=True, table=tables)
     return layer_of(
         _key(model, "decoder-block"),
         LayerKind.BLOCK,
         [
-            block_input(decoder),
-            norm("norm0", _NORM, decoder),
-            eager_attention(_DECODER, decoder, decoder.tokens),
-            residual("residual0", decoder, keeps_sum=True),
-            norm("norm1", _NORM, decoder),
-            eager_attention(_CROSS, decoder, encoder.tokens),
-            residual("residual1", decoder, keeps_sum=True),
-            norm("norm2", _NORM, decoder),
+            norm("norm0", source, _NORM, decoder),
+            eager_attention(form, "norm0 output", "norm0 output", decoder, decoder.tokens),
+            residual("residual0", source, "proj output", decoder),
+            norm("norm1", "residual0", _NORM, decoder),
+            eager_attention(_CROSS, "norm1 output", _ENCODED, decoder, encoder.tokens),
+            residual("residual1", "residual0", "cross_proj output", decoder),
+            norm("norm2", "residual1", _NORM, decoder),
             _mlp(model, decoder),
-            residual("residual2", decoder, keeps_sum=False),
+            residual("residual2", "residual1", "down output", decoder),
         ],
+        inputs=_inputs(model, encoder, decoder, decodes=True),
+        outputs=(_ENCODED, "residual2", tables),
         output_shapes=_handed_on(model, encoder, decoder),
         passed_outputs=(_ENCODER_STATES, _TABLES),
         product_outputs=(_ENCODER_STATES,),
@@ -143,17 +165,24 @@ def _mlp(model: ModelSpec, share: Share) -> Part:
 
 def _head(model: ModelSpec, decoder: Share) -> LayerSpec:
     """The first version scales what it applies the embedding to: it has no head that would learn a scale."""
-    elements = decoder.tokens * decoder.hidden
-    parts = [block_input(decoder), norm("norm", _NORM, decoder, keeps_output=not model.tied_embeddings)]
+    elements, source = decoder.tokens * decoder.hidden, _NAMES[1]
     if model.tied_embeddings:
-        scaled = Saved("scaled output", elements, made_by="scale")
-        parts.append(Part(kernels=(Pointwise("scale", elements, elements),), saved=(scaled,)))
+        scale = Operator(
+            kernel=Pointwise("scale", elements, elements),
+            reads=("norm output",),
+            makes=(Tensor("scaled", elements, residual=True),),
+        )
+        narrow = cast("scaled", Tensor("scaled output", elements))
+        parts = [norm("norm", source, _NORM, decoder, for_matmuls=False), Part(operators=(scale, narrow))]
+    else:
+        parts = [norm("norm", source, _NORM, decoder)]
     parts.append(output_distribution("scaled output" if model.tied_embeddings else "norm output", decoder))
     tied = "tied" if model.tied_embeddings else "own"
     return layer_of(
         f"t5-head:h{model.hidden_size},v{model.vocab_size},{tied},ds{model.decoder_seq_len}",
         LayerKind.HEAD,
         parts,
+        inputs=(hidden_input(decoder, source),),
         output_shapes=decoder.logits_shapes,
         tied=("lm_head.weight",) if model.tied_embeddings else (),
     )

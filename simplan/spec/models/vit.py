@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Saved
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.spec.models.attention import AttentionForm
 from simplan.spec.models.ends import output_distribution
 from simplan.spec.models.family import TRANSFORMER, Family, transformer_defaults, with_wide_mlp
-from simplan.spec.models.part import NormKind, Part, block_input, layer_of, norm
+from simplan.spec.models.part import NormKind, Part, cast, hidden_input, layer_of, norm
 from simplan.spec.models.prenorm import gelu_block
 from simplan.spec.share import Share, share_of
 
@@ -33,19 +33,22 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         f"vit-embedding:h{model.hidden_size},{image}{share.suffix}",
         LayerKind.EMBEDDING,
         [_patches(model, share)],
+        inputs=(Tensor("images", model.num_channels * model.image_size**2, residual=True, elsewhere=True),),
         output_shapes=share.hidden_shapes,
     )
     block = gelu_block(model, share, _NORM, _ATTENTION, bias=True)
-    class_token = Part(saved=(Saved("class token", share.hidden, made_by="norm"),))
+    token = Tensor("class token", share.hidden, residual=True)
+    narrow = Tensor("class token for matmuls", share.hidden)
+    class_token = Part(operators=(Operator(reads=("norm output",), makes=(token,)), cast(token.name, narrow)))
     head = layer_of(
         f"vit-head:h{model.hidden_size},classes{model.num_classes},s{model.seq_len}{share.suffix}",
         LayerKind.HEAD,
         [
-            block_input(share),
-            norm("norm", _NORM, share, keeps_output=False),
+            norm("norm", "input", _NORM, share, for_matmuls=False),
             class_token,
-            output_distribution("class token", share, name="head", bias=True, rows=1),
+            output_distribution(narrow.name, share, name="head", bias=True, rows=1),
         ],
+        inputs=(hidden_input(share),),
         output_shapes=((1, share.vocab),),
     )
     return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
@@ -62,13 +65,29 @@ def _patches(model: ModelSpec, share: Share) -> Part:
             ParameterSpec("conv_proj.weight", (h, channels, width, width)),
             ParameterSpec("conv_proj.bias", (h,)),
         ),
-        kernels=(
-            Gemm("conv_proj", n - 1, h, channels * width**2),
-            Pointwise("cat", n * h, n * h),
-            Pointwise("add", 2 * n * h, n * h),
+        operators=(
+            cast("images", Tensor("images for matmuls", channels * model.image_size**2)),
+            Operator(
+                kernel=Gemm("conv_proj", n - 1, h, channels * width**2),
+                reads=("images for matmuls",),
+                makes=(Tensor("patches", (n - 1) * h),),
+                saves=("images for matmuls",),
+                parameters=("conv_proj.weight", "conv_proj.bias"),
+            ),
+            Operator(
+                kernel=Pointwise("cat", n * h, n * h),
+                reads=("patches",),
+                makes=(Tensor("class token and patches", n * h, residual=True, elsewhere=True),),
+                parameters=("class_token",),
+            ),
+            Operator(
+                kernel=Pointwise("add", 2 * n * h, n * h),
+                reads=("class token and patches",),
+                makes=(Tensor("add", n * h, residual=True, elsewhere=True),),
+                parameters=("pos_embedding",),
+                passes=True,
+            ),
         ),
-        saved=(Saved("input", channels * model.image_size**2, narrowed=True),),
-        gradients=("pos_embedding", "class_token", "conv_proj.weight", "conv_proj.bias"),
     )
 
 
