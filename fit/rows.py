@@ -13,6 +13,7 @@ from joblib import Parallel, delayed
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
 from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import read_published
+from simplan.accuracy.recipe import NO_RECIPES, Recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.cost.compute import KernelCost
 from simplan.cost.kernel_cost import kernel_cost
@@ -208,15 +209,19 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Row
         values: Constants at which longest paths are looked for.
         jobs: Processes; -1 for one a core.
     """
-    listed = [(Path(read.file).stem, run) for read in read_published(paths) for run in read.runs or ()]
-    timed = [(source, run) for source, run in listed if run.measured.step_time_s is not None]
-    found = Parallel(n_jobs=jobs)(delayed(_row)(source, run, dict(values)) for source, run in timed)
+    timed = [
+        (Path(read.file).stem, run, dict(values), read.recipes)
+        for read in read_published(paths)
+        for run in read.runs or ()
+        if run.measured.step_time_s is not None
+    ]
+    found = Parallel(n_jobs=jobs)(delayed(_row)(*each) for each in timed)
     return [row for row in found if row is not None]
 
 
-def _row(source: str, run: PublishedRun, values: Values) -> Row | None:
+def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIPES) -> Row | None:
     try:
-        question = question_of_run(run)
+        question = question_of_run(run, own)
     except SimplanError:
         return None
     question = question_at(question, values)

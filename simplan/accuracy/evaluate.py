@@ -11,6 +11,7 @@ from simplan.accuracy.floor import step_flops
 from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import ReadFile
+from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SimplanError, SpecError
 from simplan.predict.step_summary import summarize_step
@@ -35,7 +36,7 @@ def predict_runs(
         jobs: Processes; -1 for one a core.
         on_progress: Is called now and then.
     """
-    listed = [(read.file, run, _question(run)) for read in files for run in read.runs or ()]
+    listed = [(read.file, run, _question(run, read.recipes)) for read in files for run in read.runs or ()]
     asked = {_key(question): question for _, _, question in listed if isinstance(question, RunQuestion)}
     answers = dict(_answers(asked, jobs, on_progress))
     outcomes = []
@@ -61,10 +62,10 @@ def sentences(error: Exception) -> str:
     return f"this is a bug of simplan ({type(error).__name__}: {error})"
 
 
-def _question(run: PublishedRun) -> RunQuestion | str:
+def _question(run: PublishedRun, recipes: Recipes) -> RunQuestion | str:
     """The question, or why there is none."""
     try:
-        return question_of_run(run)
+        return question_of_run(run, recipes)
     except Exception as error:
         return sentences(error)
 

@@ -22,6 +22,7 @@ from simplan.accuracy.floor import step_flops
 from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import ReadFile
+from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
@@ -86,19 +87,19 @@ def read_profiles(path: Path) -> dict[str, StageProfile]:
 
 def predict_from_profiles(files: Iterable[ReadFile], profiles: dict[str, StageProfile]) -> list[RunOutcome]:
     """Predicts the runs that have a profile; the others are skipped."""
-    return [_outcome(read.file, run, profiles) for read in files for run in read.runs or ()]
+    return [_outcome(read, run, profiles) for read in files for run in read.runs or ()]
 
 
-def _outcome(file: str, run: PublishedRun, profiles: dict[str, StageProfile]) -> RunOutcome:
+def _outcome(read: ReadFile, run: PublishedRun, profiles: dict[str, StageProfile]) -> RunOutcome:
     if run.id not in profiles:
-        return RunOutcome(file, run, None, "has no profiled stage times")
+        return RunOutcome(read.file, run, None, "has no profiled stage times")
     try:
-        return RunOutcome(file, run, _predicted(run, profiles[run.id]))
+        return RunOutcome(read.file, run, _predicted(run, read.recipes, profiles[run.id]))
     except Exception as error:
-        return RunOutcome(file, run, None, sentences(error))
+        return RunOutcome(read.file, run, None, sentences(error))
 
 
-def _predicted(run: PublishedRun, profile: StageProfile) -> Predicted:
+def _predicted(run: PublishedRun, recipes: Recipes, profile: StageProfile) -> Predicted:
     plan = run.plan
     if (plan.pp, plan.num_microbatches) != (profile.pp, profile.num_microbatches):
         rule = f"is of {profile.pp} stages and {profile.num_microbatches} microbatches, unlike the run"
@@ -113,7 +114,7 @@ def _predicted(run: PublishedRun, profile: StageProfile) -> Predicted:
         step_time_interval_s=(step_time_s - half_width_s, step_time_s + half_width_s),
         memory_gib={},
         oom=None,
-        flops=step_flops(question_of_run(run).job),
+        flops=step_flops(question_of_run(run, recipes).job),
         software="profiled stage times",
         notes=(),
     )

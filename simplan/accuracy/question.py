@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from simplan.accuracy.architecture import switches_of
-from simplan.accuracy.machines import on_its_machine
-from simplan.accuracy.recipes import recipes_of, with_recipes
+from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings
+from simplan.accuracy.recipes import recipes_of, settings_of, with_settings
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
 from simplan.accuracy.stage_layers import layers_of_stages
@@ -29,6 +29,7 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS
 from simplan.spec.software import SoftwareSpec
 from simplan.spec.training import TrainingSpec
+from simplan.units import format_flop_per_s
 
 __all__ = ["RunQuestion", "question_of_run"]
 
@@ -62,17 +63,24 @@ class RunQuestion:
     notes: tuple[str, ...]
 
 
-def question_of_run(run: PublishedRun) -> RunQuestion:
+def question_of_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> RunQuestion:
     """The question behind a run.
+
+    Args:
+        run: The run.
+        own: Recipes of its file.
 
     Raises:
         SpecError: Something of it has no counterpart here.
     """
     notes: list[str] = []
-    software = with_recipes(_software(run, notes), run)
-    notes += [f"as its recipe says: {recipe.settings}" for recipe in recipes_of(run)]
-    model, cluster, training = _model(run, software, notes), _cluster(run, notes), _training(run, software, notes)
-    job = Job(model, cluster, training, _plan(run, notes), software)
+    recipes = recipes_of(run, own)
+    settings = settings_of(recipes)
+    software = with_settings(_software(run, notes), settings)
+    notes += [f"as its recipe says: {', '.join(recipe.sets.words())}" for recipe in recipes]
+    model = _model(run, software, settings, notes)
+    cluster, training = _cluster(run, notes), _training(run, software, notes)
+    job = Job(model, cluster, training, _plan(run, settings, notes), software)
     return RunQuestion(
         job=without_refused_overlap(job, notes),
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
@@ -98,7 +106,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     return profile
 
 
-def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> ModelSpec:
+def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes: list[str]) -> ModelSpec:
     given = run.model
     name = _family(given, notes)
     takes = FAMILIES[name].fields
@@ -123,10 +131,8 @@ def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Model
         said = ", ".join(f"{field} = {value}" for field, value in switches.items())
         notes.append(f"as the catalogue's {like}, whose sizes it has: {said}")
     if run.task == "lora":
-        fields |= _adapters(run, notes)
-    for recipe in recipes_of(run):
-        if recipe.mtp_num_layers is not None:
-            fields["mtp_num_layers"] = recipe.mtp_num_layers
+        fields |= _adapters(run, settings, notes)
+    fields |= settings.given("mtp_num_layers")
     if run.task != "pretrain" and software.packed_attention is not None and "document_lengths" in takes:
         documents = max(1, given.seq_len // _PACKED_DOCUMENT_TOKENS)
         fields["document_lengths"] = (given.seq_len // documents,) * documents
@@ -134,17 +140,12 @@ def _model(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Model
     return parse_model(ModelSpec, fields, prefix=("model",))
 
 
-def _adapters(run: PublishedRun, notes: list[str]) -> dict[str, Any]:
+def _adapters(run: PublishedRun, settings: Settings, notes: list[str]) -> dict[str, Any]:
     """What has adapters, of which rank."""
-    ranks = [run.plan.lora_rank, *(recipe.lora_rank for recipe in recipes_of(run))]
-    rank = next((each for each in ranks if each is not None), None)
+    rank = run.plan.lora_rank or settings.lora_rank
     if rank is None:
         notes.append(f"plan.lora_rank is not known: {_LORA_RANK}")
-    found: dict[str, Any] = {"lora_rank": rank or _LORA_RANK}
-    for recipe in recipes_of(run):
-        if recipe.lora_targets:
-            found["lora_targets"] = recipe.lora_targets
-    return found
+    return {"lora_rank": rank or _LORA_RANK, **settings.given("lora_targets")}
 
 
 def _head_dim(model: RunModel) -> int:
@@ -183,7 +184,11 @@ def _vocabulary(run: PublishedRun, notes: list[str]) -> int:
 
 def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
     given = run.cluster
-    device = on_its_machine(catalogue.device(given.device), run, notes)
+    device = catalogue.device(given.device)
+    if given.matmul_flop_per_s is not None:
+        device = device.model_copy(update={"matmul_flop_per_s": device.matmul_flop_per_s | given.matmul_flop_per_s})
+        rates = ", ".join(f"{dtype} {format_flop_per_s(rate)}" for dtype, rate in given.matmul_flop_per_s.items())
+        notes.append(f"the best products of its machine, as its owners measured them: {rates}")
     link = device.intra_link or given.intra_link
     gbit = given.inter_link_gbit_per_device
     if gbit is None and given.num_devices > given.devices_per_node:
@@ -253,7 +258,7 @@ def _recipe(printed: str) -> str:
     return next((recipe for word, recipe in _RECIPES.items() if word in printed.lower()), "tensorwise")
 
 
-def _plan(run: PublishedRun, notes: list[str]) -> ParallelPlan:
+def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPlan:
     given = run.plan
     schedule = _SYNCHRONIZED.get(given.schedule, given.schedule)
     facts = SCHEDULE_FACTS.get(schedule)
@@ -276,20 +281,17 @@ def _plan(run: PublishedRun, notes: list[str]) -> ParallelPlan:
             "grad_dtype",
         )
     }
-    for recipe in recipes_of(run) if given.grad_dtype is None else ():
-        fields["grad_dtype"] = recipe.grad_dtype or fields["grad_dtype"]
-    for recipe in recipes_of(run):
-        if recipe.offload_layers is not None:
-            fields |= {"offload_activations": True, "offload_layers": recipe.offload_layers}
-        if recipe.recompute_modules is not None and given.recompute == "none":
-            fields |= {"recompute": "none", "recompute_modules": None}
-            if recipe.recompute_modules:
-                fields |= {"recompute": "selective", "recompute_modules": recipe.recompute_modules}
-        if recipe.recompute_layers is not None and given.recompute == "none":
-            fields |= {"recompute": "full", "recompute_layers": recipe.recompute_layers}
-        if recipe.virtual_stages is not None and schedule == "1f1b":
-            schedule, virtual_stages = "interleaved_1f1b", recipe.virtual_stages
-            facts = SCHEDULE_FACTS[schedule]
+    if given.grad_dtype is None:
+        fields |= settings.given("grad_dtype")
+    if settings.offload_layers is not None:
+        fields |= {"offload_activations": True, "offload_layers": settings.offload_layers}
+    if settings.recompute_modules and given.recompute == "none":
+        fields |= {"recompute": "selective", "recompute_modules": settings.recompute_modules}
+    if settings.recompute_layers is not None and given.recompute == "none":
+        fields |= {"recompute": "full", "recompute_layers": settings.recompute_layers}
+    if settings.virtual_stages is not None and schedule == "1f1b":
+        schedule, virtual_stages = "interleaved_1f1b", settings.virtual_stages
+        facts = SCHEDULE_FACTS[schedule]
     fields |= {"schedule": schedule, "virtual_stages": virtual_stages}
     if run.model.moe is not None and given.tp > 1:
         fields["etp"] = given.tp if splits_experts(run.software) else 1
@@ -300,6 +302,6 @@ def _plan(run: PublishedRun, notes: list[str]) -> ParallelPlan:
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
         fields["stage_layers"] = layers_of_stages(by_rank, virtual_stages, placement)
-        for recipe in recipes_of(run) if given.stage_layers is None or "plan.stage_layers" in run.assumed else ():
-            fields["stage_layers"] = recipe.stage_layers or fields["stage_layers"]
+        if given.stage_layers is None or "plan.stage_layers" in run.assumed:
+            fields |= settings.given("stage_layers")
     return parse_model(ParallelPlan, fields, prefix=("plan",))

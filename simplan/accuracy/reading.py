@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from simplan.accuracy.schema import PublishedRun, RunFile, identity_problems
+from pydantic import Field
+
+from simplan.accuracy.recipe import Recipe, Recipes
+from simplan.accuracy.schema import Framework, PublishedRun, identity_problems
 from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
 from simplan.problems import find_place, parse_model
+from simplan.spec.base import Spec
 
-__all__ = ["ReadFile", "parse_published", "read_published"]
+__all__ = ["ReadFile", "RunFile", "parse_published", "read_published"]
 
 _SUFFIXES = (".yaml", ".yml")
+
+
+class RunFile(Spec):
+    """A file of runs.
+
+    Attributes:
+        meta: Where the runs come from, in the words of who collected them.
+        recipes: What its runs were started with beyond what it prints, by framework.
+        runs: The runs.
+    """
+
+    meta: dict[str, Any]
+    recipes: dict[Framework, tuple[Recipe, ...]] = Field(default_factory=dict)
+    runs: tuple[PublishedRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +43,12 @@ class ReadFile:
     Attributes:
         file: As the user named it, or the path within a folder that the user named.
         runs: None where the file holds something else.
+        recipes: Its own.
     """
 
     file: str
     runs: tuple[PublishedRun, ...] | None
+    recipes: Recipes = field(default_factory=dict)
 
 
 def read_published(paths: Iterable[Path]) -> list[ReadFile]:
@@ -82,11 +103,11 @@ def parse_published(text: str, name: str) -> ReadFile:
 def _checked(document: Document, file: str) -> ReadFile:
     if not isinstance(document.data, dict) or "runs" not in document.data:
         return ReadFile(file, None)
-    runs = parse_model(RunFile, document.data, document.lines, file).runs
-    problems = [problem for index, run in enumerate(runs) for problem in _placed(run, index, document)]
+    whole = parse_model(RunFile, document.data, document.lines, file)
+    problems = [problem for index, run in enumerate(whole.runs) for problem in _placed(run, index, document)]
     if problems:
         raise SpecError(problems, file=file)
-    return ReadFile(file, runs)
+    return ReadFile(file, whole.runs, whole.recipes)
 
 
 def _placed(run: PublishedRun, index: int, document: Document) -> Iterable[Problem]:

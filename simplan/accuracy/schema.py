@@ -10,16 +10,17 @@ Three things hold in every run, whatever its numbers:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from simplan.errors import Problem
 from simplan.spec.base import Count, NonNegative, Positive, Spec
+from simplan.spec.hardware import Dtype
 from simplan.spec.plan import Recompute
 from simplan.spec.training import Precision
 
-__all__ = ["Framework", "MemoryKind", "PublishedRun", "RunFile", "identity_problems"]
+__all__ = ["Framework", "MemoryKind", "PublishedRun", "Task", "identity_problems"]
 
 Framework = Literal[
     "megatron-lm",
@@ -35,6 +36,7 @@ Framework = Literal[
     "gpipe",
     "other",
 ]
+Task = Literal["pretrain", "sft", "lora"]
 MemoryKind = Literal["allocated", "reserved", "device"]
 """What a published peak is a figure of: tensors, what the caching allocator holds, or memory in use on the device."""
 
@@ -93,13 +95,22 @@ class RunModel(Spec):
 
 
 class RunCluster(Spec):
-    """The devices and what joins them."""
+    """The devices and what joins them.
+
+    Attributes:
+        device: As of the catalogue.
+        num_devices, devices_per_node: How many.
+        intra_link, inter_link_gbit_per_device: What joins those of a node, and nodes.
+        matmul_flop_per_s: Best product by dtype, as the owners of this very machine timed it kernel by kernel; nothing
+            that is from a step time.
+    """
 
     device: str
     num_devices: Count
     devices_per_node: Count
     intra_link: str | None
     inter_link_gbit_per_device: Positive | None
+    matmul_flop_per_s: dict[Dtype, Positive] | None = None
 
 
 class RunPlan(Spec):
@@ -170,7 +181,7 @@ class PublishedRun(Spec):
     id: Annotated[str, Field(min_length=1, max_length=200)]
     source: str
     software: RunSoftware
-    task: Literal["pretrain", "sft", "lora"]
+    task: Task
     model: RunModel
     cluster: RunCluster
     plan: RunPlan
@@ -178,18 +189,6 @@ class PublishedRun(Spec):
     derived_step_time: bool
     assumed: tuple[str, ...]
     quality: Literal["good", "assumed", "noisy", "inconsistent"]
-
-
-class RunFile(Spec):
-    """A file of runs.
-
-    Attributes:
-        meta: Where the runs come from, in the words of who collected them.
-        runs: The runs.
-    """
-
-    meta: dict[str, Any]
-    runs: tuple[PublishedRun, ...]
 
 
 def identity_problems(run: PublishedRun) -> Iterator[Problem]:

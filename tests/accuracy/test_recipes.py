@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.question import question_of_run
-from simplan.accuracy.recipes import RECIPES, recipes_of
+from simplan.accuracy.reading import read_published
+from simplan.accuracy.recipes import parse_recipes, recipes_of, shipped_recipes
 from simplan.accuracy.schema import PublishedRun
-from tests.accuracy.runs import run
+from simplan.errors import SpecError
+from simplan.spec import catalogue
+from tests.accuracy.runs import run, run_data
 
 
 def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRun:
@@ -18,17 +24,18 @@ def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRu
 
 def test_a_recipe_holds_for_the_runs_it_names() -> None:
     def ranks(**changes: Any) -> list[int]:
-        found = [recipe.lora_rank for recipe in recipes_of(bridge(model__name="llama3-70b", **changes))]
+        found = [recipe.sets.lora_rank for recipe in recipes_of(bridge(model__name="llama3-70b", **changes))]
         return [rank for rank in found if rank is not None]
 
     assert ranks(task="lora") == [16]
     assert ranks(task="sft") == []
-    assert not any(recipe.lora_rank for recipe in recipes_of(bridge(model__name="llama3-8b", task="lora")))
+    assert not any(recipe.sets.lora_rank for recipe in recipes_of(bridge(model__name="llama3-8b", task="lora")))
 
 
 def test_a_recipe_begins_with_a_release() -> None:
     def reduced(version: str) -> list[str | None]:
-        return [recipe.grad_dtype for recipe in recipes_of(run(software__framework="nemo", software__version=version))]
+        runs = run(software__framework="nemo", software__version=version)
+        return [recipe.sets.grad_dtype for recipe in recipes_of(runs)]
 
     assert reduced("24.05") == []
     assert reduced("24.07") == ["bf16"]
@@ -80,7 +87,71 @@ def test_deepseek_v3_has_a_layer_for_the_token_after_the_next_and_kimi_k2_has_no
 
 def test_what_recipes_set_is_told() -> None:
     assert "as its recipe says: gradients reduced in bf16" in question_of_run(bridge()).notes
-    assert all(recipe.settings and recipe.source for recipe in RECIPES)
+
+
+def test_the_shipped_recipes_say_what_they_set_of_devices_that_there_are() -> None:
+    assert set(shipped_recipes()) == {"megatron-bridge", "nemo"}
+    listed = [recipe for recipes in shipped_recipes().values() for recipe in recipes]
+    assert all(list(recipe.sets.words()) for recipe in listed)
+    named = {device for recipe in listed for kind in recipe.where for device in kind.devices}
+    assert named
+    assert named <= set(catalogue.names("devices"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        (
+            {"sets": {"expert_dispatcher": "deepep"}},
+            "recipes.megatron-lm.0.sets.expert_dispatcher: is not a known key; did you mean expert_dispatch?",
+        ),
+        (
+            {"sets": {"expert_dispatch": "deep"}},
+            'recipes.megatron-lm.0.sets.expert_dispatch = "deep": is not a known choice',
+        ),
+        ({"where": [{"devise": ["gb200"]}]}, "recipes.megatron-lm.0.where.0.devise: is not a known key; did you mean"),
+        (
+            {"where": [{"since": "26"}]},
+            'where.0.since = "26": must be the year and month of a release, such as "26.04"',
+        ),
+        ({"where": [{"since": 26.04}]}, 'where.0.since = 26.04: must be text; write "26.04"'),
+        ({"sets": {"states": {"momentum": 2}}}, "sets.states.momentum: is not a known key"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_a_sentence(recipe: dict[str, Any], sentence: str) -> None:
+    """In a file of recipes and in a file of runs, with its line."""
+    data = {"recipes": {"megatron-lm": [{"sets": {}, "source": "a test"} | recipe]}}
+    with pytest.raises(SpecError) as caught:
+        parse_recipes(yaml.safe_dump(data), "recipes.yaml")
+    assert sentence in str(caught.value)
+    assert "recipes.yaml:" in str(caught.value)
+
+
+def test_a_file_of_runs_brings_its_own_recipes(tmp_path: Path) -> None:
+    """For the runs that they name, over those that simplan knows, and for no run of another file."""
+    sets = {"recompute_layers": 2, "grad_dtype": "fp32"}
+    recipes = {"megatron-lm": [{"where": [{"models": ["small"]}], "sets": sets, "source": "a test"}]}
+    whole = {"meta": {}, "recipes": recipes, "runs": [run_data("own"), run_data("other", model__name="big")]}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(whole))
+    (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"meta": {}, "runs": [run_data("plain")]}))
+    outcomes = {outcome.run.id: outcome.predicted for outcome in predict_runs(read_published([tmp_path]))}
+    said = "as its recipe says: gradients reduced in fp32, backward runs the first 2 blocks of each stage again"
+    assert {name for name, found in outcomes.items() if found and said in found.notes} == {"own"}
+    own, plain = outcomes["own"], outcomes["plain"]
+    assert own is not None
+    assert plain is not None
+    assert own.step_time_s > plain.step_time_s
+    last = parse_recipes(yaml.safe_dump({"recipes": {"nemo": [{"sets": {"lora_rank": 8}, "source": "a test"}]}}), "r")
+    tuned = run(software__framework="nemo", task="lora")
+    assert question_of_run(tuned, last).job.model.lora_rank == 8
+    assert question_of_run(tuned, last).job.model.lora_targets == ("qkv",), "as the shipped recipe has it"
+
+
+def test_the_rate_of_a_run_s_machine_is_in_place_of_the_catalogue_s() -> None:
+    question = question_of_run(run(cluster__matmul_flop_per_s={"bf16": 200e12}))
+    usual = catalogue.device("a100-sxm-80gb").matmul_flop_per_s
+    assert question.job.cluster.device.matmul_flop_per_s == usual | {"bf16": 200e12}
+    assert "the best products of its machine, as its owners measured them: bf16 200 TFLOP/s" in question.notes
 
 
 @pytest.mark.parametrize(

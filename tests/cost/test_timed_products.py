@@ -1,8 +1,8 @@
 """Products in bf16 that were timed one by one on B200, against what step times of the same machine say of them.
 
 No fit has seen these kernels (products_b200.csv), but two things are theirs: the rate of the machine's best product,
-of which the fit finds the part that training sustains (``simplan.accuracy.machines``), and how much kernels on several
-streams hide of each other, so that the grouped ones are right on average (``KernelRates.stream_overlap``).
+of which the fit finds the part that training sustains (``matmul_flop_per_s`` of their file), and how much kernels on
+several streams hide of each other, so that the grouped ones are right on average (``KernelRates.stream_overlap``).
 """
 
 from __future__ import annotations
