@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simplan.accuracy.schema import MemoryKind, PublishedRun
-from simplan.accuracy.stacks import STACKS
+from simplan.accuracy.stacks import stacks
 
 __all__ = ["Predicted", "RunOutcome", "measured_memory_gib"]
 
@@ -70,7 +70,7 @@ class RunOutcome:
     @property
     def memory_kind(self) -> MemoryKind:
         """What the measured peak is a figure of; without one, what the framework prints."""
-        return next(iter(measured_memory_gib(self.run)), STACKS[self.run.software.framework].prints)
+        return next(iter(measured_memory_gib(self.run)), stacks()[self.run.software.framework].prints)
 
     @property
     def memory_errors(self) -> dict[MemoryKind, float]:
@@ -115,6 +115,6 @@ def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
     if measured.peak_reserved_gib is not None:
         found["reserved"] = measured.peak_reserved_gib
     if not found and measured.peak_memory_gb_as_printed is not None:
-        stack = STACKS[run.software.framework]
+        stack = stacks()[run.software.framework]
         found[stack.prints] = measured.peak_memory_gb_as_printed * stack.printed_gb_bytes / 2**30
     return found

@@ -15,7 +15,7 @@ from simplan.accuracy.architecture import switches_of
 from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings
 from simplan.accuracy.recipes import recipes_of, settings_of, with_settings
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
-from simplan.accuracy.stacks import STACKS, profile_name, splits_experts
+from simplan.accuracy.stacks import profile_name, splits_experts, stacks
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.accuracy.standing_in import with_stand_ins, without_refused_overlap
 from simplan.errors import Problem, SpecError
@@ -97,9 +97,9 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         profile = profile.model_copy(update={"tp_overlap": "all"})
     if given.compile:
         profile = profile.model_copy(update={"compiled": True})
-    if not STACKS[given.framework].is_known:
+    if not stacks()[given.framework].is_known:
         profile = profile.model_copy(update={"rates": profile.rates.model_copy(update=_UNFITTED)})
-    fused = STACKS[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
+    fused = stacks()[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
         attention = "fused" if fused else "unfused"
         profile = profile.model_copy(update={"layers": profile.layers.model_copy(update={"attention": attention})})
@@ -243,7 +243,7 @@ def _training(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Tr
     low = software.low_precision.get("fp8")
     if plan.precision == "fp8" and low is not None:
         printed = plan.fp8_recipe
-        recipe = _recipe(printed) if printed else STACKS[run.software.framework].fp8_recipe
+        recipe = _recipe(printed) if printed else stacks()[run.software.framework].fp8_recipe
         if recipe not in low.recipes:
             notes.append(f"fp8 recipe {recipe}: predicted as {low.recipes[0]}, {software.id} has no such one")
             recipe = low.recipes[0]
@@ -297,7 +297,7 @@ def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPl
         fields["etp"] = given.tp if splits_experts(run.software) else 1
         notes.append(f"plan.etp is not known: {fields['etp']}, as {run.software.framework} of the time has it")
     if given.cp > 1:
-        fields["cp_comm"] = given.cp_comm or STACKS[run.software.framework].cp_comm
+        fields["cp_comm"] = given.cp_comm or stacks()[run.software.framework].cp_comm
     if given.pp > 1 and run.model.family != "t5":  # how encoder and decoder are shared out is not known
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp

@@ -1,22 +1,31 @@
-"""Which software profile stands for a framework and version, and what its figures mean: small tables."""
+"""Which software profile stands for a framework and version, and what its figures mean: ``catalog/stacks.yaml``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from simplan.accuracy.schema import Framework, MemoryKind, RunPlan, RunSoftware
+from simplan.document import parse_yaml
+from simplan.problems import parse_model
+from simplan.spec.base import Count, Spec
 
-__all__ = ["STACKS", "Stack", "profile_name", "splits_experts"]
+__all__ = ["Stack", "profile_name", "splits_experts", "stacks"]
+
+_FILE = "stacks.yaml"
+_Year = Annotated[int, Field(ge=0)]
 
 
-class Stack(NamedTuple):
+class Stack(Spec):
     """What a framework brings that a published run does not print.
 
     Attributes:
-        profiles: Name of the software profile, by the first year that it holds for.
+        profiles: Name of the software profile, by the first year that it holds for, the oldest first.
         cp_comm: How its context parallelism exchanges keys and values.
         fp8_recipe: How it scales fp8 unless told otherwise.
         prints: What a peak is a figure of where the source prints "GB" only.
@@ -29,60 +38,29 @@ class Stack(NamedTuple):
         is_known: Its profiles are of itself; else they stand in for it, and what was fitted to them is not of it.
     """
 
-    profiles: tuple[tuple[int, str], ...]
+    profiles: dict[_Year, str]
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
     fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
     prints: MemoryKind = "allocated"
-    printed_gb_bytes: int = 2**30
-    whole_experts_since: int | None = None
+    printed_gb_bytes: Count = 2**30
+    whole_experts_since: _Year | None = None
     fused_attention: bool | None = None
-    combining: tuple[tuple[int, str], ...] = ()
+    combining: dict[_Year, str] = Field(default_factory=dict)
     is_known: bool = True
 
 
-_MEGATRON = (
-    (0, "megatron-lm-2021"),
-    (2022, "megatron-lm-2022"),
-    (2023, "megatron-lm-2023"),
-    (2024, "megatron-core"),
-)
+class _StackFile(Spec):
+    meta: dict[str, Any]
+    stacks: dict[Framework, Stack]
 
-_FOLDED = 2024
-"""When Megatron Core gave experts a mesh of their own (Liu et al. 2025, arXiv:2504.14960): the year is assumed."""
 
-STACKS: Mapping[Framework, Stack] = MappingProxyType(
-    {
-        # sail-sg/zero-bubble-pipeline-parallelism, schedules.py: max_memory_allocated() // 1000000
-        "megatron-lm": Stack(_MEGATRON, fp8_recipe="delayed", printed_gb_bytes=10**9, whole_experts_since=_FOLDED),
-        "megatron-core": Stack(((0, "megatron-core"),), fp8_recipe="delayed", whole_experts_since=_FOLDED),
-        # memory in use on the device, as the driver reports it (bigscience, chronicles-prequel.md)
-        "megatron-deepspeed": Stack(((0, "megatron-deepspeed"), (2023, "megatron-deepspeed-2023")), prints="device"),
-        "deepspeed": Stack(((0, "deepspeed-2021"), (2022, "megatron-deepspeed")), prints="device"),
-        # one scale a tensor from its largest elements of earlier steps: TransformerEngine's recipe of the time. What
-        # was printed before 2024 is in the README of NeMo-Framework-Launcher, up to its version 23.08 unchanged since
-        # commits a2b2f83a and 9623fd7a (2022-09-06 and 07)
-        "nemo": Stack(((0, "nemo-2022"), (2024, "nemo")), fp8_recipe="delayed", whole_experts_since=2025),
-        # expert_tensor_parallel_size = 1 in its recipes, whose plans the tables are of
-        "megatron-bridge": Stack(((0, "megatron-bridge"),), whole_experts_since=0),
-        # torchtitan/config/job_config.py: context_parallel_rotate_method = allgather; metrics.py: max_reserved
-        # and expert_tensor_parallel_degree = 1
-        "torchtitan": Stack(
-            ((0, "torchtitan"), (2025, "torchtitan-2025")),
-            cp_comm="all_gather",
-            prints="reserved",
-            whole_experts_since=0,
-        ),
-        "llm-foundry": Stack(((0, "llm-foundry"),), fp8_recipe="delayed"),
-        "maxtext": Stack(((0, "maxtext"),), cp_comm="all_gather", prints="device"),
-        # Zhao et al. 2023 (arXiv:2304.11277), section 5.1: minGPT and Hugging Face's T5, where attention
-        # is several eager operations
-        "fsdp-paper": Stack(((0, "torch"),), prints="reserved", fused_attention=False, is_known=False),
-        "gpipe": Stack(((0, "torch"),), is_known=False),
-        # who combines tensor parallelism and pipelines, or deals out optimizer states, mostly builds on Megatron-LM
-        "other": Stack(((0, "torch"),), whole_experts_since=_FOLDED, combining=_MEGATRON, is_known=False),
-    }
-)
-"""By framework."""
+@cache
+def stacks() -> Mapping[Framework, Stack]:
+    """All of them, by framework."""
+    text = resources.files("simplan.accuracy").joinpath("catalog", _FILE).read_text(encoding="utf-8")
+    document = parse_yaml(text, _FILE)
+    return parse_model(_StackFile, document.data, document.lines, _FILE).stacks
+
 
 _YEAR = re.compile(r"\b(?:19|20)[0-9]{2}\b")
 _YEAR_AND_MONTH = re.compile(r"(?<![0-9.])(2[0-9])\.(?:0[1-9]|1[0-2])(?![0-9])")
@@ -94,15 +72,15 @@ def profile_name(software: RunSoftware, plan: RunPlan) -> str:
     A version without a year, or year and month (23.08), is taken for a recent one, unless attention is not fused, which
     it was before 2022.
     """
-    stack, year = STACKS[software.framework], _year(software)
+    stack, year = stacks()[software.framework], _year(software)
     combines = (plan.tp > 1 and plan.pp > 1) or plan.zero_stage == 1
     profiles = stack.combining if stack.combining and combines else stack.profiles
-    return [name for first, name in profiles if first <= year][-1]
+    return [name for first, name in profiles.items() if first <= year][-1]
 
 
 def splits_experts(software: RunSoftware) -> bool:
     """Whether tensor-parallel ranks split every expert (etp = tp); else each has whole ones (etp = 1)."""
-    since = STACKS[software.framework].whole_experts_since
+    since = stacks()[software.framework].whole_experts_since
     return since is None or _year(software) < since
 
 

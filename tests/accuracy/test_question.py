@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import read_published
-from simplan.accuracy.stacks import STACKS, profile_name
+from simplan.accuracy.schema import Framework
+from simplan.accuracy.stacks import profile_name, stacks
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict.step_summary import summarize_step
@@ -108,8 +109,9 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
 
 def test_every_profile_name_is_known_to_the_catalogue() -> None:
     """As one that there is, or as one that is known to be missing: no other name is a stand-in's."""
-    for stack in STACKS.values():
-        for _, name in (*stack.profiles, *stack.combining):
+    assert set(stacks()) == set(get_args(Framework))
+    for stack in stacks().values():
+        for name in (*stack.profiles.values(), *stack.combining.values()):
             with suppress(NotModelledError):
                 assert catalogue.software(name).id == name
 
