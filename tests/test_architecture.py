@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from simplan.spec import catalogue
+from simplan.spec.models import FAMILIES
+from simplan.spec.shard import Shard
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
@@ -169,3 +173,31 @@ def test_small_commands_bring_no_numba(run: str) -> None:
     program = f"import sys; from simplan.cli import main; {run}; print('numba' in sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stderr.split() == ["False"]
+
+
+# Names of operators that general modules use for something else: a kind of layer, a field, a measured kernel, a role.
+OTHER_WORDS = frozenset({
+    "add", "attention", "cat", "cross_entropy", "gelu", "head", "images", "input", "log-probabilities", "logits",
+    "norm", "qkv", "rotary", "scale", "shared_expert_gate", "silu_multiply", "split", "transform", "v", "wte",
+})  # fmt: skip
+
+
+def test_no_general_module_names_an_operator_of_a_model() -> None:
+    """What a family calls its operators, tensors and parameters is known where families are built, and nowhere else.
+
+    Others ask for kinds of kernels, for what reads and makes a tensor, and for ``Role``.
+    """
+    names: set[str] = set()
+    for model in map(catalogue.model, catalogue.names("models")):
+        for layer in FAMILIES[model.family].layers(model, Shard()):
+            names |= {kernel.name for kernel in layer.kernels} | {*layer.tensors}
+            names |= {parameter.name for parameter in layer.parameters}
+    assert {"router", "residual1", "kv_b", "conv1", "norm1 output", "experts_down.weight"} <= names
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for path in python_files("simplan")
+        if not path.is_relative_to(ROOT / "simplan/spec/models")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names - OTHER_WORDS
+    ]
+    assert not found

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field
 
 from simplan.accuracy.schema import Framework, PublishedRun, Task
 from simplan.spec.base import Count, Spec
-from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.low_precision import QuantizedWeights
+from simplan.spec.models.expert_dispatch import ExpertDispatch
 from simplan.spec.plan import RecomputeModule
 from simplan.spec.training import Precision
 

@@ -12,7 +12,7 @@ from simplan.cost.product import Product, ProductRates
 from simplan.program.program import LayerWork, Phase
 from simplan.program.split_footprint import weighted_kernels
 from simplan.spec.joined import joined_gemms
-from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, has_backward
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, Role, has_backward
 from simplan.spec.low_precision import quantized_linears
 from simplan.spec.optimizer import UPDATES, UpdateName
 from simplan.spec.software import StateBytes
@@ -80,7 +80,7 @@ class KernelCost:
                 self.relative_std,
                 f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(bytes_per_s)}",
             )
-        experts = any(kernel.name == "router" for kernel in work.layer.kernels)
+        experts = bool(work.layer.kernels_with(Role.EXPERTS))
         relative_std = max(self.relative_std, self.experts_std) if experts else self.relative_std
         return Price(self.seconds(work), self.provenance, relative_std, self._formula(work))
 

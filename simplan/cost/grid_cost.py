@@ -92,7 +92,7 @@ class GridCost:
                     yield self._attention(kernel, b, backward)
             case Pointwise():
                 if phase is not Phase.BACKWARD_WEIGHT:
-                    name, elements = _pointwise(kernel, work.layer)
+                    name, elements = _pointwise(kernel)
                     time = self._grid.time(name, (b * elements,), backward=backward)
                     yield time._replace(seconds=time.seconds * self._traffic)
             case Lookup(rows=rows, width=columns):
@@ -132,21 +132,15 @@ def _gradient_elements(kernel: Kernel, layer: LayerSpec) -> int:
     return layer.num_trained if isinstance(kernel, Lookup) and kernel.trained else 0
 
 
-def _pointwise(kernel: Pointwise, layer: LayerSpec) -> tuple[KernelName, float]:
+def _pointwise(kernel: Pointwise) -> tuple[KernelName, float]:
     """The kernel of the grid that comes nearest, and how many elements it makes."""
-    name = kernel.name
-    if "norm" in name:
-        biased = any(parameter.name == f"{name}.bias" for parameter in layer.parameters)
-        return ("layer_norm" if biased else "rms_norm"), kernel.writes
-    if name == "cross_entropy":
-        return "cross_entropy", kernel.writes
-    if name.endswith("_multiply"):
-        return "silu_multiply", kernel.writes / 2
-    if name in ("gelu", "relu"):
-        return "gelu", kernel.writes
-    if name == "rotary":
-        return "rotary", kernel.writes / 2
-    return "add", (kernel.reads + kernel.writes) / 3
+    match kernel.like:
+        case "silu_multiply" | "rotary":
+            return kernel.like, kernel.writes / 2
+        case "add":
+            return "add", (kernel.reads + kernel.writes) / 3
+        case _:
+            return kernel.like, kernel.writes
 
 
 def _name(kernel: Kernel) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from simplan.spec.kernel import TOKEN_TABLE
 from simplan.spec.layer import LayerSpec
 
 __all__ = ["Bucket", "ddp_buckets"]
@@ -40,7 +41,7 @@ def ddp_buckets(
         first_bucket_bytes: Limit of the first.
     """
     stage = list(layers)
-    holds_embedding = any(p.name == "wte.weight" for layer in stage for p in layer.parameters)
+    holds_embedding = any(p.name == f"{TOKEN_TABLE}.weight" for layer in stage for p in layer.parameters)
     buckets: list[Bucket] = []
     limit, filled = first_bucket_bytes, 0
     ready_layer = 0

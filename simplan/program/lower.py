@@ -37,8 +37,8 @@ from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
 from simplan.program.walk import ActionTemplate, Walker
 from simplan.program.writer import RankWriter
-from simplan.spec.expert_style import TAKEN_SHARE
 from simplan.spec.layer import CollectiveKind
+from simplan.spec.models.expert_dispatch import TAKEN_SHARE
 from simplan.spec.plan import StageAssignment
 
 __all__ = ["Lowerer", "Lowering", "lower"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.rules.rule import not_modelled, rule
-from simplan.spec.adapters import GROUPS, adapted_matrices, matrices_of
+from simplan.spec.adapters import adapter_targets
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.numbers import either, nearest_divisors
@@ -175,14 +175,14 @@ def lora_targets_exist(job: Job) -> Iterator[Problem]:
     model, family = job.model, FAMILIES[job.model.family]
     if "lora_rank" not in family.fields or not model.lora_rank:
         return
-    matrices = matrices_of(family.layers(model, Shard()))
+    known = adapter_targets(family.layers(model, Shard()))
     for target in model.lora_targets:
-        if not adapted_matrices([target], matrices):
+        if target not in known:
             yield Problem(
                 field="model.lora_targets",
                 value=target,
                 rule=f"is no matrix of a block of family {model.family}",
-                fix=f"use {either(dict.fromkeys([*matrices, *GROUPS]))}",
+                fix=f"use {either(known)}",
             )
 
 

@@ -26,6 +26,7 @@ from simplan.spec.layer import (
     Operator,
     ParameterSpec,
     Pointwise,
+    Role,
     Tensor,
 )
 
@@ -33,30 +34,31 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["GROUPS", "adapted_layers", "adapted_matrices", "matrices_of"]
-
-_ATTENTION = ("qkv", "q", "k", "v", "proj")
-_MLP = ("gate", "up", "down")
-_BY_ROWS = ("proj", "down")
-
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "all": _ATTENTION + _MLP,
-    "attention": _ATTENTION,
-    "qkv": ("qkv", "q", "k", "v"),
-    "mlp": _MLP,
-}
-"""Names in ``ModelSpec.lora_targets`` that stand for several matrices, as far as a family has them."""
+__all__ = ["adapted_layers", "adapter_targets"]
 
 
-def matrices_of(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
-    """Names of the matrices of a model's blocks, in the order of forward."""
+def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]]:
+    """By what ``ModelSpec.lora_targets`` can name, the matrices of a model's blocks that it stands for.
+
+    Each matrix stands for itself; ``attention`` and ``mlp`` for those of these parts, ``all`` for both, and ``qkv`` for
+    those that make queries, keys and values.
+    """
     block = next(layer for layer in layers if layer.kind is LayerKind.BLOCK)
-    return tuple(kernel.name for kernel in block.kernels if isinstance(kernel, Gemm))
+    matrices = {
+        operator.kernel.name: operator.roles for operator in block.operators if isinstance(operator.kernel, Gemm)
+    }
 
+    def named(*roles: Role) -> tuple[str, ...]:
+        return tuple(name for name, having in matrices.items() if not having.isdisjoint(roles))
 
-def adapted_matrices(targets: Sequence[str], matrices: Sequence[str]) -> frozenset[str]:
-    """Those of some matrices that targets name; names that are not known are passed over."""
-    return frozenset(name for target in targets for name in GROUPS.get(target, (target,)) if name in matrices)
+    by_rows = named(Role.ROW_PARALLEL)
+    groups = {
+        "all": named(Role.ATTENTION, Role.MLP),
+        "attention": named(Role.ATTENTION),
+        "qkv": tuple(name for name in named(Role.ATTENTION) if name not in by_rows),
+        "mlp": named(Role.MLP),
+    }
+    return {name: (name,) for name in matrices} | {word: names for word, names in groups.items() if names}
 
 
 def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
@@ -67,7 +69,8 @@ def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) 
         model: Its ``lora_rank`` is at least 1.
         shard: How layers are split.
     """
-    targets = adapted_matrices(model.lora_targets, matrices_of(layers))
+    known = adapter_targets(layers)
+    targets = frozenset(name for target in model.lora_targets for name in known.get(target, ()))
     assert targets, model.lora_targets
     made: dict[tuple[str, bool], LayerSpec] = {}
     adapted = []
@@ -92,24 +95,25 @@ def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard,
     return replace(
         layer,
         key=f"{layer.key},{named if targets else 'frozen'}{',first' if first else ''}",
-        parameters=tuple(_with_adapters(frozen, targets, rank, shard)),
+        parameters=tuple(_with_adapters(layer, frozen, targets, rank, shard)),
         operators=tuple(_operators(layer, targets, rank, first=first)),
         needs_input_gradient=not first,
     )
 
 
 def _with_adapters(
-    parameters: Sequence[ParameterSpec], targets: frozenset[str], rank: int, shard: Shard
+    layer: LayerSpec, parameters: Sequence[ParameterSpec], targets: frozenset[str], rank: int, shard: Shard
 ) -> Iterator[ParameterSpec]:
     """A module's adapters come after its own weight and bias."""
     split = shard.tp > 1
+    row_parallel = {layer.kernels[index].name for index in layer.kernels_with(Role.ROW_PARALLEL)}
     for parameter, following in zip(parameters, [*parameters[1:], None], strict=True):
         yield parameter
         name = parameter.name.rpartition(".")[0]
         if name not in targets or (following is not None and following.name == f"{name}.bias"):
             continue
         n, k = next(p.shape for p in parameters if p.name == f"{name}.weight")
-        by_rows = name in _BY_ROWS
+        by_rows = name in row_parallel
         yield ParameterSpec(f"{name}.lora_a.weight", (rank, k), partial_gradient=split and not by_rows)
         yield ParameterSpec(f"{name}.lora_b.weight", (n, rank), partial_gradient=split and by_rows)
 
@@ -153,23 +157,26 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
     if not rank:
         yield frozen
         return
-    name, m, n, k = kernel.name, kernel.m, kernel.n, kernel.k
+    name, m, n, k, joint = kernel.name, kernel.m, kernel.n, kernel.k, kernel.joint
+    roles = operator.roles | {Role.ADAPTER}
     (result,) = operator.makes
     product, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
     adapted, scaled = Tensor(f"{name}.lora_b output", m * n), Tensor(f"{name}.lora_b output, scaled", m * n)
     yield replace(frozen, makes=(product,))
     yield replace(
         operator,
-        kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates),
+        kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates, joint=joint and f"{joint}.lora_a"),
         makes=(low,),
         parameters=(f"{name}.lora_a.weight",),
+        roles=roles,
     )
     yield Operator(
-        kernel=Gemm(f"{name}.lora_b", m, n, rank),
+        kernel=Gemm(f"{name}.lora_b", m, n, rank, joint=joint and f"{joint}.lora_b"),
         reads=(low.name,),
         makes=(adapted,),
         saves=(low.name,),
         parameters=(f"{name}.lora_b.weight",),
+        roles=roles,
     )
     # the sum scales what it adds; of the gradient, that makes another tensor
     yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
@@ -178,6 +185,7 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
         reads=(product.name, scaled.name),
         makes=(result,),
         passes=True,
+        roles=roles,
     )
 
 

@@ -9,14 +9,12 @@ from simplan.spec.layer import Gemm
 
 __all__ = ["joined_gemms", "joins"]
 
-_TOGETHER = (("q", "k", "v"), ("gate", "up"), ("experts_gate", "experts_up"), ("shared_gate", "shared_up"))
-
 
 def joined_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
     """Matrix products of a layer with those of one input as one, and those of their adapters likewise.
 
     Args:
-        gemms: Of one layer, by their names in it.
+        gemms: Of one layer.
     """
     made: dict[tuple[object, ...], Gemm] = {}
     for gemm in gemms:
@@ -33,6 +31,4 @@ def joins(one: Gemm, other: Gemm) -> bool:
 
 def _joint(gemm: Gemm) -> tuple[object, ...]:
     """Equal for parts of one product."""
-    matrix, _, adapter = gemm.name.partition(".")
-    names = next((names for names in _TOGETHER if matrix in names), (matrix,))
-    return names, adapter, replace(gemm, name="", n=0)
+    return gemm.joint or gemm.name, replace(gemm, name="", n=0)

@@ -18,6 +18,7 @@ __all__ = [
     "Kernel",
     "Lookup",
     "Pointwise",
+    "PointwiseFunction",
     "has_backward",
 ]
 
@@ -26,6 +27,9 @@ TOKEN_TABLE = "wte"
 
 LOSS = "cross_entropy"
 """The ``Pointwise`` of the loss."""
+
+
+PointwiseFunction = Literal["layer_norm", "rms_norm", "gelu", "silu_multiply", "rotary", "cross_entropy", "add"]
 
 
 class CollectiveKind(StrEnum):
@@ -62,6 +66,7 @@ class Gemm:
         propagates: Backward makes the gradient of the input.
         streams: Where the groups are kernels of their own: on how many streams these run; 0 for one kernel of all.
         cast_before: Operands that the kernels before it make as narrow as it computes with, so that no cast does.
+        joint: Products with one input and one of these words can be held as one matrix; none for alone.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Gemm:
     propagates: bool = True
     streams: int = 0
     cast_before: tuple[Literal["input", "gradient"], ...] = ()
+    joint: str = ""
 
     @property
     def flops(self) -> int:
@@ -213,6 +219,7 @@ class Pointwise:
         moves: It only moves elements: backward moves their gradients back, no more than forward does. Else backward
             also reads what forward had.
         launches: Kernels that run for it one after the other, in forward and in backward.
+        like: The function that comes nearest among those that a calibration times.
     """
 
     name: str
@@ -221,6 +228,7 @@ class Pointwise:
     propagates: bool = True
     moves: bool = False
     launches: tuple[int, int] = (1, 1)
+    like: PointwiseFunction = "add"
 
 
 @dataclass(frozen=True, slots=True)

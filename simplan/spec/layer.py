@@ -24,6 +24,7 @@ from simplan.spec.kernel import (
 )
 from simplan.spec.operator import (
     Operator,
+    Role,
     Tensor,
     gradient_order,
     kernel_places,
@@ -46,6 +47,7 @@ __all__ = [
     "Operator",
     "ParameterSpec",
     "Pointwise",
+    "Role",
     "Tensor",
     "has_backward",
 ]
@@ -134,6 +136,15 @@ class LayerSpec:
     def places(self) -> tuple[int, ...]:
         """By operator, the index of its kernel."""
         return kernel_places(self.operators)
+
+    @cached_property
+    def roles(self) -> tuple[frozenset[Role], ...]:
+        """By kernel, the roles of its operator."""
+        return tuple(operator.roles for operator in self.operators if operator.kernel is not None)
+
+    def kernels_with(self, role: Role) -> tuple[int, ...]:
+        """Indices of the kernels with a role."""
+        return tuple(index for index, roles in enumerate(self.roles) if role in roles)
 
     @cached_property
     def needed(self) -> frozenset[str]:

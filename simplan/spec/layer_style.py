@@ -7,23 +7,33 @@ fused functions keep their inputs only; and what context-parallel ranks exchange
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from simplan.spec.base import Count, Spec
-from simplan.spec.expert_style import (
+from simplan.spec.kernel import LOSS
+from simplan.spec.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
+from simplan.spec.models.attention_style import (
+    in_one_call,
+    is_core,
+    is_masked_for_gathering,
+    skipping_keys,
+    unfused,
+    with_core,
+    with_narrow_values,
+    with_repeated_keys,
+    without_mask,
+)
+from simplan.spec.models.expert_dispatch import (
     ExpertDispatch,
     dispatched,
     one_by_one,
     with_biases_apart,
     with_fused_experts,
 )
-from simplan.spec.kernel import LOSS
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, LayerKind, LayerSpec, Operator, Pointwise, Tensor
-from simplan.spec.operator import bypassed
 
 __all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
 
@@ -32,8 +42,6 @@ SplitBackward = Literal["all", "products"]
 
 _FP32_BYTES = 4
 _MASK_BYTES = 1
-_JOIN = "join documents"
-_SINKS = "sinks"
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities": ("log-probabilities", _FP32_BYTES),
@@ -71,7 +79,7 @@ class LayerStyle(Spec):
             ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
             the kernel needs none.
         documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
-        expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``), as the profile has it.
+        expert_dispatch: How tokens come to their experts (``models.expert_dispatch``), as the profile has it.
         expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
             None for one kernel of all experts. Their last biases are then added apart.
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
@@ -135,20 +143,20 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
     other_experts = operators != layer.operators
     if style.attention == "unfused":
-        operators = tuple(found for operator in operators for found in _unfused(operator, dropout=dropout))
+        operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
     if style.repeated_keys:
-        operators = tuple(_with_repeated_keys(operators))
-    in_one_call = style.documents_in_one_call and any(_is_core(o, lambda core: bool(core.documents)) for o in operators)
-    if in_one_call:
-        operators = _in_one_call(operators)
+        operators = tuple(with_repeated_keys(operators))
+    one_call = style.documents_in_one_call and any(is_core(o, lambda core: bool(core.documents)) for o in operators)
+    if one_call:
+        operators = in_one_call(operators)
     if style.narrow_values:
-        operators = _narrow_values(operators)
-    skips = style.skips_keys and any(_is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
+        operators = with_narrow_values(operators)
+    skips = style.skips_keys and any(is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
     if style.skips_keys:
-        operators = _skipping_keys(operators)
-    eight_bits = style.eight_bit_attention and any(_is_core(o) for o in operators)
+        operators = skipping_keys(operators)
+    eight_bits = style.eight_bit_attention and any(is_core(o) for o in operators)
     if eight_bits:
-        operators = tuple(_with_core(operator, eight_bits=True) for operator in operators)
+        operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
     if style.fused_gates or compiled:
         operators = tuple(found for operator in _pairs(operators) for found in operator)
@@ -159,14 +167,14 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     if style.loss != "log_probabilities":
         operators = tuple(_with_loss(operators, style.loss))
     constants = layer.constants
-    if skips or (style.gathered_keys == "by_rank" and _is_masked_for_gathering(layer)):
-        constants = tuple(table for table in constants if table.name != "attention mask")
+    if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
+        constants = without_mask(constants)
     to_end = style.reruns_to_end and layer.kind is LayerKind.BLOCK
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
-    words += ["one call" * in_one_call, _expert_words(style) * other_experts]
+    words += ["one call" * one_call, _expert_words(style) * other_experts]
     words += ["attention in 8 bits" * eight_bits]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
@@ -176,111 +184,6 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
 def _expert_words(style: LayerStyle) -> str:
     how = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} at once"
     return f"experts by {style.expert_dispatch}, {how}"
-
-
-def _is_masked_for_gathering(layer: LayerSpec) -> bool:
-    """Whether attention in it has a table for no other reason than that keys are gathered."""
-    cores = [kernel for kernel in layer.kernels if isinstance(kernel, Attention)]
-    gathers = any(isinstance(k, Exchange) and k.axis == "cp" for k in layer.kernels)
-    return gathers and bool(cores) and not any(core.masked for core in cores)
-
-
-def _is_core(operator: Operator, holds: Callable[[Attention], bool] = lambda _: True) -> bool:
-    return isinstance(operator.kernel, Attention) and holds(operator.kernel)
-
-
-def _with_core(operator: Operator, **changes: Any) -> Operator:
-    """The same with a changed attention core, if it is one."""
-    if not isinstance(operator.kernel, Attention):
-        return operator
-    return replace(operator, kernel=replace(operator.kernel, **changes))
-
-
-def _unfused(operator: Operator, *, dropout: bool) -> Iterator[Operator]:
-    """Attention whose scores are a tensor, with scaling, mask and softmax in one kernel that saves its result.
-
-    Backward changes the gradient of the softmax in place.
-    """
-    core = operator.kernel
-    if not isinstance(core, Attention) or core.eager:
-        yield operator
-        return
-    eager = replace(core, eager=True, fused_softmax=True, dropout=dropout)
-    if not operator.makes:  # a part of ring attention
-        yield replace(operator, kernel=eager)
-        return
-    output = operator.makes[0]
-    scores, weights = (Tensor(f"{core.name} {word}", core.num_scores) for word in ("scores", "weights"))
-    through = Tensor(f"{core.name} weights let through", core.num_scores, _MASK_BYTES)
-    after = Tensor(f"{core.name} weights after dropout", core.num_scores)
-    yield Operator(kernel=eager, reads=operator.reads, makes=(scores,), saves=operator.reads)
-    yield Operator(reads=(scores.name,), makes=(weights,), saves=(weights.name,), passes=True)
-    if dropout:
-        yield Operator(reads=(weights.name,), makes=(after, through), saves=(through.name,))
-    weighing = (after if dropout else weights).name
-    yield replace(
-        operator, kernel=None, reads=(weighing,), makes=(output,), saves=(weighing, *operator.reads), saves_for=()
-    )
-
-
-def _with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
-    """The gather of keys and values for attention, and how gradients of these come home: as many hops as ranks."""
-    found = tuple(operators)
-    core = next((o.kernel for o in found if isinstance(o.kernel, Attention)), None)
-    for operator in found:
-        kernel = operator.kernel
-        gathers = isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.forward is CollectiveKind.ALL_GATHER
-        if core is None or not isinstance(kernel, Exchange) or not gathers:
-            yield operator
-            continue
-        elements = kernel.elements * core.num_heads // core.num_key_value_heads
-        yield replace(operator, kernel=replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements))
-        home = Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, _FP32_BYTES)
-        yield Operator(kernel=home)
-
-
-def _in_one_call(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Attention of documents whose outputs need not be joined."""
-    joins = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == _JOIN)
-    without = bypassed(operators, [tensor.name for join in joins for tensor in join.makes])
-    return tuple(_with_core(o, one_call=True) if _is_core(o, lambda core: bool(core.documents)) else o for o in without)
-
-
-def _skipping_keys(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Attention whose kernel knows of windows and sinks."""
-    sinks = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == _SINKS)
-    parameters = {name for operator in operators for name in operator.parameters if name.startswith(f"{_SINKS}.")}
-    found = []
-    for operator in bypassed(operators, [tensor.name for sink in sinks for tensor in sink.makes]):
-        windowed = _with_core(operator, masked=False) if _is_core(operator, lambda core: core.window > 0) else operator
-        found.append(replace(windowed, parameters=(*parameters,)) if _is_core(operator) and parameters else windowed)
-    return tuple(found)
-
-
-def _narrow_values(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Multi-head latent attention whose kernel takes values as they are: nothing is padded, or cut off afterwards."""
-    core = next((o for o in operators if _is_core(o, lambda core: core.padded)), None)
-    if core is None or not isinstance(core.kernel, Attention):
-        return operators
-    kernel = core.kernel
-    padded, value = kernel.head_dim, kernel.value_head_dim
-    (source,), wide = core.reads, core.makes[0]
-    cut = next(o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == "cut values")
-    narrow = {
-        source: lambda tensor: replace(tensor, elements=tensor.elements * (2 * padded + value) // (3 * padded)),
-        wide.name: lambda tensor: replace(tensor, elements=tensor.elements * value // padded),
-    }
-    apart = next((o.makes[0].name for o in operators if o.reads == (wide.name,) and o is not cut), None)
-    if apart is not None:
-        narrow[apart] = narrow[wide.name]
-    without = bypassed(operators, [tensor.name for tensor in cut.makes])
-    return tuple(
-        replace(
-            _with_core(o, padded=False) if o.kernel is kernel else o,
-            makes=tuple(narrow[t.name](t) if t.name in narrow else t for t in o.makes),
-        )
-        for o in without
-    )
 
 
 def _pairs(operators: Sequence[Operator]) -> Iterator[tuple[Operator, ...]]:
@@ -319,7 +222,7 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
     """With masks of dropout where a branch joins the residual stream, and after the embedding."""
     for number, operator in enumerate(operators, 1):
         kernel = operator.kernel
-        joins = isinstance(kernel, Pointwise) and operator.passes and len(operator.reads) > 1
+        joins = Role.RESIDUAL in operator.roles
         ends = (
             number == len(operators) if layer.kind is LayerKind.EMBEDDING else layer.kind is LayerKind.BLOCK and joins
         )

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Role
 
 __all__ = [
     "DEFAULT_RECIPE",
@@ -51,9 +51,6 @@ step, beside the weights in 16 bits, to the next one; or when they are updated, 
 
 LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
 DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
-_BLOCK_LINEARS_IN_BF16 = ("router", "shared_expert_gate")
-_EXPERTS = ("experts_gate", "experts_up", "experts_down")
-_OF_ADAPTERS = (".lora_a", ".lora_b")
 _SCALE_OF_TENSOR_BYTES = 4
 
 
@@ -191,9 +188,10 @@ def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
     """
     if layer.kind is not LayerKind.BLOCK:
         return []
-    gemms = [kernel for kernel in layer.kernels if isinstance(kernel, Gemm) and not kernel.image_elements]
-    wide = _BLOCK_LINEARS_IN_BF16 if experts else (*_BLOCK_LINEARS_IN_BF16, *_EXPERTS)
-    return [gemm for gemm in gemms if gemm.name not in wide and not gemm.name.endswith(_OF_ADAPTERS)]
+    wide = {Role.GATING, Role.ADAPTER} if experts else {Role.GATING, Role.ADAPTER, Role.EXPERTS}
+    kernels = zip(layer.kernels, layer.roles, strict=True)
+    gemms = [kernel for kernel, roles in kernels if isinstance(kernel, Gemm) and wide.isdisjoint(roles)]
+    return [gemm for gemm in gemms if not gemm.image_elements]
 
 
 def quantized_linears(layer: LayerSpec, form: LinearFormat) -> list[Gemm]:

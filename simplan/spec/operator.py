@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from simplan.spec.kernel import CollectiveKind, Exchange, Gemm, Kernel, Lookup
 
 __all__ = [
     "Operator",
+    "Role",
     "Tensor",
     "bypassed",
     "gradient_order",
@@ -61,6 +63,33 @@ class Tensor:
         return self.elements * self.width(activation_bytes, residual_bytes)
 
 
+class Role(StrEnum):
+    """What an operator is in its block, for frameworks that treat it otherwise than others."""
+
+    NORM = "norm"
+    """A norm of the residual stream, whose result goes into matmuls."""
+    RESIDUAL = "residual"
+    """The sum of a branch and the residual stream."""
+    ATTENTION = "attention"
+    """A projection before or after an attention core."""
+    UP_PROJECTION = "up_projection"
+    """Of latent attention, what makes queries, keys and values of all heads from narrow vectors."""
+    MLP = "mlp"
+    """Any of the branch that is an MLP or a mixture of experts."""
+    EXPERTS = "experts"
+    """A grouped product of experts, or the activation between two of them."""
+    SHARED_EXPERT = "shared_expert"
+    """Any of the expert that all tokens go to."""
+    GATING = "gating"
+    """A product that makes scores by which outputs of experts are weighed."""
+    COLUMN_PARALLEL = "column_parallel"
+    """A product whose matrix tensor-parallel ranks split by columns."""
+    ROW_PARALLEL = "row_parallel"
+    """The same by rows."""
+    ADAPTER = "adapter"
+    """Of a low-rank adapter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One operator, as autograd has it.
@@ -81,6 +110,7 @@ class Operator:
             kernel for it.
         forward_scratch, backward_scratch: Tensors that exist only while it runs.
         regathers: An all-gather in backward that brings this tensor back, which forward did not save.
+        roles: What it is in its block.
     """
 
     kernel: Kernel | None = None
@@ -98,6 +128,7 @@ class Operator:
     forward_scratch: tuple[Tensor, ...] = ()
     backward_scratch: tuple[Tensor, ...] = ()
     regathers: str = ""
+    roles: frozenset[Role] = frozenset()
 
     @property
     def trains(self) -> bool:

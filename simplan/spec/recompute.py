@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Role
 from simplan.spec.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.spec.recompute_modules import Recomputation, Rerun, recomputed_modules, token_lookups
 
 __all__ = ["Recomputation", "Rerun", "recomputation", "recompute_of"]
 
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
-_UNCOUNTED = ("router", "experts_")  # to selective_op: torchtitan's gate, and grouped products, which are no aten.mm
+_UNCOUNTED = {Role.GATING, Role.EXPERTS}  # to selective_op: torchtitan's gate, and grouped products, no aten.mm
 
 
 def recompute_of(layer: LayerSpec, plan: ParallelPlan, place: int) -> Recompute:
@@ -65,7 +65,7 @@ def recomputation(
         case "selective_layer":
             return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(_all_saved(layer))
         case "selective_op":
-            counted = [index for index in _gemms(layer) if not layer.kernels[index].name.startswith(_UNCOUNTED)]
+            counted = [index for index in _gemms(layer) if _UNCOUNTED.isdisjoint(layer.roles[index])]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
             kept |= _where(layer, lambda k: isinstance(k, Attention))
             kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.axis == "ep"))

@@ -23,18 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.spec.kernel import TOKEN_TABLE
-from simplan.spec.layer import Attention, Exchange, Kernel, LayerSpec, Lookup, Operator, Pointwise
+from simplan.spec.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Operator, Role
 from simplan.spec.operator import saved_by
 from simplan.spec.plan import RecomputeModule
 
 __all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules", "token_lookups"]
-
-_UP_PROJECTIONS = ("q", "q_b", "kv_b", "rotary", "assemble heads")
-_UP_PROJECTION_INPUTS = ("q_a_norm output", "kv_a_norm output")  # of all ranks, which a product gathers
-_EXPERTS_IN, _EXPERTS_OUT = ("experts_gate", "experts_up"), "experts_down"
-_SHARED = "shared_"
-_NORMS = (("norm1", "residual1", ("q", "q_a", "kv_a")), ("norm2", "residual2", ("shared_gate", "shared_up")))
-"""Where the branch of each ends, and which products read it."""
 
 
 class Rerun(NamedTuple):
@@ -135,17 +128,10 @@ def token_lookups(layer: LayerSpec) -> set[int]:
 
 def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
     """Its results are gone when the attention core has used them, and are made again for the core's backward."""
-    names = {kernel.name for kernel in layer.kernels}
-    if "kv_b" not in names:
-        return
-    core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
-    inputs = (*_UP_PROJECTION_INPUTS, *(["norm1 output"] if "q" in names else []))
-    again = [
-        index
-        for index, kernel in enumerate(layer.kernels[:core])
-        if kernel.name in _UP_PROJECTIONS or (kernel.name in inputs and _is_exchange_of_forward(layer, index))
-    ]
-    yield _Part(_made_at(layer, again), Rerun(tuple(again), core))
+    again = _forward_of(layer, layer.kernels_with(Role.UP_PROJECTION))
+    if again:
+        core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
+        yield _Part(_made_at(layer, again), Rerun(again, core))
 
 
 def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
@@ -154,42 +140,42 @@ def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
     Others are part of the product after them (TELayerNormColumnParallelLinear, megatron/core/models/gpt/
     gpt_layer_specs.py), and do not run again.
     """
-    names = [kernel.name for kernel in layer.kernels]
-    apart = {"norm1": "kv_b" in names, "norm2": _has_experts(layer)}
-    for norm, end, readers in _NORMS:
-        if apart[norm] and norm in names:
-            dropped = _made_at(layer, {names.index(norm)}) | _quantized_inputs(layer, readers)
-            yield _Part(dropped, Rerun((names.index(norm),), names.index(end) - 1))
+    sums = layer.kernels_with(Role.RESIDUAL)
+    for norm in layer.kernels_with(Role.NORM):
+        readers = list(_readers(layer, norm))
+        if all(Role.COLUMN_PARALLEL in operator.roles for operator in readers):
+            continue
+        products = [operator.kernel.name for operator in readers if isinstance(operator.kernel, Gemm)]
+        dropped = _made_at(layer, {norm}) | _quantized_inputs(layer, products)
+        yield _Part(dropped, Rerun((norm,), min(index for index in sums if index > norm) - 1))
 
 
 def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
     """Where the activation is part of the product before it, the backward of the fused kernels computes it again."""
-    names = [kernel.name for kernel in layer.kernels]
-    if _EXPERTS_OUT not in names:
+    inside = layer.kernels_with(Role.EXPERTS)
+    products = [index for index in inside if isinstance(layer.kernels[index], Gemm)]
+    if not products:
         return
-    begin, end = 1 + max(names.index(name) for name in _EXPERTS_IN if name in names), names.index(_EXPERTS_OUT)
-    again = tuple(index for index in range(begin, end) if isinstance(layer.kernels[index], Pointwise))
-    product = {"experts_gated product"} & {tensor.name for tensor in layer.saved}
-    dropped = product | _quantized_inputs(layer, (_EXPERTS_OUT,)) | _made_at(layer, again)
+    *_, before, end = products
+    again = tuple(index for index in inside if before < index < end)
+    (last,) = (operator for operator, place in _placed(layer) if place == end and operator.kernel is not None)
+    product = {last.reads[0]} & {tensor.name for tensor in layer.saved}
+    dropped = product | _quantized_inputs(layer, [layer.kernels[end].name]) | _made_at(layer, again)
     yield _Part(frozenset(dropped), Rerun(again, end))
 
 
 def _mlp(layer: LayerSpec) -> Iterator[_Part]:
-    if not _has_experts(layer):
-        yield _second_half(layer)
+    if not layer.kernels_with(Role.EXPERTS):
+        yield from _all_of(layer, Role.MLP)
 
 
 def _moe(layer: LayerSpec) -> Iterator[_Part]:
-    if _has_experts(layer):
-        yield _second_half(layer)
+    if layer.kernels_with(Role.EXPERTS):
+        yield from _all_of(layer, Role.MLP)
 
 
 def _shared_experts(layer: LayerSpec) -> Iterator[_Part]:
-    again = _where(layer, lambda kernel: kernel.name.startswith(_SHARED))
-    if again:
-        inside = (i for i in range(min(again), max(again) + 1) if i in again or _is_exchange_of_forward(layer, i))
-        dropped = _made_at(layer, again)
-        yield _Part(dropped, Rerun(tuple(inside), _end_of_second_half(layer)))
+    yield from _all_of(layer, Role.SHARED_EXPERT)
 
 
 _MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
@@ -203,22 +189,29 @@ _MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
 }
 
 
-def _second_half(layer: LayerSpec) -> _Part:
-    """All between the second norm and the sum at a block's end, to its end."""
-    names = [kernel.name for kernel in layer.kernels]
-    end = _end_of_second_half(layer)
-    again = range(names.index("norm2") + 1, end + 1)
-    runs = (i for i in again if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
-    return _Part(_made_at(layer, again), Rerun(tuple(runs), end))
+def _all_of(layer: LayerSpec, role: Role) -> Iterator[_Part]:
+    """All that has a role, again when the gradient of the branch that it is in arrives."""
+    places = layer.kernels_with(role)
+    if places:
+        end = max(layer.kernels_with(Role.MLP))
+        yield _Part(_made_at(layer, places), Rerun(_forward_of(layer, places), end))
 
 
-def _end_of_second_half(layer: LayerSpec) -> int:
-    """Index of the last kernel before the sum at a block's end."""
-    return [kernel.name for kernel in layer.kernels].index("residual2") - 1
+def _forward_of(layer: LayerSpec, places: Iterable[int]) -> tuple[int, ...]:
+    """Those of some kernels that forward runs."""
+    return tuple(i for i in places if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
 
 
-def _has_experts(layer: LayerSpec) -> bool:
-    return any(kernel.name == _EXPERTS_OUT for kernel in layer.kernels)
+def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
+    """What reads the result of a kernel, be it cast or gathered from tensor-parallel ranks before."""
+    names = {t.name for operator, index in _placed(layer) if index == place for t in operator.makes}
+    for operator, index in _placed(layer):
+        if index == place or names.isdisjoint(operator.reads):
+            continue
+        if operator.is_cast or (isinstance(operator.kernel, Exchange) and operator.kernel.axis == "tp"):
+            names.update(tensor.name for tensor in operator.makes)
+        else:
+            yield operator
 
 
 def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> frozenset[str]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from simplan.spec.base import Count, NonNegative, Spec
-from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled_layers
 from simplan.spec.low_precision import (
@@ -19,6 +18,7 @@ from simplan.spec.low_precision import (
     QuantizedWeights,
     linear_format,
 )
+from simplan.spec.models.expert_dispatch import ExpertDispatch
 from simplan.spec.optimizer import OPTIMIZERS, OptimizerName
 from simplan.spec.plan import ParallelPlan, RecomputeModule
 from simplan.spec.rates import StackRates
@@ -203,7 +203,7 @@ class SoftwareSpec(Spec):
         tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
             ``none``, those of ``backward`` before and after matrices split by columns, ``gathers``, in both directions
             but no sums, or ``all``, in both directions.
-        expert_dispatch: How tokens come to their experts (``simplan.spec.expert_style``).
+        expert_dispatch: How tokens come to their experts (``simplan.spec.models.expert_dispatch``).
         expert_overlap: Tokens of a microbatch travel to and from experts while another one, whose backward is next to
             its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.

@@ -117,7 +117,11 @@ def test_a_corner_that_was_too_large_to_time_has_its_work() -> None:
 def layer() -> LayerSpec:
     """A norm, a matrix and its activation."""
     weights = (ParameterSpec("norm.weight", (512,)), ParameterSpec("up.weight", (1024, 512)))
-    kernels = (Pointwise("norm", 256 * 512, 256 * 512), Gemm("up", 256, 1024, 512), Pointwise("gelu", 2**18, 2**18))
+    kernels = (
+        Pointwise("norm", 256 * 512, 256 * 512, like="rms_norm"),
+        Gemm("up", 256, 1024, 512),
+        Pointwise("gelu", 2**18, 2**18, like="gelu"),
+    )
     return layer_of_kernels(kernels, weights, key="x")
 
 

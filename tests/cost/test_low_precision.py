@@ -15,7 +15,7 @@ from simplan.cost.product import ProductRates
 from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
 from simplan.spec.low_precision import linear_format
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.rates import AttentionShare
@@ -27,9 +27,10 @@ M, N, K = 4096, 8192, 2048
 FLOPS = 2 * M * N * K
 
 
-def layer(kind: LayerKind = LayerKind.BLOCK, name: str = "up") -> LayerSpec:
-    kernels = Pointwise("gelu", 10**8, 10**8), Gemm(name, M, N, K)
-    return layer_of_kernels(kernels, (ParameterSpec(f"{name}.weight", (N, K)),), kind=kind, key=f"{kind} {name}")
+def layer(kind: LayerKind = LayerKind.BLOCK, *roles: Role) -> LayerSpec:
+    kernels = Pointwise("gelu", 10**8, 10**8), Gemm("up", M, N, K)
+    whole = layer_of_kernels(kernels, (ParameterSpec("up.weight", (N, K)),), kind=kind, key=f"{kind} {roles}")
+    return replace(whole, operators=tuple(replace(o, roles=frozenset(roles)) for o in whole.operators))
 
 
 def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> KernelCost:
@@ -156,7 +157,7 @@ def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
     assert "2 x 100.0 us to cut products into parts" in cost.price(whole._replace(cuts=2)).formula
 
 
-@pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(name="router")])
+@pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(LayerKind.BLOCK, Role.GATING)])
 def test_heads_and_routers_are_priced_as_in_bf16(other: LayerSpec) -> None:
     forward = rates("fp8").price(LayerWork(other, Phase.FORWARD, 1, 0))
     assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 1e14)

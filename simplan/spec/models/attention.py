@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from simplan.spec.layer import Attention, CollectiveKind, Exchange, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.layer import Attention, CollectiveKind, Exchange, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.spec.models.mlp import column_linears, row_linear
-from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, norm_operator
+from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, norm_operator, with_role
 from simplan.spec.share import Share
 
-__all__ = ["AttentionForm", "Biases", "core_operator", "join_documents", "self_attention"]
+__all__ = ["JOIN", "MASK", "SINKS", "AttentionForm", "Biases", "core_operator", "join_documents", "self_attention"]
 
 Biases = Literal["none", "qkv", "all"]
 _K = CollectiveKind
 _OUTPUT = "attention output"
+JOIN, MASK, SINKS = "join documents", "attention mask", "sinks"
 _RMS_NORM = NormKind(statistics=1, bias=False)
 
 
@@ -64,9 +65,9 @@ def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
     norms, turned, names = _on_queries_and_keys(form, share)
     core = Part(operators=tuple(_core(form, share, names)), constants=_tables(form, share))
     sinks, output = _sinks(share) if form.sinks else (Part(), _OUTPUT)
-    return joined(
-        projected, norms, turned, core, sinks, row_linear("proj", output, share.q, share, bias=form.bias == "all")
-    )
+    projection = row_linear("proj", output, share.q, share, bias=form.bias == "all")
+    projected, projection = with_role(projected, Role.ATTENTION), with_role(projection, Role.ATTENTION)
+    return joined(projected, norms, turned, core, sinks, projection)
 
 
 def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part, tuple[str, ...]]:
@@ -93,7 +94,7 @@ def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part,
         wide = Tensor("rotary scratch", n * share.q, FP32_BYTES)
         rotated = {name: Tensor(f"{name} rotated", n * size) for name, size in sizes.items()}
         operator = Operator(
-            kernel=Pointwise("rotary", 2 * both, 2 * both),
+            kernel=Pointwise("rotary", 2 * both, 2 * both, like="rotary"),
             reads=tuple(names.values()),
             makes=tuple(rotated.values()),
             forward_scratch=(wide, wide),
@@ -109,9 +110,9 @@ def _sinks(share: Share) -> tuple[Part, str]:
     """The output of the core, scaled by what the sinks leave of it, sigmoid(logsumexp - sink); and its name."""
     elements = share.tokens * share.q
     scaled = Tensor("scaled attention output", elements)
-    weight = ParameterSpec("sinks.weight", (share.heads,))
+    weight = ParameterSpec(f"{SINKS}.weight", (share.heads,))
     operator = Operator(
-        kernel=Pointwise("sinks", elements, elements),
+        kernel=Pointwise(SINKS, elements, elements),
         reads=(_OUTPUT,),
         makes=(scaled,),
         saves=(_OUTPUT,),
@@ -153,7 +154,7 @@ def join_documents(elements: int, source: str, share: Share, result: str = _OUTP
         result: Name of the tensor.
     """
     assert share.documents
-    kernel = Pointwise("join documents", elements, elements)
+    kernel = Pointwise(JOIN, elements, elements)
     return Operator(kernel=kernel, reads=(source,), makes=(Tensor(result, elements),))
 
 
@@ -241,11 +242,11 @@ def _tables(form: AttentionForm, share: Share) -> tuple[Tensor, ...]:
     shard, n = share.shard, share.tokens
     if share.documents and form.masked:  # the table of the longest has those of all others in its corner
         longest = max(*share.documents, n - sum(share.documents))
-        return (Tensor("attention mask", (share.heads if form.alibi else 1) * longest**2),)
+        return (Tensor(MASK, (share.heads if form.alibi else 1) * longest**2),)
     gathers = shard.cp > 1 and shard.cp_comm == "all_gather"
     if not (form.masked or (gathers and form.causal)):
         return ()
     by_heads = shard.cp > 1 and shard.cp_comm == "a2a"
     queries = n * shard.cp if by_heads else n
     heads = (share.heads // shard.cp if by_heads else share.heads) if form.alibi else 1
-    return (Tensor("attention mask", heads * queries * n * shard.cp),)
+    return (Tensor(MASK, heads * queries * n * shard.cp),)

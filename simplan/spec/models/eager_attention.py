@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simplan.spec.layer import Attention, Lookup, Operator, Tensor
+from simplan.spec.layer import Attention, Lookup, Operator, Role, Tensor
 from simplan.spec.models.mlp import row_linear
-from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear, with_role
 from simplan.spec.share import Share
 
 __all__ = ["EagerForm", "eager_attention"]
@@ -56,11 +56,13 @@ def eager_attention(form: EagerForm, source: str, keys: str, share: Share, num_k
         eager=True,
         name=form.name,
     )
+    joint = "+".join(names if keys == source else names[1:])
+    matrices = [linear(names[0], source, (n, q, h), joint=joint if keys == source else "")]
+    matrices += [linear(name, keys, (num_keys, q, h), joint=joint) for name in names[1:]]
     return joined(
-        linear(names[0], source, (n, q, h)),
-        *(linear(name, keys, (num_keys, q, h)) for name in names[1:]),
+        with_role(joined(*matrices), Role.ATTENTION, Role.COLUMN_PARALLEL),
         Part(operators=tuple(_core(form, core, names)), constants=_tables(form, n, num_keys)),
-        row_linear(f"{prefix}proj", f"{form.name} output", q, share),
+        with_role(row_linear(f"{prefix}proj", f"{form.name} output", q, share), Role.ATTENTION),
     )
 
 

@@ -98,7 +98,7 @@ def output_distribution(
     wide = Tensor(f"{logits} in FP32", n * v, FP32_BYTES, logits=True)
     kept = Tensor(f"{again}log-probabilities", n * v, FP32_BYTES, logits=True)
     loss = Operator(
-        kernel=Pointwise(LOSS, 2 * n * v, n * v),
+        kernel=Pointwise(LOSS, 2 * n * v, n * v, like="cross_entropy"),
         reads=(wide.name,),
         makes=(kept,),
         saves=(kept.name,),

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Kernel, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.spec.models.mlp import column_linears, gated, row_linear
-from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear, with_role
 from simplan.spec.share import Share
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertsForm", "expert_mlp", "experts_form", "places_of", "shared_expert_mlp", "sum_of_experts"]
 
+GATE_AND_UP, DOWN = ("experts_gate", "experts_up"), "experts_down"
 _SOURCE, _COMBINED = "norm2 output", "combined output"
 _CHOSEN, _PLACES, _TOKENS = "chosen experts", "places of tokens", "tokens of places"
 _INPUTS, _RESULTS = "places of experts", "results of places"
@@ -113,7 +114,7 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
         row_linear("shared_down", "shared_gated product", i, share),
     )
     if not form.shared_gate:
-        return mlp
+        return with_role(mlp, Role.MLP, Role.SHARED_EXPERT)
     gate = linear("shared_expert_gate", _SOURCE, (own, 1, h), partial=(share.partial, False))
     sigmoid = Tensor("shared gate's sigmoid", own)
     output = "shared_down output"
@@ -123,7 +124,8 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
         makes=(Tensor("weighed shared output", own * h), sigmoid),
         saves=(output, sigmoid.name),
     )
-    return joined(mlp, gate, Part(operators=(weigh,)))
+    whole = joined(mlp, with_role(gate, Role.GATING), Part(operators=(weigh,)))
+    return with_role(whole, Role.MLP, Role.SHARED_EXPERT)
 
 
 def expert_mlp(form: ExpertsForm, share: Share) -> Part:
@@ -133,14 +135,14 @@ def expert_mlp(form: ExpertsForm, share: Share) -> Part:
         form: Which experts.
         share: Sizes.
     """
-    return joined(_router(form, share), _experts(form, share))
+    return with_role(joined(_router(form, share), _experts(form, share)), Role.MLP)
 
 
 def sum_of_experts(form: ExpertsForm, share: Share) -> Part:
     """The sum of what the chosen experts and the shared one make."""
     shared = "weighed shared output" if form.shared_gate else "shared_down output"
     made = Tensor("sum of experts", share.own_tokens * share.hidden)
-    return Part(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),))
+    return with_role(Part(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),)), Role.MLP)
 
 
 def _router(form: ExpertsForm, share: Share) -> Part:
@@ -158,7 +160,7 @@ def _router(form: ExpertsForm, share: Share) -> Part:
         saves=(weights.name, experts.name),
     )
     router = linear("router", _SOURCE, (n, e, h), bias=form.router_bias, partial=both)
-    return joined(router, Part(operators=(routing,)))
+    return joined(with_role(router, Role.GATING), Part(operators=(routing,)))
 
 
 def _experts(form: ExpertsForm, share: Share) -> Part:
@@ -170,8 +172,8 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
     rows = sent * shard.etp
     counted = min(rows, chosen * shard.etp)
 
-    def grouped(name: str, source: str, columns: int, inner: int) -> Part:
-        gemm = Gemm(name, rows, columns, inner, own, counted if counted < rows else 0)
+    def grouped(name: str, source: str, columns: int, inner: int, joint: str = "") -> Part:
+        gemm = Gemm(name, rows, columns, inner, own, counted if counted < rows else 0, joint=joint)
         weight = ParameterSpec(f"{name}.weight", (own, columns, inner), expert=shard.experts_apart)
         bias = ParameterSpec(f"{name}.bias", (own, columns), expert=shard.experts_apart)
         operator = Operator(
@@ -192,10 +194,14 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
     )
     return joined(
         Part(operators=tuple(_chain([dispatch, *there], "", _INPUTS))),
-        grouped("experts_gate", _INPUTS, i, h),
-        grouped("experts_up", _INPUTS, i, h),
-        gated("experts_", rows * i),
-        grouped("experts_down", "experts_gated product", h, i),
+        with_role(
+            joined(
+                *(grouped(name, _INPUTS, i, h, "+".join(GATE_AND_UP)) for name in GATE_AND_UP),
+                gated("experts_", rows * i),
+                grouped(DOWN, "experts_gated product", h, i),
+            ),
+            Role.EXPERTS,
+        ),
         Part(operators=tuple(_chain(back, "experts_down output", _RESULTS) if back else ())),
         Part(operators=tuple(_combine(_RESULTS if back else "experts_down output", chosen, n, h))),
     )

@@ -10,16 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simplan.spec.layer import Attention, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.layer import Attention, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.spec.models.attention import core_operator, join_documents
 from simplan.spec.models.mlp import column_linears, row_linear
-from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, linear, norm_operator
+from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, linear, norm_operator, with_role
 from simplan.spec.share import Share, for_columns
 
 if TYPE_CHECKING:
     from simplan.spec.model import ModelSpec
 
-__all__ = ["LatentForm", "latent_attention", "latent_form"]
+__all__ = ["CUT_VALUES", "LatentForm", "latent_attention", "latent_form"]
+
+CUT_VALUES = "cut values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +85,19 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
     turned = for_columns("rotated part of keys", share, width=form.rotated)
     cut = Operator(reads=("kv_a output",), makes=(Tensor("rotated part of keys", own * form.rotated),), in_place=True)
     keys = column_linears({"kv_b": a * (form.plain + form.value)}, "kv_a_norm output", share, inner=form.kv_rank)
+    keys = with_role(keys, Role.ATTENTION, Role.UP_PROJECTION)
     rotate = Operator(
-        kernel=Pointwise("rotary", 2 * rotated, 2 * rotated),
+        kernel=Pointwise("rotary", 2 * rotated, 2 * rotated, like="rotary"),
         reads=(f"{query} output", turned.name),
         makes=(Tensor("rotated parts", rotated),),
+        roles=frozenset({Role.UP_PROJECTION}),
     )
     assembled = Tensor("q, k and padded v", 3 * wide)
     assemble = Operator(
         kernel=Pointwise("assemble heads", 3 * n * a * (form.plain + form.rotated + form.value), 3 * wide),
         reads=(f"{query} output", "kv_b output", "rotated parts"),
         makes=(assembled,),
+        roles=frozenset({Role.UP_PROJECTION}),
     )
     padded, output = Tensor("padded attention output", wide), Tensor("attention output", n * a * form.value)
     core = Attention(a, a, d, n, value_head_dim=form.value, padded=form.value < d, documents=share.documents)
@@ -101,18 +106,18 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
         attended = [core_operator(core, (assembled.name,), Tensor("outputs of documents", wide))]
         attended.append(join_documents(wide, "outputs of documents", share, padded.name))
     cut_values = Operator(
-        kernel=Pointwise("cut values", n * a * form.value, n * a * form.value), reads=(padded.name,), makes=(output,)
+        kernel=Pointwise(CUT_VALUES, n * a * form.value, n * a * form.value), reads=(padded.name,), makes=(output,)
     )
     return joined(
-        queries,
-        narrow,
+        with_role(queries, Role.ATTENTION),
+        with_role(narrow, Role.ATTENTION),
         Part(parameters=(weight,), operators=(normed, cut, *turned.before)),
         keys,
         Part(
             operators=(rotate, assemble, *attended, cut_values),
             constants=(Tensor("rotary tables", 2 * n * form.rotated, FP32_BYTES),),
         ),
-        row_linear("proj", output.name, a * form.value, share),
+        with_role(row_linear("proj", output.name, a * form.value, share), Role.ATTENTION),
     )
 
 
@@ -120,10 +125,11 @@ def _queries(form: LatentForm, share: Share) -> Part:
     """Queries of all heads, ``q output`` or ``q_b output``."""
     own, h, q = share.own_tokens, share.hidden, share.heads * form.head
     if not form.q_rank:
-        return column_linears({"q": q}, "norm1 output", share)
+        return with_role(column_linears({"q": q}, "norm1 output", share), Role.UP_PROJECTION)
     narrow = linear("q_a", "norm1 output", (own, form.q_rank, h), partial=(share.partial, False))
     normed, weight = _narrow_norm("q_a", form.q_rank, share)
     wide = column_linears({"q_b": q}, "q_a_norm output", share, inner=form.q_rank)
+    wide = with_role(wide, Role.UP_PROJECTION)
     return joined(narrow, Part(parameters=(weight,), operators=(normed,)), wide)
 
 

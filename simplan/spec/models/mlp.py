@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simplan.spec.layer import Operator, ParameterSpec, Pointwise, Tensor
-from simplan.spec.models.part import Part, joined, linear
+from simplan.spec.layer import Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.spec.models.part import Part, joined, linear, with_role
 from simplan.spec.share import Share, for_columns, sum_of_rows
 
 __all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "relu_mlp", "row_linear"]
@@ -18,11 +18,12 @@ def gelu_mlp(source: str, share: Share, *, bias: bool) -> Part:
         bias: Both matrices have one.
     """
     n, i = share.tokens, share.intermediate
-    return joined(
+    mlp = joined(
         column_linears({"up": i}, source, share, bias=bias),
         activated("gelu", "up output", n * i),
         row_linear("down", "gelu output", i, share, bias=bias),
     )
+    return with_role(mlp, Role.MLP)
 
 
 def relu_mlp(source: str, share: Share) -> Part:
@@ -33,11 +34,12 @@ def relu_mlp(source: str, share: Share) -> Part:
         share: Sizes.
     """
     n, i = share.tokens, share.intermediate
-    return joined(
+    mlp = joined(
         column_linears({"up": i}, source, share),
         activated("relu", "up output", n * i, saves="relu output"),
         row_linear("down", "relu output", i, share),
     )
+    return with_role(mlp, Role.MLP)
 
 
 def gated_mlp(source: str, share: Share, *, activation: str = "silu") -> Part:
@@ -49,11 +51,12 @@ def gated_mlp(source: str, share: Share, *, activation: str = "silu") -> Part:
         activation: Name of the function.
     """
     n, i = share.tokens, share.intermediate
-    return joined(
+    mlp = joined(
         column_linears({"gate": i, "up": i}, source, share),
         gated("", n * i, activation),
         row_linear("down", "gated product", i, share),
     )
+    return with_role(mlp, Role.MLP)
 
 
 def activated(name: str, source: str, elements: int, *, saves: str = "", result: Tensor | None = None) -> Part:
@@ -67,7 +70,7 @@ def activated(name: str, source: str, elements: int, *, saves: str = "", result:
         result: What it makes; ``{name} output`` where that is not said.
     """
     made = result or Tensor(f"{name} output", elements)
-    kernel = Pointwise(name, elements, elements)
+    kernel = Pointwise(name, elements, elements, like="gelu")
     return Part(operators=(Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,)),))
 
 
@@ -81,7 +84,7 @@ def gated(prefix: str, elements: int, activation: str = "silu") -> Part:
     """
     gate, up = f"{prefix}gate output", f"{prefix}up output"
     function = Operator(
-        kernel=Pointwise(f"{prefix}{activation}_multiply", 3 * elements, 2 * elements),
+        kernel=Pointwise(f"{prefix}{activation}_multiply", 3 * elements, 2 * elements, like="silu_multiply"),
         reads=(gate,),
         makes=(Tensor(f"{prefix}{activation} output", elements),),
         saves=(gate,),
@@ -109,10 +112,13 @@ def column_linears(widths: dict[str, int], source: str, share: Share, *, bias: b
     """
     gathered = for_columns(source, share, width=inner)
     k = inner or share.hidden
+    joint = "+".join(widths) if len(widths) > 1 else ""
     linears = (
-        linear(name, gathered.name, (share.tokens, width, k), saves=source, bias=bias) for name, width in widths.items()
+        linear(name, gathered.name, (share.tokens, width, k), saves=source, bias=bias, joint=joint)
+        for name, width in widths.items()
     )
-    return joined(Part(operators=gathered.before), *linears, Part(operators=gathered.after))
+    matrices = with_role(joined(*linears), Role.COLUMN_PARALLEL)
+    return joined(Part(operators=gathered.before), matrices, Part(operators=gathered.after))
 
 
 def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool = False) -> Part:
@@ -128,8 +134,8 @@ def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool =
     gemm = share.tokens, share.hidden, inner
     result = f"{name} output"
     if share.shard.tp == 1:
-        return linear(name, source, gemm, bias=bias)
-    part = linear(name, source, gemm, result=f"parts of {result}")
+        return with_role(linear(name, source, gemm, bias=bias), Role.ROW_PARALLEL)
+    part = with_role(linear(name, source, gemm, result=f"parts of {result}"), Role.ROW_PARALLEL)
     summed = sum_of_rows(f"parts of {result}", result, share, bias=f"{name}.bias" if bias else "")
     added = (ParameterSpec(f"{name}.bias", (share.hidden,), share.partial),) if bias else ()
     return joined(part, Part(parameters=added, operators=tuple(summed)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.spec.share import Share
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "norm_operator",
     "residual",
     "rewired",
+    "with_role",
 ]
 
 FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are FP32 whatever the precision
@@ -139,6 +140,11 @@ def rewired(part: Part, old: str, new: str) -> Part:
     return replace(part, operators=operators)
 
 
+def with_role(part: Part, *roles: Role) -> Part:
+    """The same, all of whose operators have some roles as well."""
+    return replace(part, operators=tuple(replace(o, roles=o.roles.union(roles)) for o in part.operators))
+
+
 def cast(source: str, result: Tensor) -> Operator:
     """The same in another width."""
     return Operator(reads=(source,), makes=(result,), is_cast=True)
@@ -153,6 +159,7 @@ def linear(
     bias: bool = False,
     partial: tuple[bool, bool] = (False, False),
     result: str = "",
+    joint: str = "",
 ) -> Part:
     """A matrix of weights, and perhaps a bias, that a tensor is multiplied with.
 
@@ -164,12 +171,13 @@ def linear(
         bias: It has one.
         partial: Whether gradients of weight and bias are partial (``ParameterSpec``).
         result: Name of the result.
+        joint: As of ``Gemm``.
     """
     m, n, k = gemm
     weight = ParameterSpec(f"{name}.weight", (n, k), partial[0])
     parameters = (weight, ParameterSpec(f"{name}.bias", (n,), partial[1])) if bias else (weight,)
     operator = Operator(
-        kernel=Gemm(name, m, n, k),
+        kernel=Gemm(name, m, n, k, joint=joint),
         reads=(source,),
         makes=(Tensor(result or f"{name} output", m * n),),
         saves=(saves or source,),
@@ -196,6 +204,7 @@ def norm(name: str, source: str, kind: NormKind, share: Share, *, for_matmuls: b
     normed = Tensor(f"{name} result" if for_matmuls else f"{name} output", own, residual=True)
     operators = [norm_operator(name, source, kind, normed, kind.statistics * share.own_tokens, parameters)]
     if for_matmuls:
+        operators = [replace(operators[0], roles=frozenset({Role.NORM}))]
         operators.append(cast(normed.name, Tensor(f"{name} output", own)))
     return Part(parameters=tuple(parameters), operators=tuple(operators))
 
@@ -212,7 +221,9 @@ def norm_operator(
     wide = Tensor(f"{name} scratch", result.elements, FP32_BYTES)
     composed = (wide,) * _NORM_SCRATCH + (Tensor(f"{name} scratch", result.elements, FP32_BYTES, widened=True),)
     return Operator(
-        kernel=Pointwise(name, result.elements, result.elements),
+        kernel=Pointwise(
+            name, result.elements, result.elements, like="rms_norm" if kind.statistics == 1 else "layer_norm"
+        ),
         reads=(source,),
         makes=(result, statistics),
         saves=(source, statistics.name),
@@ -250,6 +261,7 @@ def residual(name: str, stream: str, branch: str, share: Share) -> Part:
         reads=(stream, branch),
         makes=(Tensor(name, own, residual=True),),
         passes=True,
+        roles=frozenset({Role.RESIDUAL}),
         forward_scratch=(Tensor(f"{branch}, upcast", own, residual=True, widened=True),),
     )
     return Part(operators=(add,))

@@ -10,10 +10,10 @@ import pytest
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.program.program import LayerWork, Phase
 from simplan.spec import catalogue
-from simplan.spec.expert_style import ExpertDispatch
 from simplan.spec.layer import Attention, Exchange, ExpertDraw, LayerSpec, Pointwise
 from simplan.spec.layer_style import LayerStyle, styled
 from simplan.spec.model import ModelSpec
+from simplan.spec.models.expert_dispatch import ExpertDispatch
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec

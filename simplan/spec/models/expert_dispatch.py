@@ -29,6 +29,7 @@ from dataclasses import replace
 from typing import Literal
 
 from simplan.spec.layer import Exchange, ExpertDraw, Gemm, LayerSpec, Operator, Pointwise
+from simplan.spec.models.experts import DOWN, GATE_AND_UP
 from simplan.spec.operator import kernels_of
 
 __all__ = [
@@ -53,7 +54,6 @@ scripts/performance, moe_hybridep_num_sms)."""
 
 _SORTS = ("sort by expert", "sort by rank")
 _MOVES = ("dispatch", *_SORTS)
-_PRODUCTS = ("experts_gate", "experts_up", "experts_down")
 _BIAS_KERNELS = (2, 7)
 
 
@@ -65,7 +65,7 @@ def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Op
         way: How.
     """
     kernels = {kernel.name: kernel for kernel in kernels_of(operators)}
-    router, gate = kernels.get("router"), kernels.get("experts_gate")
+    router, gate = kernels.get("router"), kernels.get(GATE_AND_UP[0])
     if way == "copies" or not isinstance(router, Gemm) or not isinstance(gate, Gemm):
         return operators
     tokens, whole = router.m, router.m * router.k
@@ -132,7 +132,7 @@ def one_by_one(operators: tuple[Operator, ...], streams: int) -> tuple[Operator,
     """
     return tuple(
         replace(o, kernel=replace(o.kernel, streams=streams))
-        if isinstance(o.kernel, Gemm) and o.kernel.name in _PRODUCTS
+        if isinstance(o.kernel, Gemm) and o.kernel.name in (*GATE_AND_UP, DOWN)
         else o
         for o in operators
     )
@@ -154,7 +154,7 @@ def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tupl
         layer: As ``simplan.spec.models.experts`` has it.
         operators: Its operators, as they are by now.
     """
-    if not any(parameter.name == "experts_down.bias" for parameter in layer.parameters):
+    if not any(parameter.name == f"{DOWN}.bias" for parameter in layer.parameters):
         return operators
     found: list[Operator] = []
     for operator in operators:
@@ -162,15 +162,22 @@ def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tupl
         if isinstance(kernel, Pointwise) and kernel.name == "experts_silu_multiply":
             values = kernel.writes // 2
             found += [
-                Operator(kernel=Pointwise("experts_limit", values, values)),
-                Operator(kernel=Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True)),
+                Operator(kernel=Pointwise("experts_limit", values, values), roles=operator.roles),
+                Operator(
+                    kernel=Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True), roles=operator.roles
+                ),
             ]
         found.append(operator)
-        if isinstance(kernel, Gemm) and kernel.name == "experts_down":
+        if isinstance(kernel, Gemm) and kernel.name == DOWN:
             values, launches = kernel.m * kernel.n, _of_each(kernel.num_groups)
             found += [
-                Operator(kernel=Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=launches)),
-                Operator(kernel=Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True)),
+                Operator(
+                    kernel=Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=launches),
+                    roles=operator.roles,
+                ),
+                Operator(
+                    kernel=Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True), roles=operator.roles
+                ),
             ]
     return tuple(found)
 
@@ -193,9 +200,9 @@ def with_fused_experts(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     for operator in operators:
         kernel = operator.kernel
         match kernel:
-            case Gemm(name="experts_gate" | "experts_up"):
+            case Gemm(name=name) if name in GATE_AND_UP:
                 found.append(replace(operator, kernel=replace(kernel, cast_before=("gradient",))))
-            case Gemm(name="experts_down"):
+            case Gemm(name=name) if name == DOWN:
                 found.append(replace(operator, kernel=replace(kernel, cast_before=("input",))))
             case Pointwise(name="experts_silu_multiply"):
                 found.append(replace(operator, kernel=None))
