@@ -11,11 +11,11 @@ from typing import NamedTuple
 from simplan.program.liveness import Liveness, PeakPoint
 from simplan.program.program import MemoryCategory, MemoryEffect
 from simplan.spec.kernel import LOSS
-from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
-__all__ = ["LayerFootprint", "layer_footprint", "layers_effects", "owned_parameters"]
+__all__ = ["LayerFootprint", "brought_parameters", "layer_footprint", "layers_effects"]
 
 
 class LayerFootprint(NamedTuple):
@@ -127,20 +127,12 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
     return tuple(effect for effect in effects if effect.during_bytes or effect.after_bytes)
 
 
-def owned_parameters(layers: Sequence[LayerSpec], *, trained: bool = False) -> list[int]:
-    """Weights each layer of a stage brings; a head tied to an embedding of the same stage does not bring its copy.
-
-    Args:
-        layers: The stage.
-        trained: Only those that are not frozen.
-    """
+def brought_parameters(layers: Sequence[LayerSpec]) -> list[tuple[ParameterSpec, ...]]:
+    """Weights each layer of a stage brings; a head tied to an embedding of the same stage does not bring its copy."""
     holds_embedding = any(layer.kind is LayerKind.EMBEDDING for layer in layers)
-    found: dict[str, int] = {}  # layers that are alike bring as many
+    found: dict[str, tuple[ParameterSpec, ...]] = {}  # layers that are alike bring as many
     for layer in layers:
         if layer.key not in found:
-            found[layer.key] = sum(
-                p.num_elements
-                for p in layer.parameters
-                if not ((holds_embedding and p.name in layer.tied) or (trained and p.frozen))
-            )
+            shared = layer.tied if holds_embedding else ()
+            found[layer.key] = tuple(p for p in layer.parameters if p.name not in shared)
     return [found[layer.key] for layer in layers]

@@ -32,7 +32,7 @@ from simplan.program.rows import ActionVariant, row_of_actions
 from simplan.program.script import Scripts, Segment, in_order
 from simplan.program.stage import Stages
 from simplan.program.stamping import OpIndex, ProgramBuilder, restore_state, take_state
-from simplan.program.states import OptimizerStates
+from simplan.program.states import RankStates
 from simplan.program.timeline import SpanKind
 from simplan.program.uncollected import uncollected
 from simplan.program.walk import ActionTemplate, Walker
@@ -215,7 +215,7 @@ class _RankLowering:
         self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
-        self.states = OptimizerStates(stages, rank)
+        self.states = RankStates(stages, rank)
         mapping = stages.mapping
         self.groups = mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits

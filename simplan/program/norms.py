@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from simplan.program.action import Action
 from simplan.program.program import Message, Phase, Stream
 from simplan.program.stage import Stages
-from simplan.program.states import OptimizerStates
+from simplan.program.states import RankStates
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.optimizer import OPTIMIZERS
@@ -17,7 +17,7 @@ __all__ = ["clip_gradients", "norms_of_parameters"]
 _NORM_BYTES = 4  # in fp32, as gradients and states are
 
 
-def clip_gradients(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
+def clip_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
     """Squares of all gradients of the rank, summed over ranks with other parts of the model, then all are scaled.
 
     What several ranks hold alike one of them counts. As in torchtitan each axis of the mesh has one all-reduce of a
@@ -43,7 +43,7 @@ def clip_gradients(action: Action, stages: Stages, states: OptimizerStates, writ
     writer.compute(action, "clip gradients", tuple(work for stage in mine for work in states.work(stage, Phase.SCALE)))
 
 
-def norms_of_parameters(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
+def norms_of_parameters(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
     """Sums over ranks for the norms of the optimizer, of all parameters that the rank updates at once.
 
     Their own passes over memory are part of the update; arguments as above.

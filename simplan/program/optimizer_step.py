@@ -9,7 +9,7 @@ from simplan.program.norms import clip_gradients, norms_of_parameters
 from simplan.program.offload import LayerUpdate, stream_updates
 from simplan.program.program import MemoryCategory, MemoryEffect, Message, Stream
 from simplan.program.stage import Stages
-from simplan.program.states import OptimizerStates
+from simplan.program.states import RankStates
 from simplan.program.timeline import SpanKind
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
@@ -20,7 +20,7 @@ __all__ = ["step_optimizer"]
 def step_optimizer(
     action: Action,
     stages: Stages,
-    states: OptimizerStates,
+    states: RankStates,
     writer: RankWriter,
     release: Sequence[MemoryEffect],
     *,
@@ -66,7 +66,7 @@ def step_optimizer(
         writer.collective(action, stream, "all_gather parameters", message, [updated])
 
 
-def _temporaries(stages: Stages, states: OptimizerStates) -> tuple[MemoryEffect, ...]:
+def _temporaries(stages: Stages, states: RankStates) -> tuple[MemoryEffect, ...]:
     """Copies in other precisions, and what the optimizer's own kernels need."""
     copied = states.trained_elements * stages.state.widened_bytes + states.temporary_bytes
     if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
@@ -77,7 +77,7 @@ def _temporaries(stages: Stages, states: OptimizerStates) -> tuple[MemoryEffect,
 def _streamed(
     action: Action,
     stages: Stages,
-    states: OptimizerStates,
+    states: RankStates,
     writer: RankWriter,
     effects: Sequence[MemoryEffect],
     *,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from simplan.program.action import Action
 from simplan.program.program import LayerWork, Message, Phase, Stream
 from simplan.program.stage import Stages
-from simplan.program.states import OptimizerStates
+from simplan.program.states import RankStates
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
 
 __all__ = ["complete_gradients"]
 
 
-def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
+def complete_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
     """Completes the gradients of a stage and divides them by the number of microbatches, where the loss was not.
 
     Args:
@@ -32,7 +32,7 @@ def complete_gradients(action: Action, stages: Stages, states: OptimizerStates, 
     writer.compute(action, "{action}", states.work(action.stage, Phase.SCALE) if divides else ())
 
 
-def _average_experts(action: Action, stages: Stages, states: OptimizerStates, writer: RankWriter) -> None:
+def _average_experts(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
     """Gradients of experts are divided by the ranks that average gradients, and summed over those with the same ones.
 
     Tokens of the other expert-parallel ranks are already in them, and those of tensor-parallel ranks add up.

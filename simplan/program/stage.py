@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 from simplan.job import Job
 from simplan.program.action import Table
 from simplan.program.complete import stage_to_rank
-from simplan.program.footprint import LayerFootprint, layer_footprint, layers_effects, owned_parameters
+from simplan.program.footprint import LayerFootprint, brought_parameters, layer_footprint, layers_effects
 from simplan.program.low_precision_footprint import keeping_quantized, resting_weight_bytes
 from simplan.program.program import LayerWork, MemoryEffect, Message, Phase
 from simplan.program.split_footprint import SplitFootprint, products_footprint, split_footprint
 from simplan.program.units import Unit, fsdp_units
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec
+from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.spec.layer_style import SplitBackward
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import RankMapping, Recompute, StageAssignment
@@ -65,9 +65,10 @@ class Stages:
 
     Attributes:
         layers: By stage, its layers as one rank has them.
-        owned: By stage and layer, the parameters it brings.
-        trained: Those of them that are not frozen.
-        experts: By stage and layer, those of them that data parallelism leaves alone, or FSDP shards among fewer ranks:
+        brought: By stage and layer, the parameters it brings.
+        owned: Their elements.
+        trained: Of those that are not frozen.
+        experts: By stage and layer, of those that data parallelism leaves alone, or FSDP shards among fewer ranks:
             other ranks have other experts.
         units: By stage, FSDP's units; nothing where parameters are not sharded.
         splits_sends: Tensor-parallel ranks have equal tensors, of which each sends a part.
@@ -75,10 +76,7 @@ class Stages:
         boundary_bytes: By stage, all of them together.
         batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
         deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
-        held: By stage and layer, parameters that every rank of the stage holds, all or those that are trained, once
-            somebody asked.
         broadcasts: By shard group, messages in which owners send what they updated, once somebody asked.
-        sharded_work: By stage and phase, work on these, once somebody asked.
         tied_bytes: Gradient of a tied embedding; 0 without.
     """
 
@@ -106,9 +104,10 @@ class Stages:
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]
         self._first_block = [assignment.boundaries[stage] - 1 for stage in range(self.num_stages)]
-        self.owned = [owned_parameters(layers) for layers in self.layers]
-        self.trained = [owned_parameters(layers, trained=True) for layers in self.layers]
-        self.experts = [[_expert_elements(layer) for layer in layers] for layers in self.layers]
+        self.brought = [brought_parameters(layers) for layers in self.layers]
+        self.owned = self._elements(lambda parameter: True)
+        self.trained = self._elements(lambda parameter: not parameter.frozen)
+        self.experts = self._elements(lambda parameter: parameter.expert)
         num_shards = plan.dp_shard * plan.cp
         self.units: list[tuple[Unit, ...]] = [
             fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
@@ -125,10 +124,14 @@ class Stages:
         self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
         self._facts: dict[tuple[str, Recompute, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
-        self.held: dict[tuple[int, int, bool], int] = {}
         self.broadcasts: dict[tuple[int, ...], tuple[Message, ...]] = {}
-        self.sharded_work: dict[tuple[int, Phase], tuple[LayerWork, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
+
+    def _elements(self, counts: Callable[[ParameterSpec], bool]) -> list[list[int]]:
+        """By stage and layer, elements of some of the parameters it brings."""
+        alike = {parameters for of_stage in self.brought for parameters in of_stage}
+        found = {parameters: sum(p.num_elements for p in parameters if counts(p)) for parameters in alike}
+        return [[found[parameters] for parameters in of_stage] for of_stage in self.brought]
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""
@@ -299,10 +302,6 @@ def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
     for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
         if apart is not None:
             yield sum(kernel.n for kernel in run if isinstance(kernel, Gemm)), apart[1]
-
-
-def _expert_elements(layer: LayerSpec) -> int:
-    return sum(parameter.num_elements for parameter in layer.parameters if parameter.expert)
 
 
 def _image_elements(model: ModelSpec) -> int:

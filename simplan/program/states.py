@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from simplan.program.partition_states import partition_states
 from simplan.program.program import LayerWork, Message, Phase
-from simplan.program.stage import Deal, Stages
-from simplan.program.units import padded_elements, shard_dimension
-from simplan.spec.layer import CollectiveKind
+from simplan.program.stage import Stages
+from simplan.program.units import shard_elements
+from simplan.spec.layer import CollectiveKind, ParameterSpec
 from simplan.spec.optimizer import UPDATES
 
-__all__ = ["OptimizerStates"]
+__all__ = ["LayerStates", "RankStates", "layer_states"]
 
 
-class OptimizerStates:
+class LayerStates(NamedTuple):
+    """Elements of a layer's parameters that a rank holds, of which FSDP shards each along one dimension.
+
+    Attributes:
+        weights: Between steps.
+        trained: Those whose gradients it holds as well.
+        experts: Of these, experts of which other ranks have others.
+        partial: Of these, gradients that are parts, which tensor-parallel ranks sum.
+    """
+
+    weights: int
+    trained: int
+    experts: int
+    partial: int
+
+
+def layer_states(
+    parameters: Iterable[ParameterSpec], num_shards: int, expert_shards: int, shard: int = 0
+) -> LayerStates:
+    """What a rank holds of a layer.
+
+    Args:
+        parameters: That the layer brings.
+        num_shards: Ranks over which each is sharded; 1 for none.
+        expert_shards: The same of experts of which other ranks have others.
+        shard: Which of the shards; the first, which is as large as what others are padded to.
+    """
+    found = [0, 0, 0, 0]
+    for parameter in parameters:
+        over, index = (expert_shards, 0) if parameter.expert else (num_shards, shard)
+        number = shard_elements(parameter.shape, over, index)
+        for place, counts in enumerate((True, not parameter.frozen, parameter.expert, parameter.partial_gradient)):
+            found[place] += number * counts
+    return LayerStates(*found)
+
+
+class RankStates:
     """States of one rank.
 
-    FSDP shards every parameter along one dimension (``shard_dimension``), padded, as it does gradients and optimizer
-    states; experts of which other ranks have others among the ranks that have the same ones, or not at all. ZeRO-1
-    leaves parameters and gradients whole. Of torch it gives each of them, whole, to one rank of the shard group to
-    update; experts of which other ranks have others are whole on their rank, which updates them itself. Of other
-    software every rank of the group updates as many elements of flat buffers, of experts those of the ranks that have
-    the same ones.
+    FSDP shards parameters, gradients and optimizer states. ZeRO-1 leaves parameters and gradients whole, and divides
+    optimizer states: torch gives each parameter, whole, to one rank of the shard group to update, but for experts of
+    which other ranks have others, which are updated where they are; with other software every rank of the group updates
+    as many elements of flat buffers, of experts those of the ranks that have the same ones.
 
     Args:
         stages: Facts about the stages.
@@ -33,36 +67,56 @@ class OptimizerStates:
     def __init__(self, stages: Stages, rank: int) -> None:
         self._stages, self._rank = stages, rank
         plan, mapping = stages.plan, stages.mapping
-        self._group = mapping.shard_group(rank)
-        self._mine = stages.stages_of(mapping.place(rank).pp)
-        self._num_shards = len(self._group) if plan.shards_parameters else 1
-        self._expert_shards = plan.expert_shards
-        self._shard_rank = self._group.index(rank)
+        self._group, self._pp_rank = mapping.shard_group(rank), mapping.place(rank).pp
+        self._mine = stages.stages_of(self._pp_rank)
+        self._shards = (len(self._group) if plan.shards_parameters else 1, plan.expert_shards)
+        self._shard = self._group.index(rank)
         self.shares_evenly = plan.shards_optimizer_only and stages.software.optimizer_shards == "elements"
-        deals = plan.shards_optimizer_only and not self.shares_evenly
-        self._deal = self._dealt(mapping.place(rank).pp) if deals else None
+        self._deals = plan.shards_optimizer_only and not self.shares_evenly
         self._num_same_experts = len(mapping.expert_group(rank))
+        self._held = {stage: self._layers(stage) for stage in self._mine}
+        self._updated = {stage: self._updates(stage) for stage in self._mine}
+
+    def _layers(self, stage: int, *, exact: bool = False) -> list[LayerStates]:
+        """What it holds of each layer; padding included unless ``exact``."""
+        brought = self._stages.brought[stage]
+        shard = self._shard if exact and self._shards[0] > 1 else 0
+        found = {parameters: layer_states(parameters, *self._shards, shard) for parameters in {*brought}}
+        return [found[parameters] for parameters in brought]
+
+    def _updates(self, stage: int) -> list[int]:
+        """By layer, parameters whose optimizer states it has; rounded up where buffers are padded."""
+        held = self._held[stage]
+        if self.shares_evenly:
+            ranks, same = len(self._group), self._num_same_experts
+            return [-(-(each.trained - each.experts) // ranks) - (-each.experts // same) for each in held]
+        if self._deals:
+            mine = self._dealt()[self._shard]
+            return [mine.get((stage, position), 0) + each.experts for position, each in enumerate(held)]
+        return [each.trained for each in held]
+
+    def _total(self, field: str) -> int:
+        return sum(getattr(each, field) for layers in self._held.values() for each in layers)
 
     @property
     def held_elements(self) -> int:
         """Parameters whose weights the rank holds between steps."""
-        return sum(self._held(stage, position) for stage in self._mine for position in self._positions(stage))
+        return self._total("weights")
 
     @property
     def gradient_elements(self) -> int:
         """Those of them that are trained: whose gradients it holds, too."""
-        return sum(
-            self._held(stage, position, trained=True) for stage in self._mine for position in self._positions(stage)
-        )
+        return self._total("trained")
+
+    @property
+    def expert_elements(self) -> int:
+        """Of experts that other ranks do not have, what this one holds, of all stages."""
+        return self._total("experts")
 
     @property
     def trained_elements(self) -> int:
         """Parameters whose optimizer states it holds."""
-        if self.shares_evenly:
-            return sum(work.num_parameters for stage in self._mine for work in self.updates(stage))
-        if self._deal is None:
-            return self.gradient_elements
-        return sum(self._deal[self._shard_rank].values()) + self.expert_elements
+        return sum(map(sum, self._updated.values()))
 
     @property
     def temporary_bytes(self) -> int:
@@ -72,114 +126,48 @@ class OptimizerStates:
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""
-        if self._expert_shards > 1 or not any(self._stages.experts[stage]):
+        if self._shards[1] > 1:
             return []
-        return [
-            parameter.num_elements
-            for layer in self._stages.layers[stage]
-            for parameter in layer.parameters
-            if parameter.expert
-        ]
-
-    @property
-    def expert_elements(self) -> int:
-        """Of experts that other ranks do not have, what this one holds, of all stages."""
-        places = ((stage, position) for stage in self._mine for position in self._positions(stage))
-        return sum(self._experts_shard(stage, position) for stage, position in places)
+        return [p.num_elements for parameters in self._stages.brought[stage] for p in parameters if p.expert]
 
     def partial_elements(self, stage: int) -> int:
         """Gradients of a stage that the rank holds and that are summed over tensor-parallel ranks."""
-        shapes = [
-            parameter.shape
-            for layer in self._stages.layers[stage]
-            for parameter in layer.parameters
-            if parameter.partial_gradient
-        ]
-        return sum(self._own_part(shape) for shape in shapes)
-
-    def _own_part(self, shape: tuple[int, ...]) -> int:
-        """Elements of a tensor that are in the rank's shard: as many as in the others, but at the end fewer or none."""
-        if self._num_shards == 1:
-            return math.prod(shape)
-        size = shape[shard_dimension(shape, self._num_shards)]
-        each = -(-size // self._num_shards)
-        return math.prod(shape) // size * max(0, min(each, size - self._shard_rank * each))
+        return sum(each.partial for each in self._layers(stage, exact=True))
 
     def work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
         """A phase over all that the rank trains of a stage."""
-        if self._num_shards == 1:
-            return self._stages.work(stage, range(len(self._stages.layers[stage])), phase)
-        found = self._stages.sharded_work.get((stage, phase))
-        if found is None:
-            b = self._stages.plan.microbatch_size
-            layers = self._stages.layers[stage]
-            found = self._stages.sharded_work[stage, phase] = tuple(
-                LayerWork(layers[position], phase, b, self._held(stage, position, trained=True))
-                for position in self._positions(stage)
-            )
-        return found
+        return self._works(stage, phase, [each.trained for each in self._held[stage]])
 
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
-        """The optimizer's work on a stage."""
-        if self.shares_evenly:
-            return tuple(self._even_updates(stage))
-        if self._deal is None:
-            return self.work(stage, Phase.OPTIMIZER)
-        return tuple(work for _, work in self._dealt_updates(stage))
+        """The optimizer's work on a stage; of parameters that are dealt out, on layers of which it has some."""
+        works = self._works(stage, Phase.OPTIMIZER, self._updated[stage])
+        return tuple(work for work in works if work.num_parameters) if self._deals else works
+
+    def layer_updates(self, stage: int) -> list[tuple[int, LayerWork, int]]:
+        """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
+        works = self._works(stage, Phase.OPTIMIZER, self._updated[stage])
+        exact = self._updated[stage]
+        if self._shards[0] > 1:
+            exact = [each.trained for each in self._layers(stage, exact=True)]
+        found = zip(range(len(works)), works, exact, strict=True)
+        return [each for each in found if each[1].num_parameters or not self._deals]
+
+    def _works(self, stage: int, phase: Phase, numbers: Sequence[int]) -> tuple[LayerWork, ...]:
+        b, layers = self._stages.plan.microbatch_size, self._stages.layers[stage]
+        return tuple(LayerWork(layer, phase, b, number) for layer, number in zip(layers, numbers, strict=True))
 
     @property
     def num_updated_tensors(self) -> int:
         """Parameters that it updates, or its shard of them, counted as tensors; a shard may be empty."""
-        if self._deal is None:
-            return len(self._trained_tensors())
-        keys = self._trained_tensors()
-        return list(partition_states([size for *_, size in keys], len(self._group))).count(self._shard_rank)
-
-    def layer_updates(self, stage: int) -> list[tuple[int, LayerWork, int]]:
-        """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
-        if self._deal is not None:
-            return [(position, work, work.num_parameters) for position, work in self._dealt_updates(stage)]
-        if self.shares_evenly:
-            return [(position, work, work.num_parameters) for position, work in enumerate(self._even_updates(stage))]
-        works = zip(self._positions(stage), self.work(stage, Phase.OPTIMIZER), strict=True)
-        return [(position, work, self._own_elements(stage, position)) for position, work in works]
-
-    def _even_updates(self, stage: int) -> Iterator[LayerWork]:
-        """By layer, its part of the elements; rounded up, as buffers are padded."""
-        b, experts = self._stages.plan.microbatch_size, self._stages.experts[stage]
-        for position in self._positions(stage):
-            dense = self._stages.trained[stage][position] - experts[position]
-            number = -(-dense // len(self._group)) - (-experts[position] // self._num_same_experts)
-            yield LayerWork(self._stages.layers[stage][position], Phase.OPTIMIZER, b, number)
-
-    def _dealt_updates(self, stage: int) -> list[tuple[int, LayerWork]]:
-        """Of ZeRO-1, by layer of which the rank owns something."""
-        assert self._deal is not None
-        b, mine = self._stages.plan.microbatch_size, self._deal[self._shard_rank]
-        layers, experts = self._stages.layers[stage], self._stages.experts[stage]
-        updated = [mine.get((stage, position), 0) + experts[position] for position in self._positions(stage)]
-        return [
-            (position, LayerWork(layers[position], Phase.OPTIMIZER, b, number))
-            for position, number in enumerate(updated)
-            if number
-        ]
-
-    def _own_elements(self, stage: int, position: int) -> int:
-        """Parameters of a layer that the rank holds, without what a shard is padded with."""
-        if self._num_shards == 1:
-            return self._stages.owned[stage][position]
-        layer = self._stages.layers[stage][position]
-        held = [layer.parameters[index] for index in self._own_indices(stage, position)]
-        shapes = [parameter.shape for parameter in held if not parameter.expert]
-        sharded = sum(self._own_part(shape) for shape in shapes)
-        return sharded + self._experts_shard(stage, position)
+        sizes = [size for *_, size in self._trained_tensors()]
+        return partition_states(sizes, len(self._group)).count(self._shard) if self._deals else len(sizes)
 
     def gathers(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Updated parameters that ranks gather afterwards, where they share evenly: (group, bytes)."""
         if not self.shares_evenly:
             return
         experts = self.expert_elements
-        dense = sum(map(sum, (self._stages.trained[stage] for stage in self._mine))) - experts
+        dense = self.gradient_elements - experts
         same = self._stages.mapping.expert_group(self._rank)
         ahead = self._stages.software.gathers_ahead  # then the others are gathered when forward needs them
         for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
@@ -190,8 +178,8 @@ class OptimizerStates:
         """Updated parameters that go round afterwards, in order; the same object for all ranks of a group."""
         found = self._stages.broadcasts.get(self._group)
         if found is None:
-            width = self._stages.state.parameter
-            sizes = [(rank, width * sum(owned.values())) for rank, owned in zip(self._group, self._deal or ())]  # noqa: B905
+            width, dealt = self._stages.state.parameter, self._dealt() if self._deals else ()
+            sizes = [(rank, width * sum(owned.values())) for rank, owned in zip(self._group, dealt, strict=False)]
             found = self._stages.broadcasts[self._group] = tuple(
                 Message(CollectiveKind.BROADCAST, size, (owner, *(rank for rank in self._group if rank != owner)))
                 for owner, size in sizes
@@ -199,54 +187,19 @@ class OptimizerStates:
             )
         return found
 
-    def _dealt(self, pp_rank: int) -> Deal:
-        """Who owns what of a pipeline rank; the same for all its ranks, so made once."""
-        found = self._stages.deals.get(pp_rank)
+    def _dealt(self) -> Sequence[dict[tuple[int, int], int]]:
+        """By rank of the group, elements it owns of (stage, layer); the same for all of them, so made once."""
+        found = self._stages.deals.get(self._pp_rank)
         if found is None:
-            keys = self._trained_tensors()
-            found = self._stages.deals[pp_rank] = tuple({} for _ in self._group)
+            keys = list(self._trained_tensors())
+            found = self._stages.deals[self._pp_rank] = tuple({} for _ in self._group)
             owners = partition_states([size for *_, size in keys], len(self._group))
             for (stage, position, size), owner in zip(keys, owners, strict=True):
                 found[owner][stage, position] = found[owner].get((stage, position), 0) + size
         return found
 
-    def _trained_tensors(self) -> list[tuple[int, int, int]]:
+    def _trained_tensors(self) -> Iterator[tuple[int, int, int]]:
         """Stage, position and elements of every parameter that is trained, experts excepted."""
-        return [
-            (stage, position, parameter.num_elements)
-            for stage in self._mine
-            for position in self._positions(stage)
-            for index in self._own_indices(stage, position)
-            if not ((parameter := self._stages.layers[stage][position].parameters[index]).expert or parameter.frozen)
-        ]
-
-    def _positions(self, stage: int) -> range:
-        return range(len(self._stages.layers[stage]))
-
-    def _own_indices(self, stage: int, position: int) -> list[int]:
-        """Parameters of a layer, without a tied one that another layer of the stage brings."""
-        layer = self._stages.layers[stage][position]
-        shared = self._stages.owned[stage][position] != layer.num_parameters
-        return [i for i, p in enumerate(layer.parameters) if not (shared and p.name in layer.tied)]
-
-    def _held(self, stage: int, position: int, *, trained: bool = False) -> int:
-        """The same on all ranks of the stage, since shards are padded; so counted once."""
-        if self._num_shards == 1:
-            return (self._stages.trained if trained else self._stages.owned)[stage][position]
-        key = (stage, position, trained)
-        found = self._stages.held.get(key)
-        if found is None:
-            found = self._stages.held[key] = self._shard(stage, position, trained=trained)
-        return found
-
-    def _shard(self, stage: int, position: int, *, trained: bool) -> int:
-        layer = self._stages.layers[stage][position]
-        held = [layer.parameters[index] for index in self._own_indices(stage, position)]
-        shapes = [parameter.shape for parameter in held if not (parameter.expert or (trained and parameter.frozen))]
-        sharded = sum(padded_elements(shape, self._num_shards) // self._num_shards for shape in shapes)
-        return sharded + self._experts_shard(stage, position)
-
-    def _experts_shard(self, stage: int, position: int) -> int:
-        """What the rank holds of experts that other ranks do not have, padding included."""
-        shapes = [p.shape for p in self._stages.layers[stage][position].parameters if p.expert]
-        return sum(padded_elements(shape, self._expert_shards) // self._expert_shards for shape in shapes)
+        for stage in self._mine:
+            for position, parameters in enumerate(self._stages.brought[stage]):
+                yield from ((stage, position, p.num_elements) for p in parameters if not (p.expert or p.frozen))

@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from simplan.spec.layer import LayerKind, LayerSpec
 
-__all__ = ["Unit", "fsdp_units", "merged_units", "padded_elements", "shard_dimension", "unit_of_layer", "units_at"]
+__all__ = [
+    "Unit",
+    "fsdp_units",
+    "merged_units",
+    "padded_elements",
+    "shard_dimension",
+    "shard_elements",
+    "unit_of_layer",
+    "units_at",
+]
 
 
 class Unit(NamedTuple):
@@ -102,10 +111,16 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
     return int(len(shape) == 3 and shape[0] < num_shards and shape[1] % num_shards == 0)
 
 
-def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
+def padded_elements(shape: Sequence[int], num_shards: int) -> int:
     """Elements of a tensor once the dimension that is sharded is padded to a multiple of ``num_shards``."""
+    return num_shards * shard_elements(shape, num_shards)
+
+
+def shard_elements(shape: Sequence[int], num_shards: int, shard: int = 0) -> int:
+    """Elements of one of its shards: as many as in the others, but at the end fewer or none."""
     size = shape[shard_dimension(shape, num_shards)]
-    return math.prod(shape) // size * (-(-size // num_shards) * num_shards)
+    each = -(-size // num_shards)
+    return math.prod(shape) // size * max(0, min(each, size - shard * each))
 
 
 def unit_of_layer(units: Sequence[Unit]) -> dict[int, int]:
