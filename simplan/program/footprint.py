@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from simplan.program.liveness import Liveness, PeakPoint
+from simplan.program.liveness import PeakPoint, backward_points, forward_points
 from simplan.program.program import MemoryCategory, MemoryEffect
+from simplan.program.tensors import LayerTensors
 from simplan.spec.kernel import LOSS
 from simplan.spec.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.spec.recompute import Recomputation
@@ -61,17 +62,17 @@ def layer_footprint(
         state: Element widths.
         recomputation: What of the layer is kept.
     """
-    b, live = microbatch_size, Liveness(layer, microbatch_size, state, recomputation)
+    tensors = LayerTensors(layer, microbatch_size, state, recomputation)
     made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
     loss = _first_of_loss(layer)
-    forward, backward = [*live.forward()], [*live.backward()]
+    parts = range(loss), range(loss, len(layer.operators))
     return LayerFootprint(
-        activations=live.saved_bytes,
-        logits=live.saved_logits,
-        forward=tuple(_peaks(forward, (range(loss), range(loss, len(layer.operators))))),
-        backward=tuple(_peaks(backward, (range(loss, len(layer.operators)), range(loss)))),
-        input_bytes=live.input_bytes,
-        output_bytes=b * (made_bytes + passed_bytes),
+        activations=tensors.saved_bytes,
+        logits=tensors.saved_logits,
+        forward=tuple(_peaks(forward_points(tensors), parts)),
+        backward=tuple(_peaks(backward_points(tensors), parts[::-1])),
+        input_bytes=tensors.input_bytes,
+        output_bytes=microbatch_size * (made_bytes + passed_bytes),
     )
 
 

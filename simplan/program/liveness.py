@@ -5,27 +5,21 @@ of the last operator that saved it. Backward comes to the operators in reverse. 
 made beside the gradient of its result, what it saved and its scratch; the gradient of a weight is freed at once, since
 it is added to the accumulated one. Two gradients of one tensor are added in place, unless another operator still holds
 the first one. What recomputation dropped is made again by running forward's operators once more, just before the first
-backward that needs them.
-
-Widths follow from the precision: casts between equal widths make no tensor. Under autocast a matmul saves a copy of its
-weight, and the gradient of the weight is made in 16 bits and then cast.
+backward that needs them. Under autocast the gradient of a weight is made in 16 bits and then cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from simplan.program.low_precision_footprint import backward_scratch, copied_weight_bytes, forward_scratch_bytes
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Lookup, Operator, Tensor
-from simplan.spec.operator import saved_by, storages
-from simplan.spec.recompute import Recomputation, Rerun
-from simplan.spec.software import StateBytes
+from simplan.program.low_precision_footprint import backward_scratch
+from simplan.program.tensors import LayerTensors
+from simplan.spec.layer import Exchange, Gemm, LayerKind, Lookup, Operator
+from simplan.spec.recompute import Rerun
 
-__all__ = ["InputBackward", "Liveness", "PeakPoint"]
-
-_REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+__all__ = ["InputBackward", "PeakPoint", "backward_points", "forward_points", "input_backward"]
 
 
 class PeakPoint(NamedTuple):
@@ -42,11 +36,15 @@ class PeakPoint(NamedTuple):
     gradients: int = 0
 
 
+Points = Iterator[tuple[int, PeakPoint]]
+"""By operator, in the order in which a pass comes to them."""
+
+
 class InputBackward(NamedTuple):
     """The first part of a split backward.
 
     Attributes:
-        points: Its points, as of ``Liveness.backward``.
+        points: Its points.
         gradients, logits_gradients: Bytes of the gradients that it leaves, each tensor once.
         left: The same by operator with weights.
     """
@@ -57,220 +55,65 @@ class InputBackward(NamedTuple):
     left: dict[int, int]
 
 
+def forward_points(tensors: LayerTensors) -> Points:
+    """Points of forward. The layer's input is there at its start, what is saved and its output at its end."""
+    layer, memory = tensors.layer, _Memory(tensors)
+    for tensor in layer.inputs:
+        if not tensor.elsewhere:
+            memory.hold(tensor.name, tensors.bytes_of(tensor.name))
+    # what the module of a head gives its caller holds while the loss is computed
+    logits = [o.makes[0].name for o in layer.operators if isinstance(o.kernel, Gemm) and o.makes[0].logits]
+    stays = {*tensors.saved, *(tensors.roots[name] for name in (*layer.outputs, *logits[:1]))}
+    yield from _run(tensors, memory, range(len(layer.operators)), stays, copies=tensors.saves_copies)
+
+
+def backward_points(tensors: LayerTensors) -> Points:
+    """Points of backward. The gradients of the layer's outputs are there at its start."""
+    return _Backward(tensors).run()
+
+
+def input_backward(tensors: LayerTensors, *, receives: bool) -> InputBackward:
+    """The part of backward that makes gradients of activations alone, and what it leaves for those of weights.
+
+    Args:
+        tensors: Of the layer.
+        receives: The gradients of the layer's outputs are in receive buffers, which are counted there.
+    """
+    backward = _Backward(tensors, leaves=True, receives=receives)
+    points = tuple(point for _, point in backward.run())
+    left = {id(storage): storage for storage in backward.left.values()}.values()
+    return InputBackward(
+        points,
+        sum(storage.counted_bytes for storage in left if not storage.logits),
+        sum(storage.counted_bytes for storage in left if storage.logits),
+        {index: storage.num_bytes for index, storage in backward.left.items()},
+    )
+
+
 class _Storage:
-    """Memory of a tensor or a gradient, with the number of its holders, and whether these have it as a view."""
+    """Memory of a tensor or a gradient, with the number of its holders, and whether these have it as a view.
+
+    Attributes:
+        num_bytes: Its size.
+        counted_bytes: The same, or none where others count it.
+    """
 
     __slots__ = ("counted_bytes", "holders", "is_view", "logits", "num_bytes")
 
     def __init__(self, num_bytes: int, *, logits: bool, is_view: bool = False) -> None:
         self.num_bytes, self.logits, self.is_view, self.holders = num_bytes, logits, is_view, 0
-        self.counted_bytes = num_bytes  # fewer where others count it
+        self.counted_bytes = num_bytes
 
 
-class Liveness:
-    """Tensors of one layer for one microbatch.
+class _Memory:
+    """Memory in use, by name, of which points leave out what the layer saves."""
 
-    Args:
-        layer: The layer.
-        microbatch_size: Sequences b.
-        state: Element widths.
-        recomputation: What of the layer is saved, and what is made again.
-
-    Attributes:
-        saved: By root tensor, bytes that the layer saves for backward and counts.
-        weight_copies: By matmul, bytes of the copy of its weight that it saves.
-        state: Element widths.
-        last_savers: By root tensor, the first operator that saves it: the last one that backward needs it for.
-    """
-
-    def __init__(self, layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation) -> None:
-        self._layer, self._b, self.state, self._recomputation = layer, microbatch_size, state, recomputation
-        found = layer.storages(state.activation, state.residual)
-        self._roots = {name: tensor.name for name, tensor in found.items()}
-        widths = state.activation, state.residual
-        apart = storages(layer.operators, layer.inputs, *widths, of_gradients=True)
-        self._gradients = {name: tensor.name for name, tensor in apart.items()}
-        kept = {self._roots[name] for name in recomputation.saved}
-        counted = self._counted_elsewhere()
-        self.saved = {root: self._bytes_of(root) for root in sorted(kept) if root not in counted}
-        copies = {k.name: copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm)}
-        self.weight_copies = {name: num_bytes for name, num_bytes in copies.items() if num_bytes}
-        self._copies_kept = not recomputation.from_start  # else they are made again
-        self.last_savers = self._last_savers()
-
-    @property
-    def saved_logits(self) -> int:
-        """Bytes saved of the output distribution."""
-        return sum(size for root, size in self.saved.items() if self._tensor(root).logits)
-
-    @property
-    def saved_bytes(self) -> int:
-        """All other bytes saved for backward, copies of weights among them."""
-        copies = sum(self.weight_copies.values()) if self._copies_kept else 0
-        return sum(self.saved.values()) - self.saved_logits + copies
-
-    @property
-    def input_bytes(self) -> int:
-        """Of these, the inputs of the layer themselves."""
-        inputs = {tensor.name for tensor in self._layer.inputs}
-        return sum(size for root, size in self.saved.items() if root in inputs)
-
-    # tensors and their memory
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._layer.tensors[name]
-
-    def _width(self, tensor: Tensor) -> int:
-        return tensor.width(self.state.activation, self.state.residual)
-
-    def _bytes(self, tensor: Tensor) -> int:
-        return (1 if tensor.of_microbatch else self._b) * tensor.elements * self._width(tensor)
-
-    def _bytes_of(self, name: str) -> int:
-        return self._bytes(self._tensor(name))
-
-    def _counted_elsewhere(self) -> frozenset[str]:
-        """Inputs whose memory others count, and outputs, which the next layer saves."""
-        layer = self._layer
-        inputs = {tensor.name for tensor in layer.inputs if tensor.elsewhere}
-        handed_on = {self._roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
-        outputs = {self._roots[name] for name in layer.outputs if name in layer.makers} - handed_on
-        return frozenset(inputs | outputs)
-
-    def _last_savers(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for index in range(len(self._layer.operators) - 1, -1, -1):
-            for name in saved_by(self._layer.operators[index], self._layer.needed):
-                found[self._roots[name]] = index
-        return found
-
-    def saved_roots(self, operator: Operator) -> Iterator[str]:
-        """What an operator saves for backward."""
-        return (self._roots[name] for name in saved_by(operator, self._layer.needed))
-
-    def weight_scratch(self, operator: Operator) -> int:
-        """Bytes beside gradients while W makes the gradients of an operator's weights: those of the whole of a norm."""
-        if isinstance(operator.kernel, Gemm | Lookup) or not operator.backward_scratch:
-            return 0
-        return self._scratch(operator, forward=False) + sum(self._bytes_of(self._roots[n]) for n in operator.reads)
-
-    # forward
-
-    def forward(self) -> Iterator[tuple[int, PeakPoint]]:
-        """Points of forward by operator; the layer's input is there, and at the end what is saved and its output."""
-        live = _Live(self._base())
-        for tensor in self._layer.inputs:
-            if not tensor.elsewhere:
-                live.hold(tensor.name, self._bytes(tensor), logits=False)
-        kept = {*self.saved, *(self._roots[name] for name in (*self._layer.outputs, *self._logits()))}
-        yield from self._run(range(len(self._layer.operators)), live, kept, copies=self._copies_kept)
-
-    def _logits(self) -> tuple[str, ...]:
-        """What the module of a head gives, which its caller holds while the loss is computed."""
-        found = (o.makes[0].name for o in self._layer.operators if isinstance(o.kernel, Gemm) and o.makes[0].logits)
-        return (*found,)[:1]
-
-    def _base(self) -> tuple[int, int]:
-        return self.saved_bytes, self.saved_logits
-
-    def _run(
-        self,
-        order: Sequence[int],
-        live: _Live,
-        needed: set[str],
-        *,
-        copies: bool,
-        last_use: Mapping[str, int] = MappingProxyType({}),
-    ) -> Iterator[tuple[int, PeakPoint]]:
-        """Runs operators forward, and frees what nothing needs any more.
-
-        Args:
-            order: Which operators.
-            live: Memory in use.
-            needed: Tensors that stay.
-            copies: Copies of weights are made and stay.
-            last_use: By saved tensor, the operator after which it goes.
-        """
-        layer = self._layer
-        last_reader = {self._roots[name]: index for index in order for name in layer.operators[index].reads}
-        for index in order:
-            operator = layer.operators[index]
-            for name in (name for name, last in last_use.items() if last < index):
-                live.free(name)
-            for tensor in operator.makes:
-                root = self._roots[tensor.name]
-                if not self._tensor(root).elsewhere:
-                    live.hold(root, self._bytes_of(root), logits=self._tensor(root).logits)
-            kernel = operator.kernel
-            if copies and isinstance(kernel, Gemm) and kernel.name in self.weight_copies:
-                live.hold(_copy_of(kernel), self.weight_copies[kernel.name], logits=False)
-            yield index, live.point(scratch=self._scratch(operator, forward=True))
-            for name in (*operator.reads, *(tensor.name for tensor in operator.makes)):
-                root = self._roots[name]
-                if root not in needed and last_reader.get(root, -1) <= index:
-                    live.free(root)
-
-    def _scratch(self, operator: Operator, *, forward: bool) -> int:
-        """Bytes that exist only while an operator runs, logits aside."""
-        tensors = operator.forward_scratch if forward else operator.backward_scratch
-        narrowest = min((self._width(self._tensor(name)) for name in operator.reads), default=0)
-        there = (t for t in tensors if not t.logits and (not t.widened or narrowest < self._width(t)))
-        found = sum(self._bytes(tensor) for tensor in there)
-        kernel = operator.kernel
-        if isinstance(kernel, Exchange):
-            found += self._reordered(kernel, kernel.forward if forward else kernel.backward)
-        elif isinstance(kernel, Gemm) and forward:
-            found += forward_scratch_bytes(self._layer, kernel, self._b, self.state)
-        return found
-
-    def _reordered(self, kernel: Exchange, kind: CollectiveKind | None) -> int:
-        """What a collective along tokens copies into the order of ranks, or out of it."""
-        whole = kernel.elements * self._b * self.state.activation
-        if kind is CollectiveKind.ALL_TO_ALL:
-            return 2 * whole if kernel.axis == "cp" else 0
-        along_tokens = kernel.axis in ("tp", "cp") and kind in _REORDERED and self._b > 1
-        return whole if along_tokens else 0
-
-    # backward
-
-    def backward(self) -> Iterator[tuple[int, PeakPoint]]:
-        """Points of backward by operator; the gradients of the layer's outputs are there."""
-        return _Backward(self).run()
-
-    def input_backward(self, *, receives: bool) -> InputBackward:
-        """The part of backward that makes gradients of activations alone, and what it leaves for those of weights.
-
-        Args:
-            receives: The gradients of the layer's outputs are in receive buffers, which are counted there.
-        """
-        backward = _Backward(self, leaves=True, receives=receives)
-        points = tuple(point for _, point in backward.run())
-        storages = {id(storage): storage for storage in backward.left.values()}
-        own = [storage for storage in storages.values() if storage.counted_bytes]
-        return InputBackward(
-            points,
-            sum(storage.num_bytes for storage in own if not storage.logits),
-            sum(storage.num_bytes for storage in own if storage.logits),
-            {index: storage.num_bytes for index, storage in backward.left.items()},
-        )
-
-
-def _copy_of(gemm: Gemm) -> str:
-    return f"{gemm.name}, weight"
-
-
-class _Live:
-    """Memory in use, by name, and the part of it that is counted apart, as saved."""
-
-    def __init__(self, base: tuple[int, int]) -> None:
-        self._base = base
+    def __init__(self, tensors: LayerTensors) -> None:
+        self._saved = tensors.saved_bytes, tensors.saved_logits
         self._held: dict[str, _Storage] = {}
         self._bytes = [0, 0]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._held
-
-    def hold(self, name: str, num_bytes: int, *, logits: bool) -> None:
+    def hold(self, name: str, num_bytes: int, *, logits: bool = False) -> None:
         """Makes a tensor, unless it is there."""
         if name not in self._held:
             self.attach(name, _Storage(num_bytes, logits=logits))
@@ -287,9 +130,9 @@ class _Live:
         """The memory of a name."""
         return self._held.get(name)
 
-    def names(self) -> list[str]:
+    def names(self) -> set[str]:
         """All that is there."""
-        return list(self._held)
+        return set(self._held)
 
     def free(self, name: str) -> None:
         """Takes a name off its memory, which is gone with the last one."""
@@ -302,161 +145,241 @@ class _Live:
 
     def point(self, *, scratch: int = 0, logits: int = 0, gradients: int = 0) -> PeakPoint:
         """What there is beside what is saved."""
-        others, of_logits = self._bytes
-        return PeakPoint(others + scratch - self._base[0], of_logits + logits - self._base[1], gradients)
+        (others, of_logits), (saved, saved_logits) = self._bytes, self._saved
+        return PeakPoint(others + scratch - saved, of_logits + logits - saved_logits, gradients)
+
+
+def _run(
+    tensors: LayerTensors,
+    memory: _Memory,
+    order: Sequence[int],
+    stays: set[str],
+    *,
+    copies: bool,
+    last_use: Mapping[str, int] = MappingProxyType({}),
+) -> Points:
+    """Runs operators forward, and frees what nothing needs any more.
+
+    Args:
+        tensors: Of the layer.
+        memory: In use.
+        order: Which operators.
+        stays: Roots of tensors that stay.
+        copies: Copies of weights are made and stay.
+        last_use: By saved tensor, the operator after which it goes.
+    """
+    layer, roots = tensors.layer, tensors.roots
+    last_reader = {roots[name]: index for index in order for name in layer.operators[index].reads}
+    for index in order:
+        operator = layer.operators[index]
+        for name in (name for name, last in last_use.items() if last < index):
+            memory.free(name)
+        made = [roots[tensor.name] for tensor in operator.makes]
+        for root in made:
+            if not layer.tensors[root].elsewhere:
+                memory.hold(root, tensors.bytes_of(root), logits=tensors.is_logits(root))
+        kernel = operator.kernel
+        if copies and isinstance(kernel, Gemm) and kernel.name in tensors.weight_copies:
+            memory.hold(_copy(kernel.name), tensors.weight_copies[kernel.name])
+        yield index, memory.point(scratch=tensors.scratch_bytes(operator, forward=True))
+        for root in (*(roots[name] for name in operator.reads), *made):
+            if root not in stays and last_reader.get(root, -1) <= index:
+                memory.free(root)
 
 
 class _Backward:
-    """One backward of a layer."""
+    """One backward of a layer.
 
-    def __init__(self, of: Liveness, *, leaves: bool = False, receives: bool = False) -> None:
-        self._of, self._layer, self._leaves = of, of._layer, leaves
+    Args:
+        tensors: Of the layer.
+        leaves: It makes no gradients of weights, and leaves what these are made from.
+        receives: As of ``input_backward``.
+
+    Attributes:
+        left: By operator with weights, the gradient of its result, where it is left.
+    """
+
+    def __init__(self, tensors: LayerTensors, *, leaves: bool = False, receives: bool = False) -> None:
+        self._tensors, self._layer, self._leaves = tensors, tensors.layer, leaves
+        self._state, self._recomputation = tensors.state, tensors.recomputation
         self.left: dict[int, _Storage] = {}
         self._brought: set[str] = set()
-        self._inputs_until = dict(self._inputs_of_reruns())
+        self._waiting_gradients = 0  # of weights: a compiled backward gives them all at its end
         self._gathered = {operator.regathers for operator in self._layer.operators}
-        self._live = _Live(of._base())
-        handed_on = {of._roots[name] for name, tensor in self._layer.tensors.items() if tensor.handed_on}
-        for root, size in of.saved.items():
-            if root in of.last_savers or root not in handed_on:  # else those that saved it are done
-                self._live.hold(root, size, logits=of._tensor(root).logits)
-        if of._copies_kept:
-            for name, size in of.weight_copies.items():
-                self._live.hold(f"{name}, weight", size, logits=False)
-        for name in (name for name in self._layer.outputs if name in self._layer.makers):
-            root = of._roots[name]  # an output that this layer saves, too, outlives the next layer's backward
-            if root not in of.saved and root in of.last_savers and not of._recomputation.from_start:
-                self._live.hold(root, of._bytes_of(root), logits=False)
-        for name in self._layer.outputs:
-            if name in self._layer.needed and not self._is_head:
-                tensor = of._tensor(name)
-                given = _Storage(of._bytes(tensor), logits=tensor.logits)
-                if receives:  # the buffer holds it, too
-                    given.counted_bytes, given.holders = 0, 1
-                self._live.attach(_gradient(of._gradients[name]), given)
-        self._held_gradients = 0  # a compiled backward gives them all at its end
+        self._read_by = {rerun: self._read_roots(rerun) for rerun in self._recomputation.reruns}
+        self._inputs_until = dict(self._inputs_of_reruns())
+        self._memory = _Memory(tensors)
+        self._take_saved()
+        self._take_gradients(receives=receives)
 
     @property
     def _is_head(self) -> bool:
         return self._layer.kind is LayerKind.HEAD
 
-    def run(self) -> Iterator[tuple[int, PeakPoint]]:
+    def _take_saved(self) -> None:
+        """What is there from forward when backward comes to the layer."""
+        tensors, layer = self._tensors, self._layer
+        handed_on = {tensors.roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
+        for root, size in tensors.saved.items():
+            if root in tensors.last_savers or root not in handed_on:  # else those that saved it are done
+                self._memory.hold(root, size, logits=tensors.is_logits(root))
+        for name, size in tensors.weight_copies.items() if tensors.saves_copies else ():
+            self._memory.hold(_copy(name), size)
+        for root in (tensors.roots[name] for name in layer.outputs if name in layer.makers):
+            # an output that this layer saves, too, outlives the next layer's backward
+            if root not in tensors.saved and root in tensors.last_savers and not self._recomputation.from_start:
+                self._memory.hold(root, tensors.bytes_of(root))
+
+    def _take_gradients(self, *, receives: bool) -> None:
+        for name in self._layer.outputs if not self._is_head else ():
+            if name in self._layer.needed:
+                given = _Storage(self._tensors.bytes_of(name), logits=self._tensors.is_logits(name))
+                if receives:  # the buffer holds it, too
+                    given.counted_bytes, given.holders = 0, 1
+                self._memory.attach(_gradient(self._tensors.gradient_roots[name]), given)
+
+    def run(self) -> Points:
         """Points by operator, in the order in which backward comes to them."""
-        reruns = list(self._of._recomputation.reruns)
-        yield len(self._layer.operators) - 1, self._live.point()
-        for index in range(len(self._layer.operators) - 1, -1, -1):
+        reruns = list(self._recomputation.reruns)
+        yield len(self._layer.operators) - 1, self._memory.point()
+        for index in reversed(range(len(self._layer.operators))):
             while reruns and self._asks(index, reruns[0]):
                 yield from self._again(reruns.pop(0), index)
             yield from ((index, point) for point in self._operator(index, self._layer.operators[index]))
             for name in self._inputs_until.pop(index, ()):
-                self._live.free(name)
+                self._memory.free(name)
         for rerun in reruns:
             yield from self._again(rerun, -1)
 
+    # what runs again
+
+    def _order_of(self, kernels: Sequence[int] | set[int]) -> list[int]:
+        """The operators of some kernels."""
+        return [index for index, place in enumerate(self._layer.places) if place in kernels]
+
+    def _read_roots(self, rerun: Rerun) -> frozenset[str]:
+        """Roots of what the operators that run again read."""
+        operators = (self._layer.operators[index] for index in self._order_of(rerun.kernels))
+        return frozenset(self._tensors.roots[name] for operator in operators for name in operator.reads)
+
     def _inputs_of_reruns(self) -> Iterator[tuple[int, list[str]]]:
         """By operator, what is saved only so that parts of the layer run again: it is there until they are done."""
-        layer, of = self._layer, self._of
-        for rerun in of._recomputation.reruns if not of._recomputation.from_start else ():
-            order = [i for i, place in enumerate(layer.places) if place in rerun.kernels]
-            read = {of._roots[name] for index in order for name in layer.operators[index].reads}
-            yield min(order), [name for name in read if name in of.saved and name not in of.last_savers]
+        tensors = self._tensors
+        for rerun in self._recomputation.reruns if not self._recomputation.from_start else ():
+            inputs = [r for r in self._read_by[rerun] if r in tensors.saved and r not in tensors.last_savers]
+            yield min(self._order_of(rerun.kernels)), inputs
+
+    def _is_read_again(self, root: str, index: int) -> bool:
+        """Whether something that runs again later reads it."""
+        place = self._layer.places[index] if index >= 0 else -1
+        return any(rerun.needed_by < place and root in read for rerun, read in self._read_by.items())
 
     def _asks(self, index: int, rerun: Rerun) -> bool:
         """Whether the backward of an operator is the first that needs what runs again."""
         operator, place = self._layer.operators[index], self._layer.places[index]
-        reads = operator.kernel is not None or bool(saved_by(operator, self._layer.needed))
+        reads = operator.kernel is not None or any(True for _ in self._tensors.saved_roots(index))
         return place < rerun.needed_by or (place == rerun.needed_by and reads)
 
-    def _again(self, rerun: Rerun, index: int) -> Iterator[tuple[int, PeakPoint]]:
+    def _again(self, rerun: Rerun, index: int) -> Points:
         """Runs forward's operators once more; what only they needed is gone afterwards."""
-        again = set(rerun.kernels)
-        kernels = self._layer.kernels  # what does nothing in forward may have a cast of its own
-        again |= {i for i in range(max(again)) if isinstance(k := kernels[i], Exchange) and k.forward is None}
-        order = [i for i, place in enumerate(self._layer.places) if place in again]
-        saved = {root for root, saver in self._of.last_savers.items() if saver <= index}
-        passing = {name for name in self._live.names() if self._is_for(name, rerun, index)} - saved
-        if not self._of._copies_kept:  # also of matmuls whose results were kept
-            for gemm in self._layer.kernels[: rerun.needed_by + 1]:
-                if isinstance(gemm, Gemm) and gemm.name in self._of.weight_copies:
-                    self._live.hold(_copy_of(gemm), self._of.weight_copies[gemm.name], logits=False)
+        tensors, kernels = self._tensors, self._layer.kernels
+        # what does nothing in forward may have a cast of its own
+        idle = {i for i in range(max(rerun.kernels)) if isinstance(k := kernels[i], Exchange) and k.forward is None}
+        order = self._order_of(idle.union(rerun.kernels))
+        saved = {root for root, saver in tensors.last_savers.items() if saver <= index}
+        passing = {name for name in self._memory.names() if self._is_for(name, rerun, index)} - saved
+        if not tensors.saves_copies:  # also of matmuls whose results were kept
+            for name in (kernel.name for kernel in kernels[: rerun.needed_by + 1] if isinstance(kernel, Gemm)):
+                if name in tensors.weight_copies:
+                    self._memory.hold(_copy(name), tensors.weight_copies[name])
+        stays = saved | (self._memory.names() - passing)
         last_use = {name: self._last_use(name) for name in passing}
-        kept = saved | ({*self._live.names()} - passing)
-        yield from self._of._run(order, self._live, kept, copies=False, last_use=last_use)
+        yield from _run(tensors, self._memory, order, stays, copies=False, last_use=last_use)
         for name in passing:
-            self._live.free(name)
+            self._memory.free(name)
 
-    def _last_use(self, name: str) -> int:
+    def _last_use(self, root: str) -> int:
         """The last operator, also of those that do not run again, that a saved tensor is made or read by."""
-        roots = self._of._roots
-        names = ((i, n) for i, o in enumerate(self._layer.operators) for n in (*o.reads, *(t.name for t in o.makes)))
-        return max(i for i, n in names if roots[n] == name)
+        used = ((i, n) for i, o in enumerate(self._layer.operators) for n in (*o.reads, *(t.name for t in o.makes)))
+        return max(index for index, name in used if self._tensors.roots[name] == root)
 
-    def _is_for(self, name: str, rerun: Rerun, index: int) -> bool:
+    def _is_for(self, root: str, rerun: Rerun, index: int) -> bool:
         """Whether a saved tensor serves this rerun alone; nobody takes up those that are made after its end."""
-        before = self._layer.makers.get(name, rerun.needed_by) < rerun.needed_by
-        return self._of._recomputation.from_start and before and not self._is_read_again(name, index)
+        before = self._layer.makers.get(root, rerun.needed_by) < rerun.needed_by
+        return self._recomputation.from_start and before and not self._is_read_again(root, index)
 
-    def _reads_of(self, index: int) -> Iterable[str]:
-        return self._layer.operators[index].reads
-
-    def _still_to_run(self, index: int) -> Iterator[int]:
-        """Operators of reruns that come later."""
-        for rerun in self._of._recomputation.reruns:
-            if rerun.needed_by < (self._layer.places[index] if index >= 0 else -1):
-                yield from (i for i, place in enumerate(self._layer.places) if place in rerun.kernels)
+    # gradients
 
     def _operator(self, index: int, operator: Operator) -> Iterator[PeakPoint]:
         """The backward of one operator: gradients of its inputs, then of its weights."""
-        of, live = self._of, self._live
         if operator.regathers:
             yield from self._brought_back(operator)
             return
         if not operator.trains and self._layer.needed.isdisjoint(operator.reads):
             return
-        roots = [of._gradients[tensor.name] for tensor in operator.makes]
-        incoming = [g for root in dict.fromkeys(roots) if (g := live.get(_gradient(root))) is not None]
-        reads = [n for n in dict.fromkeys(of._gradients[name] for name in operator.reads) if self._needs(n)]
-        skipped = reads and reads[0] in roots and (operator.passes or operator.is_cast)
-        if skipped and len(reads) == 1:
+        roots, memory = self._tensors.gradient_roots, self._memory
+        made = dict.fromkeys(roots[tensor.name] for tensor in operator.makes)
+        wanted = [
+            root for root in dict.fromkeys(roots[name] for name in operator.reads) if root in self._tensors.needed
+        ]
+        if wanted and wanted[0] in made and len(wanted) == 1 and (operator.passes or operator.is_cast):
             return  # gradients are the same tensor, changed in place if at all
+        incoming = [gradient for root in made if (gradient := memory.get(_gradient(root))) is not None]
         if self._leaves and operator.trains and operator.parameters and incoming:
             self.left[index] = incoming[0]
-            live.attach(f"left for operator {index}", incoming[0])
-        for root in dict.fromkeys(roots):
-            live.free(_gradient(root))
-        made = [(name, self._gradient_of(name, operator, incoming)) for name in reads]
-        scratch, of_logits = of._scratch(operator, forward=False), self._logits_scratch(operator)
-        held = sum(g.counted_bytes for g in {*incoming} if not g.holders and not g.logits)
-        held_logits = sum(g.counted_bytes for g in {*incoming} if not g.holders and g.logits)
-        new = {g for _, g in made if not g.holders and g not in incoming}
-        fresh = sum(g.num_bytes for g in new if not g.logits) + held + scratch
-        fresh_logits = sum(g.num_bytes for g in new if g.logits) + held_logits + of_logits
-        yield from self._points(operator, fresh, fresh_logits)
-        for name, gradient in made:
-            earlier = live.get(_gradient(name))
-            if earlier is None:
-                live.attach(_gradient(name), gradient)
-            elif earlier.holders > 1 or (
-                earlier.is_view and gradient.is_view
-            ):  # something else still reads it: the sum is another tensor
-                total = _Storage(earlier.num_bytes, logits=earlier.logits)
-                yield live.point(scratch=(gradient.num_bytes if not gradient.holders else 0) + total.num_bytes)
-                live.free(_gradient(name))
-                live.attach(_gradient(name), total)
+            memory.attach(f"left for operator {index}", incoming[0])
+        for root in made:
+            memory.free(_gradient(root))
+        outgoing = [(root, self._gradient_of(root, operator, incoming)) for root in wanted]
+        yield from self._points(operator, incoming, [gradient for _, gradient in outgoing])
+        for root, gradient in outgoing:
+            yield from self._add(root, gradient)
         if not self._leaves:
             yield from self._released(index, operator)
 
-    def _points(self, operator: Operator, fresh: int, logits: int) -> Iterator[PeakPoint]:
+    def _gradient_of(self, root: str, operator: Operator, incoming: Sequence[_Storage]) -> _Storage:
+        """Memory of the gradient of something that an operator reads."""
+        num_bytes = self._tensors.bytes_of(root)
+        if operator.passes and incoming and incoming[0].num_bytes == num_bytes:
+            return incoming[0]
+        kernel = operator.kernel  # torch's linear is a matmul of a view of its input, but for experts and convolutions
+        of_view = isinstance(kernel, Gemm) and kernel.num_groups == 1 and not kernel.image_elements
+        is_view = of_view and operator.reads[0] not in self._gathered
+        return _Storage(num_bytes, logits=self._tensors.is_logits(root), is_view=is_view)
+
+    def _points(
+        self, operator: Operator, incoming: Sequence[_Storage], outgoing: Sequence[_Storage]
+    ) -> Iterator[PeakPoint]:
         """While it runs, the gradients of its weights among what it makes."""
-        of, kernel, state = self._of, operator.kernel, self._of.state
-        gradient = self._weight_gradient(operator)
-        yield self._live.point(scratch=fresh, logits=logits, gradients=self._held_gradients + gradient)
+        tensors, memory, kernel = self._tensors, self._memory, operator.kernel
+        # names were taken off the incoming gradients, which are there until it is done
+        there = {id(g): g.counted_bytes for g in incoming if not g.holders}
+        new = {id(g): g.num_bytes for g in outgoing if not g.holders and g not in incoming}
+        sizes, is_logits = there | new, {id(g): g.logits for g in (*incoming, *outgoing)}
+        logits = sum(size for key, size in sizes.items() if is_logits[key]) + tensors.logits_scratch_bytes(operator)
+        fresh = sum(size for key, size in sizes.items() if not is_logits[key])
+        fresh += tensors.scratch_bytes(operator, forward=False)
+        waiting = self._waiting_gradients
+        yield memory.point(scratch=fresh, logits=logits, gradients=waiting + self._weight_gradient(operator))
         if isinstance(kernel, Gemm):
-            for scratch, weight in backward_scratch(self._layer, kernel, of._b, state):
-                yield self._live.point(scratch=fresh + scratch, gradients=self._held_gradients + weight)
+            for scratch, weight in backward_scratch(self._layer, kernel, tensors.microbatch_size, self._state):
+                yield memory.point(scratch=fresh + scratch, gradients=waiting + weight)
+
+    def _add(self, root: str, gradient: _Storage) -> Iterator[PeakPoint]:
+        """Adds a gradient to the one that is there; where something else still reads that, the sum is a new tensor."""
+        memory, name = self._memory, _gradient(root)
+        earlier = memory.get(name)
+        if earlier is None:
+            memory.attach(name, gradient)
+        elif earlier.holders > 1 or (earlier.is_view and gradient.is_view):
+            total = _Storage(earlier.num_bytes, logits=earlier.logits)
+            yield memory.point(scratch=(gradient.num_bytes if not gradient.holders else 0) + total.num_bytes)
+            memory.free(name)
+            memory.attach(name, total)
 
     def _weight_gradient(self, operator: Operator) -> int:
-        state, kernel = self._of.state, operator.kernel
+        """Bytes of the gradient of its weight, as it is made."""
+        state, kernel = self._state, operator.kernel
         if self._leaves:
             return 0
         match kernel:
@@ -470,53 +393,35 @@ class _Backward:
 
     def _released(self, index: int, operator: Operator) -> Iterator[PeakPoint]:
         """What it saved goes, and what it made and was brought back; a gradient in 16 bits is cast to the wide one."""
-        of, live, kernel = self._of, self._live, operator.kernel
-        brought_back = (tensor.name for tensor in operator.makes if tensor.name in self._brought)
-        for name in (*saved_by(operator, self._layer.needed), *brought_back):
-            root = of._roots[name]
-            if of.last_savers.get(root, index) >= index and not self._is_read_again(root, index):
-                live.free(root)
+        tensors, memory, state, kernel = self._tensors, self._memory, self._state, operator.kernel
+        brought_back = (tensors.roots[tensor.name] for tensor in operator.makes if tensor.name in self._brought)
+        for root in (*tensors.saved_roots(index), *brought_back):
+            if tensors.last_savers.get(root, index) >= index and not self._is_read_again(root, index):
+                memory.free(root)
         if not isinstance(kernel, Gemm):
             return
-        live.free(_copy_of(kernel))
+        memory.free(_copy(kernel.name))
         if not kernel.trained:
             return
-        width = of.state.gradient if kernel.name in of.weight_copies else of.state.product
-        if kernel.name in of.weight_copies and of.state.weight_copy:
-            narrow = kernel.weight_elements * of.state.product
-            wide = kernel.weight_elements * of.state.gradient
-            yield live.point(gradients=self._held_gradients + narrow + wide)
+        has_copy = kernel.name in tensors.weight_copies
+        if has_copy and state.weight_copy:
+            both = kernel.weight_elements * (state.product + state.gradient)
+            yield memory.point(gradients=self._waiting_gradients + both)
         if self._layer.compiled:
-            self._held_gradients += kernel.weight_elements * width
-
-    def _is_read_again(self, root: str, index: int) -> bool:
-        """Whether something that runs again later reads it."""
-        return any(root == self._of._roots[name] for i in self._still_to_run(index) for name in self._reads_of(i))
+            self._waiting_gradients += kernel.weight_elements * (state.gradient if has_copy else state.product)
 
     def _brought_back(self, operator: Operator) -> Iterator[PeakPoint]:
         """An all-gather of what matmuls read, for the gradients of their weights."""
-        kernel, root = operator.kernel, self._of._roots[operator.regathers]
+        kernel, root = operator.kernel, self._tensors.roots[operator.regathers]
         if isinstance(kernel, Exchange) and kernel.backward is not None:
-            self._live.hold(root, self._of._bytes_of(root), logits=False)
+            self._memory.hold(root, self._tensors.bytes_of(root))
             self._brought.add(operator.regathers)
-            yield self._live.point(scratch=self._of._scratch(operator, forward=False))
-
-    def _needs(self, root: str) -> bool:
-        return any(name in self._layer.needed for name, found in self._of._gradients.items() if found == root)
-
-    def _gradient_of(self, root: str, operator: Operator, incoming: Sequence[_Storage]) -> _Storage:
-        """Memory of the gradient of something that an operator reads."""
-        tensor = self._of._tensor(root)
-        num_bytes = self._of._bytes(tensor)
-        if operator.passes and incoming and incoming[0].num_bytes == num_bytes:
-            return incoming[0]
-        kernel = operator.kernel  # torch's linear is a matmul of a view of its input, but for experts and convolutions
-        of_view = isinstance(kernel, Gemm) and kernel.num_groups == 1 and not kernel.image_elements
-        return _Storage(num_bytes, logits=tensor.logits, is_view=of_view and operator.reads[0] not in self._gathered)
-
-    def _logits_scratch(self, operator: Operator) -> int:
-        return sum(self._of._bytes(tensor) for tensor in operator.backward_scratch if tensor.logits)
+            yield self._memory.point(scratch=self._tensors.scratch_bytes(operator, forward=False))
 
 
-def _gradient(name: str) -> str:
-    return f"{name}, gradient"
+def _copy(matmul: str) -> str:
+    return f"{matmul}, weight"
+
+
+def _gradient(root: str) -> str:
+    return f"{root}, gradient"

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from simplan.program.footprint import LayerFootprint
-from simplan.program.liveness import Liveness, PeakPoint
+from simplan.program.liveness import PeakPoint, input_backward
 from simplan.program.program import MemoryCategory, MemoryEffect, Phase
-from simplan.spec.layer import Gemm, Kernel, LayerKind, LayerSpec
+from simplan.program.tensors import LayerTensors
+from simplan.spec.layer import Gemm, Kernel, LayerKind, LayerSpec, Lookup, Operator
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
@@ -72,14 +73,14 @@ def split_footprint(
     """
     if not any(operator.trains for operator in layer.operators):
         return SplitFootprint(footprint.activations, footprint.logits, 0, 0, 0, 0, 0, footprint.backward, ())
-    live = _whole(layer, microbatch_size, state)
-    split = live.input_backward(receives=receives)
+    tensors = _whole(layer, microbatch_size, state)
+    split = input_backward(tensors, receives=receives)
     ends_stage = receives or layer.kind is LayerKind.HEAD  # else what follows holds on to it
     trains = [index for index, operator in enumerate(layer.operators) if operator.trains]
-    savers = live.last_savers
-    dropped = {root: size for root, size in live.saved.items() if savers.get(root, -1) > trains[-1] and ends_stage}
+    savers = tensors.last_savers
+    dropped = {root: size for root, size in tensors.saved.items() if savers.get(root, -1) > trains[-1] and ends_stage}
     dropped_logits = sum(size for root, size in dropped.items() if layer.tensors[root].logits)
-    weight, released = _weight_points(layer, live, split.left)
+    weight, released = _weight_points(layer, tensors, split.left)
     return SplitFootprint(
         activations=footprint.activations,
         logits=footprint.logits,
@@ -96,9 +97,9 @@ def split_footprint(
     )
 
 
-def _whole(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> Liveness:
+def _whole(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> LayerTensors:
     """Of a layer that runs nothing again."""
-    return Liveness(layer, microbatch_size, state, Recomputation(frozenset(tensor.name for tensor in layer.saved)))
+    return LayerTensors(layer, microbatch_size, state, Recomputation(frozenset(tensor.name for tensor in layer.saved)))
 
 
 def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
@@ -111,7 +112,7 @@ def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
     return list({id(kernel): kernel for kernel in named}.values())
 
 
-def _weight_points(layer: LayerSpec, live: Liveness, left: dict[int, int]) -> tuple[tuple[PeakPoint, ...], int]:
+def _weight_points(layer: LayerSpec, tensors: LayerTensors, left: dict[int, int]) -> tuple[tuple[PeakPoint, ...], int]:
     """One point for each operator with weights, and what is gone at the end.
 
     A weight's gradient lives until the next one is there. Autocast makes it in 16 bits and widens it once what forward
@@ -119,45 +120,53 @@ def _weight_points(layer: LayerSpec, live: Liveness, left: dict[int, int]) -> tu
 
     Args:
         layer: The layer.
-        live: Its tensors.
+        tensors: Its tensors.
         left: By operator, bytes of the gradient that I left for it.
     """
     place = {p.name: number for number, p in enumerate(layer.parameters)}
     trained = [(i, o) for i, o in enumerate(layer.operators) if o.trains and o.parameters]
     order = sorted(trained, key=lambda pair: min(place[name] for name in pair[1].parameters))
-    last = _last_uses(layer, live, [index for index, _ in order])
+    last = _last_uses(layer, tensors, [index for index, _ in order])
     points, gone, last_gradient = [], 0, 0
     for index, operator in order:
-        kept = sum(live.saved[root] for root, user in last.items() if user == index)
+        kept = sum(tensors.saved[root] for root, user in last.items() if user == index)
         product = gradient = 0
         kernel = operator.kernel
         if isinstance(kernel, Gemm):
-            copies = live.weight_copies.get(kernel.name, 0)
+            copies = tensors.weight_copies.get(kernel.name, 0)
             kept += copies
-            product = gradient = kernel.weight_elements * live.state.product
+            product = gradient = kernel.weight_elements * tensors.state.product
             if copies:
-                gradient = kernel.weight_elements * live.state.gradient
+                gradient = kernel.weight_elements * tensors.state.gradient
                 product += max(0, gradient - kept)
-        points.append(PeakPoint(live.weight_scratch(operator) - gone, gradients=last_gradient + product))
+        points.append(PeakPoint(_weight_scratch_bytes(tensors, operator) - gone, gradients=last_gradient + product))
         gone += left.get(index, 0) + kept
         last_gradient = gradient
     return tuple(points), gone
 
 
-def _last_uses(layer: LayerSpec, live: Liveness, order: Sequence[int]) -> dict[str, int]:
+def _weight_scratch_bytes(tensors: LayerTensors, operator: Operator) -> int:
+    """Beside gradients while W makes those of an operator's weights: what the whole of a norm takes."""
+    if isinstance(operator.kernel, Gemm | Lookup) or not operator.backward_scratch:
+        return 0
+    read = sum(tensors.bytes_of(tensors.roots[name]) for name in operator.reads)
+    return tensors.scratch_bytes(operator, forward=False) + read
+
+
+def _last_uses(layer: LayerSpec, tensors: LayerTensors, order: Sequence[int]) -> dict[str, int]:
     """By saved tensor that W alone needs, the last operator with weights that does; no inputs, which may be buffers.
 
     Args:
         layer: The layer.
-        live: Its tensors.
+        tensors: Its tensors.
         order: Operators with weights, as W takes them.
     """
     users: dict[str, set[int]] = {}
-    for index, operator in enumerate(layer.operators):
-        for root in live.saved_roots(operator):
+    for index in range(len(layer.operators)):
+        for root in tensors.saved_roots(index):
             users.setdefault(root, set()).add(index)
     inputs = {tensor.name for tensor in layer.inputs}
-    alone = {root: of for root, of in users.items() if of <= {*order} and root in live.saved and root not in inputs}
+    alone = {root: of for root, of in users.items() if of <= {*order} and root in tensors.saved and root not in inputs}
     return {root: max(of, key=order.index) for root, of in alone.items() if not layer.tensors[root].logits}
 
 
@@ -176,12 +185,12 @@ def products_footprint(
         state: Element widths.
         footprint: Of the same layer, as it is when its backward is in one piece.
     """
-    b, width, live = microbatch_size, state.activation, _whole(layer, microbatch_size, state)
-    trained = [o for o in layer.operators if isinstance(o.kernel, Gemm) and o.kernel.trained]
-    matrices = [o.kernel for o in trained if isinstance(o.kernel, Gemm)]
-    kept = sum(
-        live.saved.get(root, 0) for root in {root for operator in trained for root in live.saved_roots(operator)}
-    )
+    b, width, tensors = microbatch_size, state.activation, _whole(layer, microbatch_size, state)
+    kernels = [(index, operator.kernel) for index, operator in enumerate(layer.operators)]
+    trained = [(index, kernel) for index, kernel in kernels if isinstance(kernel, Gemm) and kernel.trained]
+    matrices = [matrix for _, matrix in trained]
+    inputs = {root for index, _ in trained for root in tensors.saved_roots(index)}
+    kept = sum(tensors.saved.get(root, 0) for root in inputs)
     left = b * sum(matrix.m * matrix.n for matrix in matrices) * width
     logits_left = b * matrices[-1].m * matrices[-1].n * width if layer.kind is LayerKind.HEAD else 0
     gradients = left - logits_left
