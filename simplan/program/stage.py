@@ -94,12 +94,11 @@ class Stages:
         self.num_stages = assignment.num_stages
         self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
         joined = software.layers.joined_products
-        model_layers = [
-            keeping_quantized(layer, self.state.linear, joined=joined) for layer in software.layers_of(model, plan)
-        ]
+        built = software.layers_of(model, plan)
+        made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in {*built}}
         if not software.executable:  # the executor's RMSNorm has no kernel on CPUs
-            fused = {layer.key: _with_kernels(layer) for layer in model_layers}
-            model_layers = [fused[layer.key] for layer in model_layers]
+            made = {layer: _with_kernels(quantized) for layer, quantized in made.items()}
+        model_layers = [made[layer] for layer in built]
         self.layers: list[list[LayerSpec]] = [
             [model_layers[i] for i in assignment.layer_range(stage)] for stage in range(self.num_stages)
         ]
@@ -129,9 +128,9 @@ class Stages:
 
     def _elements(self, counts: Callable[[ParameterSpec], bool]) -> list[list[int]]:
         """By stage and layer, elements of some of the parameters it brings."""
-        alike = {parameters for of_stage in self.brought for parameters in of_stage}
-        found = {parameters: sum(p.num_elements for p in parameters if counts(p)) for parameters in alike}
-        return [[found[parameters] for parameters in of_stage] for of_stage in self.brought]
+        alike = {id(parameters): parameters for of_stage in self.brought for parameters in of_stage}
+        found = {key: sum(p.num_elements for p in parameters if counts(p)) for key, parameters in alike.items()}
+        return [[found[id(parameters)] for parameters in of_stage] for of_stage in self.brought]
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
         """What a stage with these layers gives to the next."""

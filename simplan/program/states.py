@@ -81,8 +81,9 @@ class RankStates:
         """What it holds of each layer; padding included unless ``exact``."""
         brought = self._stages.brought[stage]
         shard = self._shard if exact and self._shards[0] > 1 else 0
-        found = {parameters: layer_states(parameters, *self._shards, shard) for parameters in {*brought}}
-        return [found[parameters] for parameters in brought]
+        alike = {id(parameters): parameters for parameters in brought}
+        found = {key: layer_states(parameters, *self._shards, shard) for key, parameters in alike.items()}
+        return [found[id(parameters)] for parameters in brought]
 
     def _updates(self, stage: int) -> list[int]:
         """By layer, parameters whose optimizer states it has; rounded up where buffers are padded."""
