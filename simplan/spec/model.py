@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -18,6 +18,7 @@ from simplan.spec.shard import Shard
 __all__ = ["ModelSpec"]
 
 _OF_ALL = frozenset({"name", "family", "packs", "sources"})
+_LARGEST_VOCABULARY = 10**8
 _TUPLES = ("depths", "document_lengths", "lora_targets")
 
 
@@ -46,7 +47,8 @@ class ModelSpec(Spec):
             a sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no
             loss (torchtune's PackedDataset).
         packs: Of which packs these documents are one, where they were drawn (``simplan.spec.packing``).
-        vocab_size: Rows of the embedding, padding included.
+        vocab_size: Rows of the embedding, padding included; but what software adds itself (``SoftwareSpec.padded``) may
+            be left out.
         tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
             and their gradients are all-reduced every step.
         attention_bias: Biases of q, k, v and the projection of the attention's output.
@@ -100,7 +102,7 @@ class ModelSpec(Spec):
     num_key_value_heads: Annotated[int, Field(le=10**5)]
     head_dim: Annotated[int, Field(le=10**5)]
     intermediate_size: Annotated[int, Field(le=10**7)]
-    vocab_size: Annotated[int, Field(le=10**8)]
+    vocab_size: Annotated[int, Field(le=_LARGEST_VOCABULARY)]
     seq_len: Annotated[int, Field(le=10**8)]
     document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = ()
     packs: PackStatistics | None = None
@@ -203,6 +205,11 @@ class ModelSpec(Spec):
         layers = FAMILIES[self.family].layers(self, shard)
         return adapted_layers(layers, self, shard) if self.lora_rank else layers
 
+    def padded(self, multiple: int) -> ModelSpec:
+        """The same with the next larger vocabulary that is a multiple; itself where it has none, or none so large."""
+        size = -(-self.vocab_size // multiple) * multiple
+        return self if size in (0, self.vocab_size) or size > _LARGEST_VOCABULARY else _with_vocabulary(self, size)
+
     @property
     def segments(self) -> tuple[int, ...]:
         """Tokens of a sequence that attend to each other: its documents and its padding, or all of it."""
@@ -268,3 +275,9 @@ class ModelSpec(Spec):
 def _nothing(name: str) -> int | bool | tuple[()]:
     """What a field says of a model of a family that does not have it."""
     return () if name == "depths" else False if name == "tied_embeddings" else 0
+
+
+@lru_cache(maxsize=64)
+def _with_vocabulary(model: ModelSpec, size: int) -> ModelSpec:
+    """Kept, because a search asks for the same few again and again."""
+    return model.model_copy(update={"vocab_size": size})
