@@ -220,10 +220,10 @@ class SoftwareSpec(Spec):
         recompute_modules: Modules of a block besides the attention core that it can run again alone.
         recompute_layers: It can run only the first blocks of every stage again.
         mtp: It trains layers for multi-token prediction.
-        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 where they are as they are given, so
-            that ``tp`` has to divide them. What is padded is held, computed and sent like other rows. A model keeps
-            its ``vocab_size``, and FLOPs of the model, which utilizations are of, are without padding (Megatron's own
-            num_floating_point_operations counts it).
+        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 where they are as they are given,
+            so that ``tp`` has to divide them. What is padded is held, computed and sent like other rows. A model keeps
+            its ``vocab_size``; its parameters and FLOPs, which utilizations are of, are without padding, where
+            Megatron's own num_floating_point_operations counts it.
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
