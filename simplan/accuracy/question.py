@@ -100,7 +100,9 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     if given.compile:
         profile = profile.model_copy(update={"compiled": True})
     if not stacks()[given.framework].is_known:
-        profile = profile.model_copy(update={"rates": profile.rates.model_copy(update=_UNFITTED)})
+        rates = profile.rates.model_copy(update=_UNFITTED)
+        # whether it pads vocabularies is not known either; nanotron, as an example, does so as far as tp needs
+        profile = profile.model_copy(update={"rates": rates, "vocab_multiple": 1})
     fused = stacks()[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
         attention = "fused" if fused else "unfused"

@@ -149,8 +149,13 @@ def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -
     titan = question_of_run(
         run(software__framework="torchtitan", model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1)
     )
+    unknown = question_of_run(
+        run(software__framework="other", model__vocab_size=1023, plan__tp=2, plan__dp_replicate=1)
+    )
+    assert unknown.job.software.id == "megatron-lm-2022", "as of a framework that combines both, but not known to pad"
     for question, note in (
         (megatron, "model.vocab_size = 1023: padded to 1024, a multiple of 128 x tp = 512, as megatron-lm-2022 does"),
+        (unknown, "model.vocab_size = 1023: padded to 1024, a multiple of tp"),
         (titan, "model.vocab_size = 1023: padded to 1024, a multiple of tp"),
     ):
         assert question.job.padded_model.vocab_size == 1024
