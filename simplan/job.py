@@ -38,6 +38,11 @@ class Job:
         """Microbatches of a step on one data-parallel rank: global_batch_size / (dp x microbatch_size)."""
         return self.training.global_batch_size // (self.plan.dp * self.plan.microbatch_size)
 
+    @property
+    def padded_model(self) -> ModelSpec:
+        """The model as its ranks have it: where the software pads vocabularies, with a larger one."""
+        return self.software.padded(self.model, self.plan)
+
     def with_plan(self, plan: ParallelPlan) -> Job:
         """The same job with another plan, such as a candidate of a search."""
         return replace(self, plan=plan)

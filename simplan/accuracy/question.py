@@ -20,6 +20,7 @@ from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.accuracy.standing_in import with_stand_ins, without_refused_overlap
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.predict.assumptions import padding_assumption
 from simplan.problems import parse_model
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec, DeviceSpec
@@ -81,6 +82,7 @@ def question_of_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> RunQuestion
     model = _model(run, software, settings, notes)
     cluster, training = _cluster(run, notes), _training(run, software, notes)
     job = Job(model, cluster, training, _plan(run, settings, notes), software)
+    notes += padding_assumption(job)
     return RunQuestion(
         job=without_refused_overlap(job, notes),
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
@@ -98,7 +100,9 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     if given.compile:
         profile = profile.model_copy(update={"compiled": True})
     if not stacks()[given.framework].is_known:
-        profile = profile.model_copy(update={"rates": profile.rates.model_copy(update=_UNFITTED)})
+        rates = profile.rates.model_copy(update=_UNFITTED)
+        # whether it pads vocabularies is not known either; nanotron, as an example, does so as far as tp needs
+        profile = profile.model_copy(update={"rates": rates, "vocab_multiple": 1})
     fused = stacks()[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
         attention = "fused" if fused else "unfused"
@@ -111,7 +115,7 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
     name = _family(given, notes)
     takes = FAMILIES[name].fields
     fields: dict[str, Any] = given.model_dump(include=set(_SIZES & takes))
-    fields |= {"name": given.name, "family": name, "vocab_size": _vocabulary(run, notes)}
+    fields |= {"name": given.name, "family": name, "vocab_size": _vocabulary(run, software, notes)}
     if "head_dim" in takes:
         fields["head_dim"] = given.head_dim or _head_dim(given)
     if "gated_mlp" in takes:
@@ -173,9 +177,11 @@ def _family(model: RunModel, notes: list[str]) -> str:
     return model.family
 
 
-def _vocabulary(run: PublishedRun, notes: list[str]) -> int:
-    """Padded where tensor-parallel ranks could not share it out."""
+def _vocabulary(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> int:
+    """As it is printed where the software pads it; else padded where tensor-parallel ranks could not share it out."""
     size, tp = run.model.vocab_size, run.plan.tp
+    if software.vocab_multiple > 1:
+        return size
     padded = -(-size // tp) * tp
     if padded != size:
         notes.append(f"model.vocab_size = {size}: padded to {padded}, a multiple of tp")

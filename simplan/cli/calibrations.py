@@ -104,7 +104,7 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     ranks = scenario.job.cluster.ranks_per_node
     cost = CalibratedCost(calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=ranks, mixed=shape.mixed)
     keys = {layer.key for layer in shape.layers}
-    kinds = kinds_needed(plan, scenario.job.model, scenario.job.training) if ranks > 1 else frozenset()
+    kinds = kinds_needed(plan, scenario.job.padded_model, scenario.job.training) if ranks > 1 else frozenset()
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
@@ -148,7 +148,7 @@ def requests_for(
             raise SpecError(problem, file=scenario.file)
         ranks, shape = num_ranks or scenario.job.cluster.ranks_per_node, _shape(scenario)
         shapes[ranks][shape.model_dump_json()] = shape
-        kinds[ranks] |= kinds_needed(scenario.job.plan, scenario.job.model, scenario.job.training)
+        kinds[ranks] |= kinds_needed(scenario.job.plan, scenario.job.padded_model, scenario.job.training)
         if _copies_to_host(scenario):
             copies.add(ranks)
     return [
@@ -249,7 +249,7 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         )
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(
-        model=scenario.job.model,
+        model=scenario.job.padded_model,
         shard=plan.shard,
         microbatch_size=plan.microbatch_size,
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters),

@@ -90,7 +90,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:
     """Copies of the output distribution, each of one microbatch's own tokens and vocabulary."""
-    head = prediction.job.model.layers_of(prediction.job.plan.shard)[-1]
+    head = prediction.job.padded_model.layers_of(prediction.job.plan.shard)[-1]
     elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.job.plan.microbatch_size
     return (
         f"{num_bytes / (4 * elements):.3g} x {elements:,} (tokens x vocabulary) x 4 B: log-probabilities, logits and "

@@ -79,6 +79,7 @@ _MPT = ModelType(
         **_ALWAYS_NEUTRAL,
         "no_bias": (True,),
         "expansion_ratio": (4,),
+        "ffn_config.ffn_type": ("mptmlp", "te_ln_mlp"),  # the others have a gate (mptglu, mptgeglu) or experts
         "attn_config.alibi": (True,),
         "attn_config.attn_type": ("multihead_attention",),
         "attn_config.prefix_lm": (False,),

@@ -10,7 +10,7 @@ from simplan.spec.hardware import ClusterSpec
 from simplan.spec.software import SoftwareSpec
 from simplan.units import format_bytes, format_percent
 
-__all__ = ["assumptions"]
+__all__ = ["assumptions", "padding_assumption"]
 
 
 def assumptions(
@@ -26,7 +26,7 @@ def assumptions(
         short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
     """
     model, cluster, training, plan, software = job.model, job.cluster, job.training, job.plan, job.software
-    found = []
+    found = list(padding_assumption(job))
     longest, most = max(model.segments), model.max_position_embeddings
     if longest > most > 0:
         what = "a document" if model.document_lengths else "a sequence"
@@ -104,6 +104,18 @@ def assumptions(
             "is as fast as all links together"
         )
     return tuple(found)
+
+
+def padding_assumption(job: Job) -> tuple[str, ...]:
+    """What the software makes of the vocabulary; nothing where it leaves it as it is."""
+    size, padded, software = job.model.vocab_size, job.padded_model.vocab_size, job.software
+    if padded == size:
+        return ()
+    multiple = software.vocab_multiple * job.plan.tp
+    return (
+        f"model.vocab_size = {size}: padded to {padded}, a multiple of {software.vocab_multiple} x tp = {multiple}, as "
+        f"{software.id} does; parameters and FLOPs of the model, and MFU, are without padding",
+    )
 
 
 def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:

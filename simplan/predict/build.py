@@ -72,7 +72,9 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
         return unfolded(mapping)
 
     num_shards = plan.dp_shard * plan.cp
-    partial = [p for layer in set(job.model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient]
+    partial = [
+        p for layer in set(job.padded_model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient
+    ]
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
     deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike
 
@@ -227,7 +229,7 @@ def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microba
 
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
     """Whether Level 2 is small enough to write every layer out."""
-    model, plan = job.model, job.plan
+    model, plan = job.padded_model, job.plan
     columns = len(folding.ranks) // plan.pp
     pieces = max(1 + 2 * sum(isinstance(k, Exchange) for k in layer.kernels) for layer in model.layers_of(plan.shard))
     return 2 * len(model.layers) * pieces * num_microbatches * columns <= _MOST_OPERATIONS

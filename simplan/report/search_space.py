@@ -10,7 +10,7 @@ __all__ = ["search_space"]
 _DEFAULTS = {
     "tp": (
         "every divisor of the attention heads up to the devices of a node",
-        "must also divide key-value heads, MLP and vocabulary; 1 for mixtures of experts",
+        "must also divide key-value heads, MLP and any vocabulary that is not padded; 1 for mixtures of experts",
     ),
     "sequence_parallel": ("true, false", "where tp > 1"),
     "cp": (f"1, 2, 4, 8 from {LONG_SEQUENCE:,} tokens on, else 1", ""),

@@ -20,13 +20,14 @@ def tp_divides_heads(job: Job) -> Iterator[Problem]:
 
 @rule("tp must divide intermediate_size, vocab_size and num_classes", reads="tp")
 def tp_divides_sizes(job: Job) -> Iterator[Problem]:
+    """It divides every vocabulary that the software pads."""
     yield from _undivided(job, "intermediate_size", "vocab_size", "num_classes")
 
 
 def _undivided(job: Job, *keys: str) -> Iterator[Problem]:
     tp = job.plan.tp
     for key in keys:
-        size = getattr(job.model, key)
+        size = getattr(job.padded_model, key)
         if size % tp:
             fix = f"use {either(nearest_divisors(size, tp))}"
             if key == "vocab_size":

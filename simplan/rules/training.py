@@ -237,7 +237,7 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
     multiple = form.multiple
     odd: dict[str, int] = {}
     rows: set[int] = set()
-    for layer in set(job.model.layers_of(plan.shard)):
+    for layer in set(job.padded_model.layers_of(plan.shard)):
         for gemm in quantized_linears(layer, form):
             sides = (("outputs", gemm.n), ("inputs", gemm.k))
             odd |= {f"{side} of {gemm.name}": size for side, size in sides if size % multiple}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -18,6 +18,7 @@ from simplan.spec.shard import Shard
 __all__ = ["ModelSpec"]
 
 _OF_ALL = frozenset({"name", "family", "packs", "sources"})
+_LARGEST_VOCABULARY = 10**8
 _TUPLES = ("depths", "document_lengths", "lora_targets")
 
 
@@ -46,7 +47,8 @@ class ModelSpec(Spec):
             a sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no
             loss (torchtune's PackedDataset).
         packs: Of which packs these documents are one, where they were drawn (``simplan.spec.packing``).
-        vocab_size: Rows of the embedding, padding included.
+        vocab_size: Rows of the embedding, padding included; but what software adds itself (``SoftwareSpec.padded``) may
+            be left out.
         tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
             and their gradients are all-reduced every step.
         attention_bias: Biases of q, k, v and the projection of the attention's output.
@@ -56,7 +58,8 @@ class ModelSpec(Spec):
         attention_sinks: Each head has a score that takes part in the softmax and in nothing else (gpt-oss).
         sliding_window: Every query meets at most so many keys up to its own (Mistral 7B v0.1); None for all of them.
         sliding_window_pattern: Every so many blocks the last one has no window; 0 for a window in all of them.
-        gated_mlp: T5's version 1.1: an MLP gated by GELU, and a head of its own.
+        gated_mlp: MLPs have a gate. Of T5 that is version 1.1, with a head of its own; all other families have one or
+            have none (``Family.gated_mlp``), and the other value is refused.
         relative_attention_buckets: Distances between tokens that T5 tells apart.
         type_vocab_size: Types that a token can have (BERT's first and second segment).
         image_size: Pixels along each side of an image.
@@ -100,7 +103,7 @@ class ModelSpec(Spec):
     num_key_value_heads: Annotated[int, Field(le=10**5)]
     head_dim: Annotated[int, Field(le=10**5)]
     intermediate_size: Annotated[int, Field(le=10**7)]
-    vocab_size: Annotated[int, Field(le=10**8)]
+    vocab_size: Annotated[int, Field(le=_LARGEST_VOCABULARY)]
     seq_len: Annotated[int, Field(le=10**8)]
     document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = ()
     packs: PackStatistics | None = None
@@ -166,7 +169,8 @@ class ModelSpec(Spec):
         if family is None:  # an error of its own, beside which nothing else is missing
             return {field: _nothing(field) for field in cls._sizes()} | data
         absent = {field: _nothing(field) for field in cls._sizes() if field not in family.fields}
-        return absent | family.defaults(data) | data
+        gate = {} if "gated_mlp" in family.fields else {"gated_mlp": family.gated_mlp}
+        return absent | gate | family.defaults(data) | data
 
     @field_validator("*")
     @classmethod
@@ -176,7 +180,10 @@ class ModelSpec(Spec):
         if name in _OF_ALL or chosen is None:
             return value
         field = cls.model_fields[name]
-        if name not in FAMILIES[chosen].fields:
+        if name == "gated_mlp" and name not in FAMILIES[chosen].fields:
+            if value is not FAMILIES[chosen].gated_mlp:
+                raise ValueError(_other_gate(chosen))
+        elif name not in FAMILIES[chosen].fields:
             if value != (_nothing(name) if field.is_required() else field.default):
                 having = either([other for other, family in FAMILIES.items() if name in family.fields])
                 raise ValueError(f"is for models of family {having}, and family = {chosen}; remove it")
@@ -202,6 +209,11 @@ class ModelSpec(Spec):
         """
         layers = FAMILIES[self.family].layers(self, shard)
         return adapted_layers(layers, self, shard) if self.lora_rank else layers
+
+    def padded(self, multiple: int) -> ModelSpec:
+        """The same with the next larger vocabulary that is a multiple; itself where it has none, or none so large."""
+        size = -(-self.vocab_size // multiple) * multiple
+        return self if size in (0, self.vocab_size) or size > _LARGEST_VOCABULARY else _with_vocabulary(self, size)
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -237,6 +249,8 @@ class ModelSpec(Spec):
     def flops_per_sequence(self, *, full_attention: bool = False) -> int:
         """Model FLOPs of one sequence, forward and backward, no recomputation.
 
+        The vocabulary is the model's own, without what software adds (``SoftwareSpec.padded``).
+
         Backward counts what has to be made: twice forward where all weights are trained; with LoRA no products for the
         weights that are frozen, and nothing below the first adapter. A utilization is of these. Padding counts for
         nothing, in attention and in the products of all tokens with weights. ``full_attention`` counts the whole square
@@ -265,6 +279,29 @@ class ModelSpec(Spec):
         return tuple(index for index, layer in enumerate(self.layers) if layer.kind is LayerKind.BLOCK)
 
 
+def _other_gate(chosen: str) -> str:
+    """Why a model of a family cannot have a gate in its MLPs, or be without, and which family can."""
+    own = FAMILIES[chosen]
+    having = [
+        name
+        for name, other in FAMILIES.items()
+        if "gated_mlp" not in other.fields
+        and (other.gated_mlp, other.task) == (not own.gated_mlp, own.task)
+        and ("num_experts" in other.fields) == ("num_experts" in own.fields)
+    ]
+    of = "experts" if "num_experts" in own.fields else "convolutions" if "depths" in own.fields else "MLPs"
+    rule = f"is not modelled: in family = {chosen} {of} have {'a' if own.gated_mlp else 'no'} gate"
+    if not having:
+        return f"{rule}; remove it"
+    return f"{rule}; remove it, or use family = {either(having)}, whose MLPs have {'none' if own.gated_mlp else 'one'}"
+
+
 def _nothing(name: str) -> int | bool | tuple[()]:
     """What a field says of a model of a family that does not have it."""
     return () if name == "depths" else False if name == "tied_embeddings" else 0
+
+
+@lru_cache(maxsize=64)
+def _with_vocabulary(model: ModelSpec, size: int) -> ModelSpec:
+    """Kept, because a search asks for the same few again and again."""
+    return model.model_copy(update={"vocab_size": size})

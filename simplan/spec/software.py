@@ -31,7 +31,9 @@ __all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes"
 
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
-SoftwareOption = Literal["compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts"]
+SoftwareOption = Literal[
+    "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"
+]
 """Fields of a profile that are the user's choice."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Exchanges of tensor-parallel ranks that run beside matrix products."""
@@ -218,6 +220,10 @@ class SoftwareSpec(Spec):
         recompute_modules: Modules of a block besides the attention core that it can run again alone.
         recompute_layers: It can run only the first blocks of every stage again.
         mtp: It trains layers for multi-token prediction.
+        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 where they are as they are given,
+            so that ``tp`` has to divide them. What is padded is held, computed and sent like other rows. A model keeps
+            its ``vocab_size``; its parameters and FLOPs, which utilizations are of, are without padding, where
+            Megatron's own num_floating_point_operations counts it.
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
@@ -272,6 +278,7 @@ class SoftwareSpec(Spec):
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False)] = ()
     recompute_layers: bool = False
     mtp: bool = False
+    vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = 1
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     trainer: bool = False
     executable: bool = False
@@ -288,6 +295,7 @@ class SoftwareSpec(Spec):
             "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "attention in 8 bits" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
+            "vocab_multiple": "",  # predictions tell it where it changes anything
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
 
@@ -307,7 +315,11 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        return styled_layers(model.layers_of(plan.shard), style, model.family)
+        return styled_layers(self.padded(model, plan).layers_of(plan.shard), style, model.family)
+
+    def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
+        """The model as the software makes it for so many tensor-parallel ranks: perhaps with a larger vocabulary."""
+        return model if self.vocab_multiple == 1 else model.padded(self.vocab_multiple * plan.tp)
 
     def equal_stage_layers(self, num_blocks: int, num_stages: int) -> tuple[int, ...] | None:
         """As many blocks for each stage, where the software has it so; None for the balanced split."""

@@ -137,10 +137,29 @@ def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
     )
     assert question.job.cluster.inter_link is not None
     assert question.job.cluster.inter_link.id == "network-200gbit", "as a DGX A100 has it"
-    assert (question.job.model.vocab_size, question.job.model.tied_embeddings) == (1024, True)
+    assert (question.job.model.vocab_size, question.job.model.tied_embeddings) == (1023, True)
+    assert question.job.padded_model.vocab_size == 1024, "as Megatron-LM pads it"
     notes = "\n".join(question.notes)
     for words in ("inter_link_gbit_per_device is not known: 200", "padded to 1024", "tied_embeddings is not known"):
         assert words in notes
+
+
+def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -> None:
+    megatron = question_of_run(run(model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1))
+    titan = question_of_run(
+        run(software__framework="torchtitan", model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1)
+    )
+    unknown = question_of_run(
+        run(software__framework="other", model__vocab_size=1023, plan__tp=2, plan__dp_replicate=1)
+    )
+    assert unknown.job.software.id == "megatron-lm-2022", "as of a framework that combines both, but not known to pad"
+    for question, note in (
+        (megatron, "model.vocab_size = 1023: padded to 1024, a multiple of 128 x tp = 512, as megatron-lm-2022 does"),
+        (unknown, "model.vocab_size = 1023: padded to 1024, a multiple of tp"),
+        (titan, "model.vocab_size = 1023: padded to 1024, a multiple of tp"),
+    ):
+        assert question.job.padded_model.vocab_size == 1024
+        assert [found.partition(";")[0] for found in question.notes if "padded" in found] == [note]
 
 
 @pytest.mark.parametrize(

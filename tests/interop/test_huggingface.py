@@ -135,6 +135,10 @@ def test_the_sequence_length_is_that_given() -> None:
         ),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false: is not modelled yet; only true is"),
         ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modelled yet"),
+        (
+            {**MPT, "ffn_config": {"ffn_type": "mptglu"}},
+            'ffn_config.ffn_type = "mptglu": is not modelled yet; only "mptmlp" or "te_ln_mlp" is',
+        ),
         ({**LLAMA3, "mlp_bias": True}, "mlp_bias = true: is not modelled yet"),
         ({**LLAMA3, "hidden_act": "gelu"}, 'hidden_act = "gelu": is not modelled yet'),
         ({**LLAMA3, "num_local_experts": 8}, "num_local_experts = 8: is not modelled yet"),

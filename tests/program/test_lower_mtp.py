@@ -22,7 +22,7 @@ from simplan.spec.recompute import recomputation
 from simplan.spec.training import TrainingSpec
 from tests.test_random_plans import keeps_the_laws
 
-H, TOKENS, VOCAB, WIDTH = 64, 32, 96, 32
+H, TOKENS, VOCAB, WIDTH = 64, 32, 128, 32
 MODEL = ModelSpec(
     family="moe",
     num_hidden_layers=6,

@@ -230,7 +230,7 @@ def test_software_with_an_option(tmp_path: Path) -> None:
     for software, said in (
         ("{preset: torch, compiled: 3}", "software.compiled = 3"),
         ("{preset: torch, bucket_bytes: 1}", "software.bucket_bytes = 1: is no option of torch; its options are"),
-        ("{preset: nemo, compiled: true}", "it has no options"),
+        ("{preset: maxtext, compiled: true}", "it has no options"),
         ("{preset: torhc}", "torch"),
     ):
         assert said in refusal(tmp_path, f"{text}software: {software}\n")

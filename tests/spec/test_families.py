@@ -13,10 +13,12 @@ from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import Attention, Gemm, LayerSpec, Pointwise
 from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
 from simplan.spec.shard import Shard
 from simplan.spec.training import TrainingSpec
+from tests.search.jobs import FAMILIES as SMALL
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 96, "num_attention_heads": 12}
 TOKENS: dict[str, Any] = {"vocab_size": 240, "seq_len": 48}
@@ -205,3 +207,32 @@ def test_post_norm_blocks_norm_their_sums() -> None:
     assert [model_of("bert").layers[1].kernels[index].name for index in kept.kernels][-1] == "norm2"
     [rerun] = kept.reruns
     assert model_of("bert").layers[1].kernels[rerun.needed_by].name == "norm2"
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if "gated_mlp" not in family.fields])
+def test_a_gate_is_said_as_the_layers_have_it(family: str) -> None:
+    """A family says that its MLPs have a gate where its blocks have weights for one, and takes no other word."""
+    own = ModelSpec.model_validate({"family": family, **SMALL[family]})
+    names = {parameter.name for layer in own.layers for parameter in layer.parameters}
+    has = any(name.endswith("gate.weight") for name in names)
+    assert own.gated_mlp is has is FAMILIES[family].gated_mlp
+    assert ModelSpec.model_validate({"family": family, **SMALL[family], "gated_mlp": has}) == own
+    with pytest.raises(SpecError, match=f"^model.gated_mlp = {str(not has).lower()}: is not modelled: in family = "):
+        parse_model(ModelSpec, {"family": family, **SMALL[family], "gated_mlp": not has}, prefix=("model",))
+
+
+@pytest.mark.parametrize(
+    ("family", "gated", "sentence"),
+    [
+        ("llama", False, "false: is not modelled: in family = llama MLPs have a gate; remove it, or use family = gpt "
+         "or mpt, whose MLPs have none"),
+        ("gpt", True, "true: is not modelled: in family = gpt MLPs have no gate; remove it, or use family = llama, "
+         "whose MLPs have one"),
+        ("moe", False, "false: is not modelled: in family = moe experts have a gate; remove it"),
+        ("vit", True, "true: is not modelled: in family = vit MLPs have no gate; remove it"),
+    ],
+)  # fmt: skip
+def test_a_gate_that_a_family_cannot_have_or_lack_is_refused(family: str, gated: bool, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_model(ModelSpec, {"family": family, **SMALL[family], "gated_mlp": gated}, prefix=("model",))
+    assert str(caught.value) == f"model.gated_mlp = {sentence}"

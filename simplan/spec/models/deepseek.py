@@ -47,5 +47,6 @@ DEEPSEEK = Family(
     | MTP
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
     defaults=with_experts(_defaults),
+    gated_mlp=True,
 )
 """DeepSeek-AI 2024 (arXiv:2405.04434 and arXiv:2412.19437)."""

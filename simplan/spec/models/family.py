@@ -57,6 +57,8 @@ class Family:
         alibi: A bias that grows with the distance is added to the scores of attention (Press et al. 2022).
         position_rows: Positions are rows of a table, which ends the sequences.
         whole_layers: What its layers are, where tensor and context parallelism of them are not modelled.
+        gated_mlp: Its MLPs, or those of its experts, have a gate. Of a family whose models may have one or not, which
+            takes the field of the same name, this says nothing.
     """
 
     layers: Callable[[ModelSpec, Shard], tuple[LayerSpec, ...]]
@@ -68,6 +70,7 @@ class Family:
     alibi: bool = False
     position_rows: bool = False
     whole_layers: str = ""
+    gated_mlp: bool = False
 
 
 def transformer_defaults(**fixed: Any) -> Defaults:

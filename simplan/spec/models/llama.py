@@ -83,5 +83,6 @@ LLAMA = Family(
     layers=_layers,
     fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION | MTP,
     defaults=transformer_defaults(tied_embeddings=False),
+    gated_mlp=True,
 )
 """Touvron et al. 2023."""

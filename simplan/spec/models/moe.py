@@ -108,5 +108,6 @@ MOE = Family(
     layers=_layers,
     fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | MTP | {"attention_sinks"},
     defaults=with_experts(transformer_defaults(tied_embeddings=False)),
+    gated_mlp=True,
 )
 """Jiang et al. 2024 (Mixtral), Yang et al. 2024 (Qwen2), Muennighoff et al. 2024 (OLMoE), Dai et al. 2024."""
