@@ -16,7 +16,7 @@ from simplan.spec.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.spec.recompute import Recomputation
 from simplan.spec.software import StateBytes
 
-__all__ = ["LayerFootprint", "brought_parameters", "layer_footprint", "layers_effects"]
+__all__ = ["LayerFootprint", "WorstPoint", "brought_parameters", "layer_footprint", "layers_effects"]
 
 
 class LayerFootprint(NamedTuple):
@@ -94,6 +94,31 @@ def _peaks(points: Iterable[tuple[int, PeakPoint]], parts: Sequence[range]) -> I
             yield max(within, key=sum)
 
 
+class WorstPoint:
+    """The worst of the points that are seen, each beside what is held at the time."""
+
+    def __init__(self) -> None:
+        self._bytes, self._worst = -(2**62), (0, 0, 0, 0)
+
+    def see(self, point: PeakPoint, activations: int, logits: int, gradients: int = 0) -> None:
+        """Takes a point, and bytes held beside it."""
+        gone = min(0, point.workspace)  # activations that are not there yet, or not any more
+        state = (activations + gone, logits + point.logits, gradients + point.gradients, point.workspace - gone)
+        if sum(state) > self._bytes:
+            self._bytes, self._worst = sum(state), state
+
+    def effects(self, activations: int, logits: int, gradients: int = 0) -> tuple[MemoryEffect, ...]:
+        """Effects of an operation with this worst point, which leaves so many bytes."""
+        categories = (
+            MemoryCategory.ACTIVATIONS,
+            MemoryCategory.LOGITS,
+            MemoryCategory.GRADIENTS,
+            MemoryCategory.WORKSPACE,
+        )
+        effects = map(MemoryEffect, categories, self._worst, (activations, logits, gradients, 0))
+        return tuple(effect for effect in effects if effect.during_bytes or effect.after_bytes)
+
+
 def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:
     """Memory effects of an operation that runs layers one after the other.
 
@@ -106,26 +131,15 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
     """
     sign = 1 if forward else -1
     activations = logits = gradients = 0
-    worst_bytes, worst = -(2**62), (0, 0, 0, 0)
+    worst = WorstPoint()
     for footprint in footprints:
         before = (activations, logits)
         activations += sign * footprint.activations
         logits += sign * footprint.logits
-        held = (activations, logits) if forward else before
         for point in footprint.forward if forward else footprint.backward:
-            gone = min(0, point.workspace)  # activations that are not there yet, or not any more
-            workspace = point.workspace - gone
-            state = (held[0] + gone, held[1] + point.logits, gradients + point.gradients, workspace)
-            if sum(state) > worst_bytes:
-                worst_bytes, worst = sum(state), state
+            worst.see(point, *((activations, logits) if forward else before), gradients)
         gradients += 0 if forward else footprint.left
-    effects = (
-        MemoryEffect(MemoryCategory.ACTIVATIONS, worst[0], activations),
-        MemoryEffect(MemoryCategory.LOGITS, worst[1], logits),
-        MemoryEffect(MemoryCategory.GRADIENTS, worst[2], gradients),
-        MemoryEffect(MemoryCategory.WORKSPACE, worst[3], 0),
-    )
-    return tuple(effect for effect in effects if effect.during_bytes or effect.after_bytes)
+    return worst.effects(activations, logits, gradients)
 
 
 def brought_parameters(layers: Sequence[LayerSpec]) -> list[tuple[ParameterSpec, ...]]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from simplan.program.footprint import LayerFootprint
+from simplan.program.footprint import LayerFootprint, WorstPoint
 from simplan.program.liveness import PeakPoint, input_backward
-from simplan.program.program import MemoryCategory, MemoryEffect, Phase
+from simplan.program.program import MemoryEffect, Phase
 from simplan.program.tensors import LayerTensors
 from simplan.spec.layer import Gemm, Kernel, LayerKind, LayerSpec, Lookup, Operator
 from simplan.spec.recompute import Recomputation
@@ -225,27 +225,16 @@ def split_effects(footprints: Sequence[SplitFootprint], phase: Phase) -> tuple[M
     """
     assert phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
     activations = logits = 0
-    worst = (0, 0, 0, 0)
-    worst_bytes = -(2**62)
+    worst = WorstPoint()
     for footprint in footprints:
         if phase is Phase.BACKWARD_INPUT:
             activations += footprint.gradients
             logits += footprint.logits_gradients
         for point in footprint.input if phase is Phase.BACKWARD_INPUT else footprint.weight:
-            gone = min(0, point.workspace)  # activations that are not there yet, or not any more
-            state = (activations + gone, logits + point.logits, point.gradients, point.workspace - gone)
-            if sum(state) > worst_bytes:
-                worst_bytes, worst = sum(state), state
+            worst.see(point, activations, logits)
         if phase is Phase.BACKWARD_WEIGHT:
             activations -= footprint.released
     if phase is Phase.BACKWARD_INPUT:
-        left = (sum(f.gradients - f.dropped for f in footprints), logits - sum(f.dropped_logits for f in footprints))
-    else:
-        left = (-sum(f.between_activations for f in footprints), -sum(f.between_logits for f in footprints))
-    effects = (
-        MemoryEffect(MemoryCategory.ACTIVATIONS, worst[0], left[0]),
-        MemoryEffect(MemoryCategory.LOGITS, worst[1], left[1]),
-        MemoryEffect(MemoryCategory.GRADIENTS, worst[2], 0),
-        MemoryEffect(MemoryCategory.WORKSPACE, worst[3], 0),
-    )
-    return tuple(effect for effect in effects if effect.during_bytes or effect.after_bytes)
+        dropped = sum(footprint.dropped_logits for footprint in footprints)
+        return worst.effects(sum(f.gradients - f.dropped for f in footprints), logits - dropped)
+    return worst.effects(-sum(f.between_activations for f in footprints), -sum(f.between_logits for f in footprints))
