@@ -17,9 +17,10 @@ from executor.recompute import Around, run_again
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 
-__all__ = ["Attentions", "MaskedAttention", "alibi_slopes", "full_attention"]
+__all__ = ["Attentions", "MaskedAttention", "alibi_slopes", "full_attention", "soft_capped"]
 
 _HEADS, _TOKENS = 1, 2  # the dimensions
+_SCORES_CAP = 50.0  # Gemma 2, attn_logit_softcapping
 _LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2^-8
 
 
@@ -69,6 +70,8 @@ class Attentions:
 
     def _core_of_documents(self, window: int) -> AttentionCore:
         family = FAMILIES[self._spec.family]
+        if family.soft_cap:
+            return CappedAttention(self._spec.seq_len, window, self._device)
         if family.alibi or window:
             return MaskedAttention(self._spec, self._parallel, window, self._device)
         return causal_attention if family.causal else full_attention
@@ -78,6 +81,39 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention in which every query meets every key; (batch, heads, tokens, head_dim) each."""
     grouped = q.shape[_HEADS] != k.shape[_HEADS]
     return functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """Cap tanh(x / cap): nearly the same where it is small, never larger than the cap."""
+    return torch.tanh(x / cap) * cap
+
+
+class CappedAttention:
+    """Causal attention whose scores are capped (Gemma 2), which torch's fused kernels cannot do; softmax in fp32.
+
+    Args:
+        seq_len: Tokens.
+        window: Keys up to its own that a query meets; 0 for all of them.
+        device: Where.
+    """
+
+    def __init__(self, seq_len: int, window: int, device: torch.device) -> None:
+        positions = torch.arange(seq_len, device=device)
+        distances = positions.unsqueeze(1) - positions.unsqueeze(0)
+        self._unmet = distances < 0
+        if window:
+            self._unmet |= distances >= window
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As ``causal_attention``, whose mask is a part of the table."""
+        del mask
+        groups = q.shape[_HEADS] // k.shape[_HEADS]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=_HEADS), v.repeat_interleave(groups, dim=_HEADS)
+        scores = torch.tanh(q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 / _SCORES_CAP)) * _SCORES_CAP
+        scores.masked_fill_(self._unmet, -torch.inf)
+        wide = torch.float64 if scores.dtype is torch.float64 else torch.float32
+        return functional.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 
 
 class MaskedAttention:

@@ -7,8 +7,10 @@ of names for its parts, so that they are called what the LayerSpec calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,10 +29,12 @@ from simplan.spec.models.attention import Biases
 __all__ = [
     "BertBlock",
     "Block",
+    "Gemma2Block",
     "GptBlock",
     "LayerRequest",
     "LlamaBlock",
     "MptBlock",
+    "NeoxBlock",
     "Rotary",
     "RotaryAttention",
     "split_heads",
@@ -76,6 +80,10 @@ class Block(nn.Module, ABC):
         self._attention = request.attentions.of_block(spec.block_indices().index(request.index))
         self._heads = spec.num_attention_heads // self._parallel.shard.tp
         self._kv_heads = spec.num_key_value_heads // self._parallel.shard.tp
+        self._make(spec)
+
+    def _make(self, spec: ModelSpec) -> None:
+        """The weights, in the order in which forward uses them."""
         if self.post_norm:
             self._make_attention(spec)
             self.norm1 = make_norm(spec)
@@ -103,6 +111,10 @@ class Block(nn.Module, ABC):
         normed: Tensor = x if self.post_norm else norm(x)
         return normed
 
+    @property
+    def _norm_of_mlp(self) -> nn.Module:
+        return self.norm2
+
     @abstractmethod
     def _make_attention(self, spec: ModelSpec) -> None: ...
 
@@ -114,6 +126,14 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def _mlp(self, x: Tensor) -> Tensor: ...
+
+    def _make_position(self, spec: ModelSpec) -> None:
+        """What is done to queries and keys has weights or tables."""
+
+    def _positioned(self, x: Tensor, name: str) -> Tensor:
+        """What is done to queries or keys (batch, heads, tokens, head_dim)."""
+        del name
+        return x
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(batch, heads, tokens, head_dim) each to (batch, tokens, heads * head_dim)."""
@@ -129,13 +149,16 @@ class FusedAttention(Block):
         self._head_counts = (self._heads, self._kv_heads, self._kv_heads)
         self._widths = [heads * spec.head_dim for heads in self._head_counts]
         self.qkv = nn.Linear(spec.hidden_size, sum(self._widths), bias=self.bias)
+        self._make_position(spec)
         self.proj = nn.Linear(self._widths[0], spec.hidden_size, bias=self.bias)
 
     def _self_attention(self, x: Tensor) -> Tensor:
         (qkv,) = column_linear(self._normed(x, self.norm1), [self.qkv], self._parallel)
         parts = zip(torch.split(qkv, self._widths, dim=-1), self._head_counts, strict=True)
         q, k, v = (split_heads(part, heads) for part, heads in parts)
-        return row_linear(self._attend(q, k, v), self.proj, self._parallel)
+        return row_linear(
+            self._attend(self._positioned(q, "q"), self._positioned(k, "k"), v), self.proj, self._parallel
+        )
 
 
 class SeparateAttention(Block):
@@ -161,17 +184,9 @@ class SeparateAttention(Block):
         del spec
         return "all"
 
-    def _make_position(self, spec: ModelSpec) -> None:
-        """What is done to queries and keys has weights or tables."""
-
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What is done to queries and keys of all heads (batch, tokens, heads * head_dim)."""
         return q, k
-
-    def _positioned(self, x: Tensor, name: str) -> Tensor:
-        """What is done to queries or keys (batch, heads, tokens, head_dim)."""
-        del name
-        return x
 
 
 class Rotary(Block):
@@ -185,7 +200,12 @@ class Rotary(Block):
         self.register_buffer("sin", sin, persistent=False)
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Rotates the two halves of each head by an angle that grows with the position."""
+        """Rotates the two halves of the first columns of each head by an angle that grows with the position."""
+        width = self.cos.shape[-1]
+        if width < x.shape[-1]:
+            turned, rest = self._rotate(x[..., :width]), x[..., width:]
+            # joined token by token: else heads would be one after the other, and so copied after the attention core
+            return torch.cat((turned.transpose(1, 2), rest.transpose(1, 2)), dim=-1).transpose(1, 2)
         a, b = x.chunk(2, dim=-1)
         return (x * self.cos + torch.cat((-b, a), dim=-1) * self.sin).to(x.dtype)
 
@@ -224,12 +244,14 @@ class GeluMlp(Block):
         self.down = nn.Linear(i, h, bias=self.bias)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        (up,) = column_linear(self._normed(x, self.norm2), [self.up], self._parallel)
+        (up,) = column_linear(self._normed(x, self._norm_of_mlp), [self.up], self._parallel)
         return row_linear(functional.gelu(up), self.down, self._parallel)
 
 
 class GatedMlp(Block):
-    """Gate and up, SiLU of the one times the other, down."""
+    """Gate and up, a function of the one times the other, down."""
+
+    activation: ClassVar[Callable[[Tensor], Tensor]] = functional.silu
 
     def _make_mlp(self, spec: ModelSpec) -> None:
         h, i = spec.hidden_size, spec.intermediate_size // self._parallel.shard.tp
@@ -238,8 +260,8 @@ class GatedMlp(Block):
         self.down = nn.Linear(i, h, bias=False)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        gate, up = column_linear(self._normed(x, self.norm2), [self.gate, self.up], self._parallel)
-        return row_linear(functional.silu(gate) * up, self.down, self._parallel)
+        gate, up = column_linear(self._normed(x, self._norm_of_mlp), [self.gate, self.up], self._parallel)
+        return row_linear(type(self).activation(gate) * up, self.down, self._parallel)
 
 
 class GptBlock(FusedAttention, GeluMlp):
@@ -256,6 +278,42 @@ class BertBlock(SeparateAttention, GeluMlp):
     """BERT's: attention and MLP with biases, each sum normed; queries, keys and values by three matrices."""
 
     post_norm = True
+
+
+class NeoxBlock(FusedAttention, GeluMlp, Rotary):
+    """GPT-NeoX's: attention and MLP of the same hidden states, each after a LayerNorm of its own."""
+
+    def _make_position(self, spec: ModelSpec) -> None:
+        self._make_tables(spec, round(spec.partial_rotary_factor * spec.head_dim))
+
+    def _positioned(self, x: Tensor, name: str) -> Tensor:
+        del name
+        return self._rotate(x)
+
+    def _block(self, x: Tensor) -> Tensor:
+        attended = self._self_attention(x)
+        return torch.add(x, self._mlp(x) + attended)
+
+
+class Gemma2Block(RotaryAttention, GatedMlp):
+    """Gemma 2's: norms before and after attention and MLP; scores under a scaled tanh are its attention core's."""
+
+    activation = partial(functional.gelu, approximate="tanh")
+
+    def _make(self, spec: ModelSpec) -> None:
+        self.norm1 = make_norm(spec)
+        self._make_attention(spec)
+        self.norm2, self.norm3 = make_norm(spec), make_norm(spec)
+        self._make_mlp(spec)
+        self.norm4 = make_norm(spec)
+
+    @property
+    def _norm_of_mlp(self) -> nn.Module:
+        return self.norm3
+
+    def _block(self, x: Tensor) -> Tensor:
+        x = x + self.norm2(self._self_attention(x))
+        return torch.add(x, self.norm4(self._mlp(x)))
 
 
 class LlamaBlock(RotaryAttention, GatedMlp):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from executor.attention_cores import soft_capped
 from executor.blocks import LayerRequest
 from executor.documents import token_positions
 from executor.norms import make_norm
@@ -15,13 +16,17 @@ from simplan.spec.model import ModelSpec
 
 __all__ = [
     "BertEmbedding",
+    "CappedHead",
     "ClassHead",
     "Embedding",
     "Head",
     "MaskedHead",
     "PatchEmbedding",
     "PositionEmbedding",
+    "ScaledEmbedding",
 ]
+
+_LOGITS_CAP = 30.0  # Gemma 2, final_logit_softcapping
 
 
 class Embedding(nn.Module):
@@ -35,6 +40,14 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Looks up tokens."""
         return embed_tokens(tokens, self.wte, self._parallel)
+
+
+class ScaledEmbedding(Embedding):
+    """Rows times the square root of their width (Gemma)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens."""
+        return torch.mul(super().forward(tokens), self.wte.embedding_dim**0.5)
 
 
 class PositionEmbedding(Embedding):
@@ -105,6 +118,14 @@ class Head(nn.Module):
         """Logits."""
         (logits,) = column_linear(self.norm(x), [self.lm_head], self._parallel)
         return logits
+
+
+class CappedHead(Head):
+    """Logits of Gemma 2, which pass through a scaled tanh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return soft_capped(super().forward(x), _LOGITS_CAP)
 
 
 class MaskedHead(nn.Module):

@@ -15,8 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from executor.attention_cores import Attentions
-from executor.blocks import BertBlock, GptBlock, LayerRequest, LlamaBlock, MptBlock, Rotary
-from executor.ends import BertEmbedding, ClassHead, Embedding, Head, MaskedHead, PatchEmbedding, PositionEmbedding
+from executor.blocks import BertBlock, Gemma2Block, GptBlock, LayerRequest, LlamaBlock, MptBlock, NeoxBlock, Rotary
+from executor.ends import (
+    BertEmbedding,
+    CappedHead,
+    ClassHead,
+    Embedding,
+    Head,
+    MaskedHead,
+    PatchEmbedding,
+    PositionEmbedding,
+    ScaledEmbedding,
+)
 from executor.lora import add_adapters, freeze
 from executor.loss import cross_entropy
 from executor.low_precision import with_fp8_linears
@@ -35,6 +45,8 @@ __all__ = ["MODULES", "Stage", "build_stage", "cross_entropy", "own_weights"]
 MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] = {
     "gpt": {LayerKind.EMBEDDING: PositionEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: Head},
     "llama": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: LlamaBlock, LayerKind.HEAD: Head},
+    "neox": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: NeoxBlock, LayerKind.HEAD: Head},
+    "gemma2": {LayerKind.EMBEDDING: ScaledEmbedding, LayerKind.BLOCK: Gemma2Block, LayerKind.HEAD: CappedHead},
     "mpt": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: MptBlock, LayerKind.HEAD: Head},
     "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: BertBlock, LayerKind.HEAD: MaskedHead},
     "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: ClassHead},

@@ -18,6 +18,7 @@ _EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the s
 _EAGER_BYTES = 8  # the softmax in fp32, written and read
 _SOFTMAX_PASSES = (2, 3)  # one fused kernel reads scores and writes weights; backward reads two and writes one
 _DROPOUT_PASSES = 2
+_SOFT_CAP_PASSES = (6, 7)  # scaled, tanh, scaled again; the tanh of backward reads its output as well
 _MASK_BYTES = 1
 _ROW = 32
 
@@ -109,6 +110,8 @@ class AttentionRates:
             passed = scores * self.width * _SOFTMAX_PASSES[backward]
         else:
             passed = scores * (_EAGER_PASSES * self.width + _EAGER_BYTES) * (2 if backward else 1)
+        if kernel.soft_cap:
+            passed += scores * _SOFT_CAP_PASSES[backward] * self.width
         if kernel.dropout:
             passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
         passing_s = passed * self.score_traffic / self.products.bytes_per_s + self.products.kernel_s

@@ -118,6 +118,42 @@ _VIT = ModelType(
     has_sequences=False,
 )
 
+_NEOX = ModelType(
+    family="neox",
+    keys={
+        **same_names("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"),
+        "max_position_embeddings": "max_position_embeddings",
+        "tied_embeddings": "tie_word_embeddings",
+        "partial_rotary_factor": "rotary_pct",
+    },
+    optional=frozenset({"max_position_embeddings", "tied_embeddings", "partial_rotary_factor"}),
+    neutral={
+        **_ALWAYS_NEUTRAL,
+        "hidden_act": ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+        "attention_bias": (True,),
+        "use_parallel_residual": (True,),
+    },
+)
+_GEMMA2 = ModelType(
+    family="gemma2",
+    keys={
+        **same_names(*(name for name in _SAME_NAMES if name != "attention_bias")),
+        "sliding_window": "sliding_window",
+        "tied_embeddings": "tie_word_embeddings",
+    },
+    optional=frozenset({"head_dim", "max_position_embeddings", "tied_embeddings", "sliding_window"}),
+    neutral={
+        **_ALWAYS_NEUTRAL,
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (50.0,),
+        "final_logit_softcapping": (30.0,),
+        "attention_bias": (False,),
+    },
+    windows=True,
+    alternates=True,
+)
+
 MODEL_TYPES: Mapping[str, ModelType] = {
     "gpt2": _GPT2,
     "llama": _llama(),
@@ -125,6 +161,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "qwen2": _llama(qkv_bias=True),
     "qwen3": _llama(qk_norm="head"),
     "mpt": _MPT,
+    "gpt_neox": _NEOX,
+    "gemma2": _GEMMA2,
     "bert": _BERT,
     "vit": _VIT,
     **EXPERT_TYPES,

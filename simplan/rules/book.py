@@ -94,7 +94,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     sharding.zero_stage_modelled,
     experts.sequence_parallel_of_experts,
     experts.etp_modelled,
-    parallel.cp_of_latent_attention,
+    parallel.cp_of_attention,
     schedule.split_backward_of_experts,
     experts.expert_dispatch_modelled,
     experts.ep_within_replicas,

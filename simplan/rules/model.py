@@ -30,9 +30,13 @@ def kv_heads_divide_heads(job: Job) -> Iterator[Problem]:
 
 @rule("heads with rotary positions must have an even width")
 def rotary_width_even(job: Job) -> Iterator[Problem]:
-    rotated = "qk_rope_head_dim" if job.model.family == "deepseek" else "head_dim"
-    width = getattr(job.model, rotated)
-    if job.model.family in ("llama", "moe", "deepseek") and width % 2:
+    rotated = FAMILIES[job.model.family].rotary
+    width, part = getattr(job.model, rotated) if rotated else 0, job.model.partial_rotary_factor
+    if part < 1 and part * width % 2:
+        rule = f"must be an even part of model.head_dim = {width}: rotary positions turn pairs"
+        near = [f"{2 * pairs / width:g}" for pairs in (part * width // 2, part * width // 2 + 1) if pairs]
+        yield Problem(field="model.partial_rotary_factor", value=f"{part:g}", rule=rule, fix=f"use {either(near)}")
+    elif part == 1 and width % 2:
         yield Problem(
             field=f"model.{rotated}",
             value=str(width),

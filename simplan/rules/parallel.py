@@ -137,10 +137,11 @@ def ring_on_cpus(job: Job) -> Iterator[Problem]:
         yield not_modelled("plan.cp_comm", "ring", "ring attention on CPU ranks", "use all_gather or a2a")
 
 
-@rule("context parallelism with multi-head latent attention is not modelled", reads="cp", modelled=False)
-def cp_of_latent_attention(job: Job) -> Iterator[Problem]:
-    if job.model.num_experts and job.plan.cp > 1 and job.model.family == "deepseek":
-        yield not_modelled("plan.cp", job.plan.cp, "context parallelism with multi-head latent attention", "use 1")
+@rule("context parallelism of some kinds of attention is not modelled", reads="cp", modelled=False)
+def cp_of_attention(job: Job) -> Iterator[Problem]:
+    words = FAMILIES[job.model.family].whole_attention
+    if words and job.plan.cp > 1:
+        yield not_modelled("plan.cp", job.plan.cp, f"context parallelism with {words}", "use 1")
 
 
 @rule("tensor parallelism with a norm over heads of several ranks is not modelled", reads="tp", modelled=False)

@@ -123,6 +123,7 @@ class Attention:
             no kernel skips any.
         padded: Values are padded to the width of keys, which is computed, too.
         eager: Scores, and what the softmax makes of them, are tensors of their own, not only inside of one kernel.
+        soft_cap: Scores of eager attention pass through a scaled tanh: three kernels more.
         fused_softmax: Of eager attention, scaling, mask and softmax are one kernel on numbers as wide as activations;
             else the softmax is one of fp32 numbers.
         dropout: Weights of eager attention pass through dropout.
@@ -146,6 +147,7 @@ class Attention:
     masked: bool = False
     padded: bool = False
     eager: bool = False
+    soft_cap: bool = False
     fused_softmax: bool = False
     dropout: bool = False
     documents: tuple[int, ...] = ()

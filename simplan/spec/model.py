@@ -21,6 +21,11 @@ _OF_ALL = frozenset({"name", "family", "packs", "sources"})
 _LARGEST_VOCABULARY = 10**8
 _TUPLES = ("depths", "document_lengths", "lora_targets")
 
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
+
 
 class ModelSpec(Spec):
     """A model of one of the families of ``simplan.spec.models``, which says what its layers are.
@@ -55,6 +60,7 @@ class ModelSpec(Spec):
         qkv_bias: Biases of q, k and v only (Qwen2).
         qk_norm: ``head``: heads of queries and keys have an RMSNorm of one weight for all of them (Qwen3).
             ``projection``: all heads together have one (OLMoE).
+        partial_rotary_factor: Part of the width of a head's queries and keys that is rotated (GPT-NeoX: a quarter).
         attention_sinks: Each head has a score that takes part in the softmax and in nothing else (gpt-oss).
         sliding_window: Every query meets at most so many keys up to its own (Mistral 7B v0.1); None for all of them.
         sliding_window_pattern: Every so many blocks the last one has no window; 0 for a window in all of them.
@@ -95,7 +101,7 @@ class ModelSpec(Spec):
     """
 
     name: str = "inline"
-    family: Literal["gpt", "llama", "mpt", "bert", "vit", "moe", "deepseek", "t5", "resnet"]
+    family: FamilyName
     # the limits are written inside Annotated: after an equals sign they would lose against those of the type
     num_hidden_layers: Annotated[int, Field(le=2_000)]
     hidden_size: Annotated[int, Field(le=10**6)]
@@ -113,6 +119,7 @@ class ModelSpec(Spec):
     qkv_bias: bool = False
     qk_norm: Literal["head", "projection"] | None = None
     attention_sinks: bool = False
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     sliding_window: Annotated[Count, Field(le=10**8)] | None = None
     sliding_window_pattern: Annotated[int, Field(ge=0, le=2_000)] = 0
     num_decoder_layers: Annotated[int, Field(le=2_000)]

@@ -40,12 +40,13 @@ def recomputation(
 
     ``full`` keeps the input. ``selective`` keeps all but what some modules keep for themselves alone: the attention
     core (Korthikanti et al. 2022), or others that are named. ``selective_op`` keeps the results of every second matrix
-    product beginning with the first, of the attention core, of reduce-scatters and of what experts are sent and give
-    back (torchtitan's per-op policy), of which some are not needed; routers and products of experts run again and do
-    not count. ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps the
-    results of matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded`` has
-    q, k and v on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes exchanges
-    of tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with these.
+    product beginning with the first, of a fused attention core, of reduce-scatters and of what experts are sent and
+    give back (torchtitan's per-op policy), of which some are not needed; routers and products of experts run again and
+    do not count. ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps
+    the results of matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded``
+    has q, k and v on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes
+    exchanges of tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with
+    these.
 
     Args:
         layer: The layer.
@@ -67,7 +68,7 @@ def recomputation(
         case "selective_op":
             counted = [index for index in _gemms(layer) if _UNCOUNTED.isdisjoint(layer.roles[index])]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
-            kept |= _where(layer, lambda k: isinstance(k, Attention))
+            kept |= _where(layer, lambda k: isinstance(k, Attention) and not k.eager)
             kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.axis == "ep"))
             return _keeping(layer, sorted(kept))
         case "minimal":

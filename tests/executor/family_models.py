@@ -18,6 +18,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qk-norm": {**_LLAMA, "qk_norm": "head", "head_dim": 16, "tied_embeddings": True},
     "window": {**_LLAMA, "sliding_window": 24},
     "mpt": {"family": "mpt", **_TOKENS},
+    "neox": {"family": "neox", **_TOKENS},
+    "gemma2": {"family": "gemma2", "num_key_value_heads": 4, "head_dim": 16, "sliding_window": 24, **_TOKENS},
     "bert": {"family": "bert", **_TOKENS},
     "vit": {"family": "vit", "image_size": 32, "patch_size": 4, "num_classes": 10},
 }

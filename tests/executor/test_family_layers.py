@@ -25,6 +25,7 @@ from tests.executor.family_models import VARIANTS, variant
 from tests.executor.test_recompute import SCALARS, SHARDS, STATES, traced
 
 CPU = torch.device("cpu")
+FACTORS = 16  # of a scaled tanh, which autograd keeps as tensors
 BATCH = 3
 
 
@@ -62,12 +63,12 @@ class LayerRun:
 
 def shards_of(name: str) -> list[str]:
     """In which ways a model can be split."""
-    if name == "bert":
+    if name in ("bert", "gemma2"):
         return ["whole", "tensor", "sequence"]
     return ["whole", "tensor"] if name == "vit" else list(SHARDS)
 
 
-QUICK = ("qk-norm", "mpt", "bert", "vit")
+QUICK = ("qk-norm", "mpt", "neox", "gemma2", "bert", "vit")
 
 
 def quick(name: str, shard: str, precision: str, recompute: str = "none") -> list[Any]:
@@ -110,12 +111,14 @@ def test_kept_bytes_are_those_of_the_layer(
     kept = recomputation(run.layer, recompute)
     footprint = layer_footprint(run.layer, BATCH, run.state, kept)
     wanted = footprint.activations + footprint.logits - footprint.input_bytes
-    if name in ("mpt", "bert", "vit") and precision == "cast":  # LayerNorm's: fp32 on CUDA only
+    if name in ("mpt", "neox", "bert", "vit") and precision == "cast":  # LayerNorm's: fp32 on CUDA only
         wanted -= BATCH * sum(
             2 * t.elements for t in run.layer.saved if t.name in kept.saved and t.name.endswith("statistics")
         )
     result = 0 if out.dim() == 0 else out.nbytes
-    assert 0 <= held - result - wanted <= (SCALARS if run.layer.kind is LayerKind.HEAD else 0)
+    scalars = SCALARS if run.layer.kind is LayerKind.HEAD else 0
+    scalars += FACTORS if name == "gemma2" else 0
+    assert 0 <= held - result - wanted <= scalars
 
 
 @pytest.mark.parametrize(("name", "shard", "recompute", "precision"), PEAKS)
@@ -160,6 +163,9 @@ LARGE: dict[str, dict[str, Any]] = {
               "seq_len": 512, "qkv_bias": True, "qk_norm": "head"},
     "mpt": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
     "gpt": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
+    "neox": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
+    "gemma2": {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128,
+               "intermediate_size": 3072, "vocab_size": 8192, "seq_len": 512},
     "bert": {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 8192, "seq_len": 512},
     "vit": {"hidden_size": 768, "num_attention_heads": 12, "image_size": 224, "patch_size": 16, "num_classes": 1000},
 }  # fmt: skip

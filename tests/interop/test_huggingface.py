@@ -56,6 +56,18 @@ MPT = {
     "d_model": 4096, "expansion_ratio": 4, "learned_pos_emb": True, "max_seq_len": 2048, "model_type": "mpt",
     "n_heads": 32, "n_layers": 32, "no_bias": True, "norm_type": "low_precision_layernorm", "vocab_size": 50432,
 }  # fmt: skip
+GEMMA2 = {
+    "attention_bias": False, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 16,
+    "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "vocab_size": 256000,
+}  # fmt: skip
+PYTHIA = {
+    "hidden_act": "gelu", "hidden_size": 5120, "intermediate_size": 20480, "max_position_embeddings": 2048,
+    "model_type": "gpt_neox", "num_attention_heads": 40, "num_hidden_layers": 36, "rotary_emb_base": 10000,
+    "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50688,
+}  # fmt: skip
 BERT = {
     "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
     "hidden_size": 768, "intermediate_size": 3072, "max_position_embeddings": 512, "model_type": "bert",
@@ -83,16 +95,32 @@ def model(config: dict[str, Any], seq_len: int | None = None) -> ModelSpec:
         (QWEN25, 4096, 494_032_768),
         (QWEN3, 4096, 596_049_920),
         (MPT, 2048, 6_649_286_656),
+        (GEMMA2, 8192, 9_241_705_984),
+        (PYTHIA, 2048, 11_846_072_320),
         (BERT, 512, 109_514_298),
         (VIT, None, 86_567_656),
     ],
-    ids=["gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "mpt-7b", "bert", "vit"],
+    ids=[
+        "gpt2",
+        "llama3-8b",
+        "llama3.2-1b",
+        "mistral-7b",
+        "qwen2.5-0.5b",
+        "qwen3-0.6b",
+        "mpt-7b",
+        "gemma2-9b",
+        "pythia-12b",
+        "bert",
+        "vit",
+    ],
 )
 def test_parameter_counts_equal_the_published_ones(config: dict[str, Any], seq_len: int | None, count: int) -> None:
     assert model(config, seq_len).num_parameters == count
 
 
-@pytest.mark.parametrize(("config", "preset"), [(GPT2, "gpt2-124m"), (LLAMA3, "llama3-8b")])
+@pytest.mark.parametrize(
+    ("config", "preset"), [(GPT2, "gpt2-124m"), (LLAMA3, "llama3-8b"), (GEMMA2, "gemma2-9b"), (PYTHIA, "pythia-12b")]
+)
 def test_a_config_equals_the_preset(config: dict[str, Any], preset: str) -> None:
     ignored = {"name", "sources"}
     length = catalogue.model(preset).seq_len

@@ -224,10 +224,10 @@ def test_a_gate_is_said_as_the_layers_have_it(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "gated", "sentence"),
     [
-        ("llama", False, "false: is not modelled: in family = llama MLPs have a gate; remove it, or use family = gpt "
-         "or mpt, whose MLPs have none"),
-        ("gpt", True, "true: is not modelled: in family = gpt MLPs have no gate; remove it, or use family = llama, "
-         "whose MLPs have one"),
+        ("llama", False, "false: is not modelled: in family = llama MLPs have a gate; remove it, or use family = gpt, "
+         "mpt or neox, whose MLPs have none"),
+        ("gpt", True, "true: is not modelled: in family = gpt MLPs have no gate; remove it, or use family = llama "
+         "or gemma2, whose MLPs have one"),
         ("moe", False, "false: is not modelled: in family = moe experts have a gate; remove it"),
         ("vit", True, "true: is not modelled: in family = vit MLPs have no gate; remove it"),
     ],

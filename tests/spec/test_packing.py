@@ -201,7 +201,7 @@ def test_context_parallelism_is_refused_by_name() -> None:
 
 
 def test_families_without_documents_refuse_them() -> None:
-    with pytest.raises(ValueError, match="is for models of family gpt, llama, mpt, moe or deepseek"):
+    with pytest.raises(ValueError, match="is for models of family gpt, llama, mpt, moe, deepseek or neox"):
         ModelSpec(
             family="bert", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, seq_len=100,
             document_lengths=(50, 50),

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from simplan.spec.models.bert import BERT
 from simplan.spec.models.deepseek import DEEPSEEK
 from simplan.spec.models.family import Family
+from simplan.spec.models.gemma2 import GEMMA2
 from simplan.spec.models.gpt import GPT
 from simplan.spec.models.llama import LLAMA
 from simplan.spec.models.moe import MOE
 from simplan.spec.models.mpt import MPT
+from simplan.spec.models.neox import NEOX
 from simplan.spec.models.resnet import RESNET
 from simplan.spec.models.t5 import T5
 from simplan.spec.models.vit import VIT
@@ -26,5 +28,7 @@ FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "mpt": MPT, "bert"
     "deepseek": DEEPSEEK,
     "t5": T5,
     "resnet": RESNET,
+    "gemma2": GEMMA2,
+    "neox": NEOX,
 }
 """By name, as in ``ModelSpec.family``."""

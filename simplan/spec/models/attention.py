@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.spec.models.eager_attention import eager_core
 from simplan.spec.models.mlp import column_linears, row_linear
-from simplan.spec.models.part import FP32_BYTES, NormKind, Part, joined, norm_operator, with_role
+from simplan.spec.models.part import FP32_BYTES, MASK_BYTES, NormKind, Part, joined, norm_operator, with_role
 from simplan.spec.share import Share
 
 __all__ = ["JOIN", "MASK", "SINKS", "AttentionForm", "Biases", "core_operator", "join_documents", "self_attention"]
@@ -27,7 +28,8 @@ class AttentionForm:
         fused: q, k and v come from one matrix; all of its output is kept when a part of it is.
         bias: Biases of no matrix, of q, k and v, or of the projection too.
         causal: Each query meets the keys up to its own.
-        rotary: Queries and keys are rotated by their positions (Su et al. 2021).
+        rotated: Part of the width of queries and keys that is rotated by position (Su et al. 2021); 0 for none.
+        soft_cap: Scores pass through a scaled tanh, so that no fused kernel computes them (Gemma 2).
         qk_norm: Heads of queries, and of keys, have an RMSNorm of one weight for all of them; or all heads together
             have one, before they are heads.
         window: As of ``Attention``.
@@ -38,7 +40,8 @@ class AttentionForm:
     fused: bool
     bias: Biases = "none"
     causal: bool = True
-    rotary: bool = False
+    rotated: float = 0.0
+    soft_cap: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     window: int = 0
     alibi: bool = False
@@ -58,8 +61,6 @@ def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
         form: Which attention.
         share: Sizes.
     """
-    changed = form.rotary or form.qk_norm != "none"
-    assert not (form.fused and changed), "q, k and v would no longer be parts of one tensor"
     widths = {"qkv": share.q + 2 * share.kv} if form.fused else {"q": share.q, "k": share.kv, "v": share.kv}
     projected = column_linears(widths, source, share, bias=form.bias != "none")
     norms, turned, names = _on_queries_and_keys(form, share)
@@ -72,11 +73,12 @@ def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
 
 def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part, tuple[str, ...]]:
     """Their norms and their rotation, which saves nothing; and the names of what the core reads then."""
-    if form.fused:
-        return Part(), Part(), ("qkv output",)
     n, sizes = share.tokens, {"q": share.q, "k": share.kv}
-    names = {name: f"{name} output" for name in sizes}
+    names = {name: f"{name} output" for name in (*sizes, "v")}
     norms = rotation = Part()
+    if form.fused:
+        parts = _parts("qkv output", n * share.q, n * share.kv)
+        norms, names = Part(operators=(parts,)), dict(zip(names, (t.name for t in parts.makes), strict=True))
     if form.qk_norm != "none":
         each = form.qk_norm == "head"
         heads = {"q": share.heads, "k": share.kv_heads}
@@ -88,22 +90,23 @@ def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part,
             operators.append(norm_operator(f"{name}_norm", names[name], _RMS_NORM, made, rows, [weight]))
             parameters.append(weight)
             names[name] = made.name
-        norms = Part(parameters=tuple(parameters), operators=tuple(operators))
-    if form.rotary:
+        norms = joined(norms, Part(parameters=tuple(parameters), operators=tuple(operators)))
+    if form.rotated:
         both = n * (share.q + share.kv)
-        wide = Tensor("rotary scratch", n * share.q, FP32_BYTES)
+        touched = both + round(form.rotated * both)
+        wide = Tensor("rotary scratch", round(form.rotated * n * share.q), FP32_BYTES)
         rotated = {name: Tensor(f"{name} rotated", n * size) for name, size in sizes.items()}
         operator = Operator(
-            kernel=Pointwise("rotary", 2 * both, 2 * both, like="rotary"),
-            reads=tuple(names.values()),
+            kernel=Pointwise("rotary", touched, touched, like="rotary"),
+            reads=tuple(names[name] for name in sizes),
             makes=tuple(rotated.values()),
             forward_scratch=(wide, wide),
             backward_scratch=(wide, wide),
         )
-        tables = (Tensor("rotary tables", 2 * n * share.head_dim, FP32_BYTES),)
+        tables = (Tensor("rotary tables", 2 * n * round(form.rotated * share.head_dim), FP32_BYTES),)
         rotation = Part(operators=(operator,), constants=tables)
-        names = {name: tensor.name for name, tensor in rotated.items()}
-    return norms, rotation, (*names.values(), "v output")
+        names |= {name: tensor.name for name, tensor in rotated.items()}
+    return norms, rotation, tuple(names.values())
 
 
 def _sinks(share: Share) -> tuple[Part, str]:
@@ -161,10 +164,13 @@ def join_documents(elements: int, source: str, share: Share, result: str = _OUTP
 def _core(form: AttentionForm, share: Share, names: tuple[str, ...]) -> list[Operator]:
     """The attention core and the collectives by which it gets at the keys of all tokens."""
     shard, n, q, kv = share.shard, share.tokens, share.tokens * share.q, share.tokens * share.kv
-    if form.fused:
-        (source,) = names
-        split = _parts(source, q, kv)
-        return [split, *_core(replace(form, fused=False), share, tuple(tensor.name for tensor in split.makes))]
+    if form.soft_cap:
+        assert shard.cp == 1
+        assert not share.documents
+        capped = Attention(
+            share.heads, share.kv_heads, share.head_dim, n, eager=True, soft_cap=True, window=form.window
+        )
+        return eager_core(capped, names, _OUTPUT, masked=True)
 
     def core(heads: int, kv_heads: int, queries: int, keys: int = 0) -> Attention:
         return Attention(
@@ -243,6 +249,8 @@ def _tables(form: AttentionForm, share: Share) -> tuple[Tensor, ...]:
     if share.documents and form.masked:  # the table of the longest has those of all others in its corner
         longest = max(*share.documents, n - sum(share.documents))
         return (Tensor(MASK, (share.heads if form.alibi else 1) * longest**2),)
+    if form.soft_cap:  # true where a key does not count
+        return (Tensor(f"{MASK} of a window" if form.window else MASK, n**2, MASK_BYTES),)
     gathers = shard.cp > 1 and shard.cp_comm == "all_gather"
     if not (form.masked or (gathers and form.causal)):
         return ()

@@ -48,5 +48,7 @@ DEEPSEEK = Family(
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
     defaults=with_experts(_defaults),
     gated_mlp=True,
+    rotary="qk_rope_head_dim",
+    whole_attention="multi-head latent attention",
 )
 """DeepSeek-AI 2024 (arXiv:2405.04434 and arXiv:2412.19437)."""

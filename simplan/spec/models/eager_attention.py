@@ -1,18 +1,20 @@
 """Attention whose scores are tensors of their own: what T5 has, since fused kernels give no gradient of a bias.
 
-Scores are products of queries and keys, plus a bias if there is one; their softmax, in FP32, weighs the values.
+Gemma 2 has it as well, whose scores pass through a tanh. Scores are products of queries and keys, plus a bias if there
+is one; their softmax, in FP32, weighs the values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from simplan.spec.layer import Attention, Lookup, Operator, Role, Tensor
 from simplan.spec.models.mlp import row_linear
-from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear, with_role
+from simplan.spec.models.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear, with_role
 from simplan.spec.share import Share
 
-__all__ = ["EagerForm", "eager_attention"]
+__all__ = ["EagerForm", "eager_attention", "eager_core"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,47 +58,65 @@ def eager_attention(form: EagerForm, source: str, keys: str, share: Share, num_k
         eager=True,
         name=form.name,
     )
+    outputs = tuple(f"{name} output" for name in names)
+    attended = eager_core(core, outputs, f"{form.name} output", table=form.table)
     joint = "+".join(names if keys == source else names[1:])
     matrices = [linear(names[0], source, (n, q, h), joint=joint if keys == source else "")]
     matrices += [linear(name, keys, (num_keys, q, h), joint=joint) for name in names[1:]]
     return joined(
         with_role(joined(*matrices), Role.ATTENTION, Role.COLUMN_PARALLEL),
-        Part(operators=tuple(_core(form, core, names)), constants=_tables(form, n, num_keys)),
+        Part(operators=tuple(attended), constants=_tables(form, n, num_keys)),
         with_role(row_linear(f"{prefix}proj", f"{form.name} output", q, share), Role.ATTENTION),
     )
 
 
-def _core(form: EagerForm, core: Attention, names: list[str]) -> list[Operator]:
-    """Scores, their bias, the softmax in FP32, and the products of weights and values."""
-    (q, k, v), scores = (f"{name} output" for name in names), Tensor(f"{form.name} scores", core.num_scores)
-    wide = Tensor(f"{form.name} scores in FP32", core.num_scores, FP32_BYTES)
-    weights = Tensor(f"{form.name} weights", core.num_scores, FP32_BYTES)
-    narrow = Tensor(f"{form.name} weights in 16 bits", core.num_scores)
-    output = Tensor(f"{form.name} output", core.seq_len * core.num_heads * core.head_dim)
-    bias = Tensor(f"{form.name} bias", core.num_scores, residual=True, of_microbatch=True)
-    head = core.num_heads * core.head_dim
-    keys = (core.num_keys or core.seq_len) * head
-    copies = tuple(
-        Tensor(f"{name} in the order of heads", size) for name, size in ((q, core.seq_len * head), (k, keys), (v, keys))
-    )
-    a, b, c = (tensor.name for tensor in copies)
-    found = [
-        Operator(kernel=core, reads=(q, k, v), makes=copies),
-        Operator(reads=(a, b), makes=(scores,), saves=(a, b), saves_for=((a, b), (b, a))),
-    ]
-    if form.table:
+def eager_core(
+    core: Attention, names: tuple[str, ...], result: str, *, table: str = "", masked: bool = False
+) -> list[Operator]:
+    """Scores, what is done to them, the softmax in FP32, and the products of weights and values.
+
+    Keys and values are copied to as many heads as queries have.
+
+    Args:
+        core: The kernel.
+        names: Of queries, keys and values.
+        result: Name of the output.
+        table: Name of a table of which a row for every pair of query and key is added to the scores; empty for none.
+        masked: Scores that do not count are overwritten.
+    """
+    width = core.num_heads * core.head_dim
+    keys = (core.num_keys or core.seq_len) * width
+    sizes = (core.seq_len * width, keys, keys)
+    heads = tuple(Tensor(f"{name} in the order of heads", size) for name, size in zip(names, sizes, strict=True))
+    a, b, c = (tensor.name for tensor in heads)
+    found = [Operator(kernel=core, reads=names, makes=heads)]
+
+    def step(word: str, *reads: str, **fields: Any) -> str:
+        """The scores after one more operation on them."""
+        made = Tensor(f"{core.name} {word}", core.num_scores, fields.pop("width", None))
+        found.append(Operator(reads=reads, makes=(made,), **fields))
+        return made.name
+
+    scores = step("scores", a, b, saves=(a, b), saves_for=((a, b), (b, a)))
+    if core.soft_cap:
+        capped = f"{core.name} scores under tanh"
+        scores = step("scores, scaled", scores)
+        scores = step("scores under tanh", scores, saves=(capped,))
+        scores = step("scores, capped", scores)
+    if table:
+        bias = Tensor(f"{core.name} bias", core.num_scores, residual=True, of_microbatch=True)
         lookup = Lookup(bias.name, core.num_scores // core.num_heads, core.num_heads)
-        biased = Tensor(f"{form.name} scores with bias", core.num_scores)
-        found.insert(0, Operator(kernel=lookup, reads=(form.table,), makes=(bias,)))
-        found.append(Operator(reads=(scores.name, bias.name), makes=(biased,), in_place=True, passes=True))
-        scores = biased
-    found.append(cast(scores.name, wide))
-    found.append(Operator(reads=(wide.name,), makes=(weights,), saves=(weights.name,)))
-    found.append(cast(weights.name, narrow))
-    operands = (narrow.name, c)
-    found.append(
-        Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow.name, c), (c, narrow.name)))
-    )
+        found.insert(0, Operator(kernel=lookup, reads=(table,), makes=(bias,)))
+        scores = step("scores with bias", scores, bias.name, in_place=True, passes=True)
+    if masked:
+        scores = step("scores that count", scores, in_place=True)
+    wide = step("scores in FP32", scores, width=FP32_BYTES, is_cast=True)
+    softmax = f"{core.name} weights"
+    weights = step("weights", wide, width=FP32_BYTES, saves=(softmax,))
+    narrow = step("weights in 16 bits", weights, is_cast=True)
+    output = Tensor(result, core.seq_len * width)
+    operands = (narrow, c)
+    found.append(Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow, c), (c, narrow))))
     return found
 
 

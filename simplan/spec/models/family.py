@@ -54,9 +54,12 @@ class Family:
         task: What its head is trained for: the next token of every position, the tokens that were masked, the tokens of
             the decoder, or the class of the input.
         causal: Tokens attend to those before them only.
+        rotary: Field of the width of queries and keys that is rotated by position; empty for none.
+        soft_cap: Scores of attention pass through a scaled tanh (Gemma 2).
         alibi: A bias that grows with the distance is added to the scores of attention (Press et al. 2022).
         position_rows: Positions are rows of a table, which ends the sequences.
         whole_layers: What its layers are, where tensor and context parallelism of them are not modelled.
+        whole_attention: What its attention is, where context parallelism of it is not modelled.
         gated_mlp: Its MLPs, or those of its experts, have a gate. Of a family whose models may have one or not, which
             takes the field of the same name, this says nothing.
     """
@@ -67,9 +70,12 @@ class Family:
     inputs: Literal["tokens", "token_pairs", "images"] = "tokens"
     task: Literal["next_token", "masked_token", "target_tokens", "class"] = "next_token"
     causal: bool = True
+    rotary: str = ""
+    soft_cap: bool = False
     alibi: bool = False
     position_rows: bool = False
     whole_layers: str = ""
+    whole_attention: str = ""
     gated_mlp: bool = False
 
 

@@ -55,7 +55,7 @@ def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, lis
     form = AttentionForm(
         fused=False,
         bias=biased,
-        rotary=True,
+        rotated=1.0,
         qk_norm=model.qk_norm or "none",
         window=window,
         sinks=model.attention_sinks,
@@ -84,5 +84,6 @@ LLAMA = Family(
     fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION | MTP,
     defaults=transformer_defaults(tied_embeddings=False),
     gated_mlp=True,
+    rotary="head_dim",
 )
 """Touvron et al. 2023."""

@@ -109,5 +109,6 @@ MOE = Family(
     fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | MTP | {"attention_sinks"},
     defaults=with_experts(transformer_defaults(tied_embeddings=False)),
     gated_mlp=True,
+    rotary="head_dim",
 )
 """Jiang et al. 2024 (Mixtral), Yang et al. 2024 (Qwen2), Muennighoff et al. 2024 (OLMoE), Dai et al. 2024."""
