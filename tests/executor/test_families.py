@@ -85,6 +85,71 @@ def test_mpt_attention_is_alibi() -> None:
     torch.testing.assert_close(block._self_attention(x), written_out(block, x, bias), **EXACT)
 
 
+def turned(x: Tensor, width: int) -> Tensor:
+    """(batch, heads, n, d), the first columns of which turn in pairs as complex numbers (Su et al. 2021, section 3)."""
+    half = width // 2
+    angles = torch.arange(x.shape[2]).double().outer(10_000.0 ** (-torch.arange(half).double() / half))
+    tables = (table.float().double() for table in (angles.cos(), angles.sin()))  # they are of single precision
+    pairs = torch.complex(x[..., :half], x[..., half:width]) * torch.complex(*tables)
+    return torch.cat((pairs.real, pairs.imag, x[..., width:]), dim=-1)
+
+
+def heads_of(x: Tensor, number: int) -> Tensor:
+    return torch.unflatten(x, -1, (number, -1)).transpose(1, 2)
+
+
+def test_neox_blocks_are_written_out() -> None:
+    """Black et al. 2022, sections 2.1 and 2.2: a quarter of each head is rotated; x + Attn(LN1(x)) + FF(LN2(x))."""
+    block, x = block_of("neox", hidden_size=64, num_attention_heads=4), torch.randn(2, 64, 64, dtype=torch.float64)
+    normed = block.norm1(x)
+    q, k, v = (heads_of(part, 4) for part in block.qkv(normed).chunk(3, dim=-1))
+    attended = functional.scaled_dot_product_attention(turned(q, 4), turned(k, 4), v, is_causal=True)
+    mlp = block.down(functional.gelu(block.up(block.norm2(x))))
+    wanted = x + block.proj(attended.transpose(1, 2).flatten(-2)) + mlp
+    torch.testing.assert_close(block(x), wanted, **EXACT)
+
+
+@pytest.mark.parametrize(("index", "window"), [(0, 24), (1, 64)])
+def test_gemma2_blocks_are_written_out(index: int, window: int) -> None:
+    """Gemma Team 2024, section 2: norms around branches, scores under 50 tanh(s / 50), every second block a window."""
+    spec = variant("gemma2")
+    block: Any = build_stage(spec, [1 + index], torch.float64, CPU, seed=0).layers[str(1 + index)]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (64,), weight, eps=1e-5)
+
+    given = torch.randn(2, 64, 64, dtype=torch.float64)
+    normed = rms(given, block.norm1.weight)
+    q = turned(heads_of(block.q(normed), 8), 16)
+    k, v = (heads_of(matrix(normed), 4).repeat_interleave(2, dim=1) for matrix in (block.k, block.v))
+    distances = torch.arange(64).unsqueeze(1) - torch.arange(64)
+    scores = 50 * torch.tanh(q @ turned(k, 16).transpose(-1, -2) / 4 / 50)
+    scores = scores.masked_fill((distances < 0) | (distances >= window), -torch.inf)
+    attended = block.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    x = given + rms(attended, block.norm2.weight)
+    normed = rms(x, block.norm3.weight)
+    product = functional.gelu(block.gate(normed), approximate="tanh") * block.up(normed)
+    wanted = x + rms(block.down(product), block.norm4.weight)
+    torch.testing.assert_close(block(given), wanted, **EXACT)
+
+
+def test_gemma2_begins_with_larger_rows_and_ends_under_a_cap() -> None:
+    """Rows times sqrt(64); logits of the same rows under 30 tanh(z / 30)."""
+    spec = variant("gemma2")
+    stage: Any = build_stage(spec, range(len(spec.layers)), torch.float64, CPU, seed=0)
+    embedding, head = stage.layers["0"], stage.layers[str(len(spec.layers) - 1)]
+    tokens = torch.randint(500, (2, 64))
+    torch.testing.assert_close(embedding(tokens), 8 * embedding.wte.weight[tokens], **EXACT)
+    x = 1000 * torch.randn(2, 64, 64, dtype=torch.float64)
+    logits = head.norm(x) @ (100 * embedding.wte.weight).T
+    with torch.no_grad():
+        head.lm_head.weight.mul_(100)
+    torch.testing.assert_close(head(x), 30 * torch.tanh(logits / 30), **EXACT)
+
+
 def test_slopes_between_powers_of_two() -> None:
     """MPT-30B has 64 heads; for 12 the paper's code takes those of 8, then every second one of 16."""
     ours = sorted(alibi_slopes(12).tolist())
@@ -154,7 +219,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Schedule and plan."""
 
-QUICK = {("bert", "pipeline"), ("vit", "fsdp")}
+QUICK = {("bert", "pipeline"), ("vit", "fsdp"), ("gemma2", "pipeline"), ("neox", "fsdp")}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ _TOKENS = {"vocab_size": 8192, "seq_len": 320}
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert", **_TOKENS},
     "mpt": {"family": "mpt", **_TOKENS},
+    "neox": {"family": "neox", **_TOKENS},
+    "gemma2": {"family": "gemma2", "num_key_value_heads": 4, "intermediate_size": 2048, "sliding_window": 128,
+               **_TOKENS},
     "vit": {"family": "vit", "image_size": 224, "patch_size": 16, "num_classes": 1000},
     "llama": {"family": "llama", "num_key_value_heads": 4, "intermediate_size": 2048, "qk_norm": "head",
               "qkv_bias": True, "sliding_window": 128, **_TOKENS},
@@ -38,6 +41,8 @@ QUICK = {
     ("vit", "1f1b-last", "fp32"),
     ("mpt", "ddp", "fp32"),
     ("llama", "zero3", "fp32"),
+    ("neox", "zero3", "fp32"),
+    ("gemma2", "one-device", "bf16"),
 }
 
 
@@ -54,7 +59,7 @@ def cases() -> list[Any]:
 def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, precision: Any) -> None:
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
     shards = ParallelPlan(**changes).shards_parameters
-    untied = shards and MODELS[name]["family"] in ("bert", "mpt")  # as in test_memory_accounting
+    untied = shards and MODELS[name]["family"] in ("bert", "mpt", "gemma2")  # as in test_memory_accounting
     model = ModelSpec(**{**_SIZES, **MODELS[name], **({"tied_embeddings": False} if untied else {})})
     predicted, torchs = peaks(make_job, model, changes, num_microbatches, pp_rank, precision)
     assert predicted == pytest.approx(torchs, rel=TOTAL)
