@@ -217,6 +217,14 @@ def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
     assert math.log(high_s / found.step_time_s) == pytest.approx(1.645 * math.hypot(*longer))
 
 
+def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
+    """Of 8,192 tokens they are most of what a block keeps; Llama's blocks, under the same plan, have none."""
+    asked = catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8)
+    jobs = (Job(catalogue.model(name), *asked, catalogue.software("torch")) for name in ("gemma2-2b", "llama3-8b"))
+    said = [any("flex_attention" in line for line in predict(job).assumptions) for job in jobs]
+    assert said == [True, False]
+
+
 def test_what_of_deepseek_is_not_modelled_is_said() -> None:
     model = catalogue.model("deepseek-v2-lite")
     training = TrainingSpec(global_batch_size=8)

@@ -7,6 +7,7 @@ from simplan.cost.pricing import Pricing
 from simplan.job import Job
 from simplan.program.timeline import SpanKind
 from simplan.spec.hardware import ClusterSpec
+from simplan.spec.models import FAMILIES
 from simplan.spec.software import SoftwareSpec
 from simplan.units import format_bytes, format_percent
 
@@ -58,6 +59,11 @@ def assumptions(
         if not model.mtp_num_layers:
             with_it = "" if software.mtp else f", which is all that is modelled with {software.id}"
             found.append(f"no layer predicts a second token, as mtp_num_layers = 0{with_it}")
+    if FAMILIES[model.family].soft_cap:
+        found.append(
+            "scores of attention are tensors, as in Hugging Face's eager attention and in Megatron Bridge: kernels "
+            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modelled"
+        )
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:

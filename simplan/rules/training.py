@@ -22,8 +22,6 @@ _NOT_IN_LOW_PRECISION = {
     "resnet": "its matrix products are convolutions",
     "t5": "nobody has compared its memory with torch's",
 }
-_PRE_NORM = ("gpt", "llama", "mpt", "vit", "moe", "deepseek")
-"""Families of which it is known which quantized tensors replace which others."""
 
 _IN_8_BITS = ("llama", "moe", "deepseek")
 _WITHOUT = "or fp8_dot_product_attention: false"
@@ -175,9 +173,6 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
     if family in _NOT_IN_LOW_PRECISION:
         rule = f"is not modelled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
         yield Problem(field="training.precision", value=training.precision, rule=rule, fix="use bf16")
-    if low.kept == "quantized" and family not in _PRE_NORM:
-        rule = f"is not modelled yet for {family}: what its blocks keep of quantized tensors"
-        yield Problem(field="training.precision", value=training.precision, rule=rule, fix="use mxfp8 or bf16")
 
 
 @rule("precisions of 8 and 4 bits in compiled blocks are not modelled", modelled=False)
