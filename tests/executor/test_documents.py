@@ -13,13 +13,10 @@ from torch.nn import functional
 
 from executor.data import IGNORED, model_batch
 from executor.model import build_stage
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, Recompute
-from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account, predicted_peak
+from simplan.spec.plan import Recompute
+from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
 from tests.executor.layer_runs import assert_kept_and_peak, counted_flops
 from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
@@ -154,18 +151,8 @@ QUICK_ACCOUNTS = {("llama", "1f1b-last", "fp32"), ("gpt", "one-device", "bf16")}
 )
 def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, precision: Any) -> None:
     """Of whole models, tensor by tensor (fake ones)."""
-    changes, num_microbatches, pp_rank = ACCOUNTS[strategy]
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
-    job = make_job(
-        plan.schedule,
-        model=large(name, tied_embeddings=False),
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=0.03)
+    predicted, torchs = peaks(make_job, large(name, tied_embeddings=False), *ACCOUNTS[strategy], precision)
+    assert predicted == pytest.approx(torchs, rel=0.03)
 
 
 RANKS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -19,15 +19,13 @@ from executor.run import run_job
 from simplan.errors import NotModelledError
 from simplan.job import Job
 from simplan.predict import predict, run_spec_of
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.resnet import block_forms
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import Precision, TrainingSpec
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.accounting import account, predicted_peak
+from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
 from tests.executor.layer_runs import LayerRun, assert_parameters_and_order_of_gradients, counted_flops
 from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
@@ -208,18 +206,9 @@ QUICK_MEMORY = {("1f1b, second of four", "basic", "fp32")}
 def test_peak_of_a_rank_is_torchs(name: str, layer_type: str, precision: Precision, make_job: MakeJob) -> None:
     """Images of all microbatches are held through the step, on the ranks of the first stage."""
     changes, num_microbatches, pp_rank = MEMORY[name]
-    plan = ParallelPlan(**changes)
-    job = make_job(
-        plan.schedule,
-        model=ModelSpec(family="resnet", depths=(2, 2, 3, 2), layer_type=layer_type, image_size=128),
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    tolerance = TOTAL if plan.shards_parameters else 0.01
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=tolerance)
+    model = ModelSpec(family="resnet", depths=(2, 2, 3, 2), layer_type=layer_type, image_size=128)
+    predicted, torchs = peaks(make_job, model, {"microbatch_size": 1, **changes}, num_microbatches, pp_rank, precision)
+    assert predicted == pytest.approx(torchs, rel=TOTAL if ParallelPlan(**changes).shards_parameters else 0.01)
 
 
 @pytest.mark.parametrize(
