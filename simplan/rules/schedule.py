@@ -103,7 +103,7 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
             value="true",
             rule=f"torch loses the gradients of parameters that are resharded when a backward is split "
             f"({plan.schedule})"
-            if software.framework == "torch"
+            if software.runtime != "xla"
             else f"with a split backward ({plan.schedule}) is not modelled for {software.id}",
             fix="use reshard_after_forward = false",
         )
@@ -121,7 +121,7 @@ def split_backward_ddp(job: Job) -> Iterator[Problem]:
             field="plan.schedule",
             value=plan.schedule,
             rule="splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
-            if software.framework == "torch"
+            if software.runtime != "xla"
             else f"splits backward, which is not modelled for {software.id} where parameters are whole",
             fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b",
         )
@@ -191,7 +191,7 @@ def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
             field="plan.virtual_stages",
             value=str(plan.virtual_stages),
             rule="torch's DistributedDataParallel fails with several stages on a rank"
-            if software.framework == "torch"
+            if software.runtime != "xla"
             else f"is not modelled for {software.id} where parameters are whole",
             fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1",
         )

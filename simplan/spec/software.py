@@ -161,20 +161,20 @@ class SoftwareSpec(Spec):
         compiled: Blocks are compiled, which joins memory-bound kernels; where the profile is ``executable`` they keep
             for backward what torch.compile does, else as much as others.
         options: Fields that a scenario may set.
-        runtime: Whose replicas and pipelines it has. ``torch``: DDP makes its buckets anew before the second step, when
-            it holds both for a moment; a pipeline rank has one receive buffer per microbatch and direction, what it
-            sends lives to the end of the step, where it waits for all sends, and gradients are divided by the number of
-            microbatches once they are complete. ``megatron`` (DeepSpeed is alike): tensors are received into new ones
-            and let go of when they are sent, losses are divided, and ``synchronous_schedules`` are. ``xla``: as
-            ``torch``, but what is sent and received lives as long as it is used.
+        runtime: Whose replicas, pipelines and FSDP it has, with their limits.
+            ``torch``: DDP makes its buckets anew before the second step, when it holds both for a moment. A pipeline
+            rank has one receive buffer per microbatch and direction; what it sends lives to the end of the step, where
+            it waits for all sends; gradients are divided by the number of microbatches once they are complete.
+            ``megatron`` (DeepSpeed's is alike): a pipeline rank receives into new tensors, lets go of what is sent,
+            divides losses instead of gradients, and waits for messages in ``synchronous_schedules``.
+            ``xla``: as torch's, but buffers live as long as they are used, and FSDP copies nothing out of or into one
+            flat buffer for each unit, as it does elsewhere.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
         waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
             sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
         waits_for_batch: Before each forward of a stage the device runs dry, as it takes the microbatch from the host.
-        copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
-            one that it reduces.
         lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
             the host makes, checks and copies these one by one, and the device waits.
         live_elements: With such lists, something is gathered ahead only while fewer elements than these are gathered,
@@ -218,7 +218,6 @@ class SoftwareSpec(Spec):
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
-        framework: What it is written in, whose own limits it has.
         not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
     """
@@ -240,7 +239,6 @@ class SoftwareSpec(Spec):
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
-    copies_units: bool = True
     lists_of_shards: bool = False
     live_elements: Count | None = None
     splits_sends: bool = False
@@ -267,7 +265,6 @@ class SoftwareSpec(Spec):
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     trainer: bool = False
     executable: bool = False
-    framework: Literal["torch", "jax"] = "torch"
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
