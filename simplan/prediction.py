@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from simplan.job import Job
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
@@ -234,31 +236,7 @@ class Prediction:
                 }
                 for memory, split in zip(self.memory, self.splits, strict=True)
             ],
-            "terms": [
-                {
-                    "name": term.name,
-                    "kind": str(term.kind),
-                    "seconds": term.seconds,
-                    "count": term.count,
-                    "provenance": term.provenance,
-                    "relative_std": term.relative_std,
-                    "formula": term.formula,
-                }
-                for term in self.terms
-            ],
-            "timeline": [
-                {
-                    "rank": span.rank,
-                    "stream": span.stream,
-                    "name": span.name,
-                    "action": span.action,
-                    "kind": str(span.kind),
-                    "start_s": span.start_s,
-                    "end_s": span.end_s,
-                    "num_bytes": span.num_bytes,
-                    "peer": span.peer,
-                }
-                for span in (self.timeline.spans if timeline else ())
-            ],
+            "terms": to_jsonable_python(self.terms),
+            "timeline": to_jsonable_python([*self.timeline.spans]) if timeline else [],
             "assumptions": list(self.assumptions),
         }

@@ -22,10 +22,8 @@ MODEL = ModelSpec(
 TORCH = catalogue.software("torch")
 BLOCKING = TORCH.model_copy(
     update={
-        "holds_sends": False,
-        "synchronous_schedules": ("naive", "gpipe", "1f1b"),
+        "runtime": "megatron",
         "receives_ahead": ("interleaved_1f1b",),
-        "preallocated_receives": False,
     }
 )
 

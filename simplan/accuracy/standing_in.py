@@ -75,8 +75,7 @@ def _torch(profile: SoftwareSpec) -> SoftwareSpec:
     low = profile.low_precision
     return profile.model_copy(
         update={
-            "ddp_stages": True,
-            "ddp_splits": True,
+            "ddp_in_pipelines": True,
             "low_precision": low | {"nvfp4": low["nvfp4"].model_copy(update={"kept": "wide"})},
             "grad_dtypes": ("fp32", "bf16", "fp16"),
         }

@@ -380,7 +380,7 @@ class FsdpHooks(Hooks):
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
-        if not self.stages.software.copies_units:
+        if self.stages.software.runtime == "xla":
             return ()
         unit = self.units[action.stage][index]
         return self.stages.work(action.stage, unit.layers, phase, of="experts" if unit.experts else "rest")

@@ -136,7 +136,7 @@ class Lowerer:
         for rank, (leader, leading) in self._ranks.items():
             builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
             leader.run(table[stages.mapping.place(rank).pp], leading)
-        rebuilds, how, folding = stages.software.rebuilds_buckets, self._how, self._folding
+        rebuilds, how, folding = stages.software.runtime == "torch", self._how, self._folding
         return Program(
             how.level,
             table,
@@ -487,7 +487,7 @@ class _RankLowering:
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
             # a send keeps its tensor alive until it is waited for; one that only passes is in a receive buffer
             sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
-            held = sent if stages.software.holds_sends else 0
+            held = sent if stages.software.runtime == "torch" else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
             num_bytes, gathered = tensor.num_bytes, None
             if stages.splits_sends:

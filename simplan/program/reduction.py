@@ -28,7 +28,7 @@ def complete_gradients(action: Action, stages: Stages, states: RankStates, write
         waits = [writer.last_compute, *writer.blocking]
         writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits))
     _average_experts(action, stages, states, writer)
-    divides = stages.num_microbatches > 1 and not stages.software.scales_loss
+    divides = stages.num_microbatches > 1 and stages.software.runtime != "megatron"
     writer.compute(action, "{action}", states.work(action.stage, Phase.SCALE) if divides else ())
 
 

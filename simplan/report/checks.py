@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from simplan.units import counted
 
 __all__ = ["CheckStatus", "CheckedCase", "CheckedFile", "checks_json", "checks_text", "count", "markdown_summary"]
@@ -82,22 +84,7 @@ def checks_json(files: Iterable[CheckedFile]) -> dict[str, Any]:
         "schema_version": 1,
         "kind": "check",
         "totals": {str(status): count(files, status) for status in CheckStatus},
-        "files": [
-            {
-                "file": file.file,
-                "cases": [
-                    {
-                        "name": case.name,
-                        "status": str(case.status),
-                        "message": case.message,
-                        "why": case.why,
-                        "line": case.line,
-                    }
-                    for case in file.cases
-                ],
-            }
-            for file in files
-        ],
+        "files": to_jsonable_python(files),
     }
 
 

@@ -54,7 +54,7 @@ class Rule:
 
     def in_words(self, software: SoftwareSpec) -> str:
         """The rule in one sentence, to someone who uses a software."""
-        return self.summary if software.framework == "torch" else self.outside_torch or self.summary
+        return self.summary if software.runtime != "xla" else self.outside_torch or self.summary
 
 
 def rule(

@@ -10,6 +10,7 @@ from simplan.rules.rule import not_modelled, rule
 from simplan.spec.numbers import either, nearest_divisors
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.schedules import SCHEDULE_FACTS, is_own_schedule, splits_backward
+from simplan.spec.software import SoftwareSpec
 
 
 @rule("a pipeline needs a schedule, and one rank has none", reads="pp schedule")
@@ -102,7 +103,7 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
             value="true",
             rule=f"torch loses the gradients of parameters that are resharded when a backward is split "
             f"({plan.schedule})"
-            if software.framework == "torch"
+            if software.runtime != "xla"
             else f"with a split backward ({plan.schedule}) is not modelled for {software.id}",
             fix="use reshard_after_forward = false",
         )
@@ -115,12 +116,12 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
 )
 def split_backward_ddp(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
-    if _splits(plan) and plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_splits:
+    if _splits(plan) and _by_torchs_ddp(plan, software):
         yield Problem(
             field="plan.schedule",
             value=plan.schedule,
             rule="splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
-            if software.framework == "torch"
+            if software.runtime != "xla"
             else f"splits backward, which is not modelled for {software.id} where parameters are whole",
             fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b",
         )
@@ -180,12 +181,17 @@ def stages_equal(job: Job) -> Iterator[Problem]:
 )
 def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
-    if plan.virtual_stages > 1 and plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_stages:
+    if (
+        plan.virtual_stages > 1
+        and plan.dp * plan.cp > 1
+        and not plan.shards_parameters
+        and not software.ddp_in_pipelines
+    ):
         yield Problem(
             field="plan.virtual_stages",
             value=str(plan.virtual_stages),
             rule="torch's DistributedDataParallel fails with several stages on a rank"
-            if software.framework == "torch"
+            if software.runtime != "xla"
             else f"is not modelled for {software.id} where parameters are whole",
             fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1",
         )
@@ -271,3 +277,8 @@ def _may_split(name: str) -> bool:
 def _blocks(job: Job) -> str:
     layers = job.model.num_blocks
     return f"num_hidden_layers = {layers}" if layers == job.model.num_hidden_layers else f"the {layers} blocks"
+
+
+def _by_torchs_ddp(plan: ParallelPlan, software: SoftwareSpec) -> bool:
+    """Whether gradients of whole parameters are reduced by a DDP that has no pipelines in mind."""
+    return plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_in_pipelines

@@ -130,7 +130,7 @@ class MemoryBound:
             return np.asarray((kept[:, own] @ np.minimum(instants.in_flight, 1).T)[ways].max(axis=1))
         passing = kept[:, own] @ instants.in_flight.T + between[:, own] @ instants.between.T
         passing += during[:, own] @ instants.begins.T
-        if self._job.software.holds_sends and int(rows["pp"][0]) > 1:
+        if self._job.software.runtime == "torch" and int(rows["pp"][0]) > 1:
             none = np.zeros((len(into), 1))
             sent, sent_back = np.hstack([into, none])[:, own], np.hstack([none, into])[:, own]
             passing += sent @ instants.forwards.T + sent_back @ instants.backwards.T

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_jsonable_python
+
 from simplan.search.space import Objective
 from simplan.spec.plan import ParallelPlan
 from simplan.units import GIB
@@ -111,10 +113,7 @@ class RankedPlan:
             "headroom_gib": None if self.headroom_bytes is None else self.headroom_bytes / GIB,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "cost_dollars": self.cost_dollars,
-            "alike": {
-                "num_plans": self.alike.num_plans,
-                "differ_in": {key: list(values) for key, values in self.alike.differ_in.items()},
-            },
+            "alike": to_jsonable_python(self.alike),
         }
         why = self.explanation
         if why is not None:
@@ -202,15 +201,6 @@ class Change:
     words: str
     plan: ParallelPlan
 
-    def to_json(self) -> dict[str, Any]:
-        """As in the document of ``simplan search --json``."""
-        return {
-            "what": self.what,
-            "value": self.value,
-            "words": self.words,
-            "plan": self.plan.model_dump(mode="json"),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
@@ -293,6 +283,6 @@ class SearchResult:
             },
             "rules": dict(self.space.why),
             "nearest_misses": [miss.to_json() for miss in self.nearest_misses],
-            "changes": [change.to_json() for change in self.changes],
+            "changes": to_jsonable_python(self.changes),
             "interrupted": self.interrupted,
         }

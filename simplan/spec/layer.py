@@ -205,12 +205,6 @@ class LayerSpec:
         return totals[0], totals[1]
 
     @property
-    def made_elements(self) -> int:
-        """Of ``output_elements``, those that are not only handed on."""
-        passed = sum(math.prod(self.output_shapes[index]) for index in self.passed_outputs)
-        return self.output_elements - passed
-
-    @property
     def num_parameters(self) -> int:
         """Elements of all weights, tied ones included."""
         return sum(p.num_elements for p in self.parameters)

@@ -163,34 +163,33 @@ class SoftwareSpec(Spec):
         compiled: Blocks are compiled, which joins memory-bound kernels; where the profile is ``executable`` they keep
             for backward what torch.compile does, else as much as others.
         options: Fields that a scenario may set.
+        runtime: Whose replicas, pipelines and FSDP it has, with their limits.
+            ``torch``: DDP makes its buckets anew before the second step, when it holds both for a moment. A pipeline
+            rank has one receive buffer per microbatch and direction; what it sends lives to the end of the step, where
+            it waits for all sends; gradients are divided by the number of microbatches once they are complete.
+            ``megatron`` (DeepSpeed's is alike): a pipeline rank receives into new tensors, lets go of what is sent,
+            divides losses instead of gradients, and waits for messages in ``synchronous_schedules``.
+            ``xla``: as torch's, but buffers live as long as they are used, and FSDP copies nothing out of or into one
+            flat buffer for each unit, as it does elsewhere.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Buckets are reduced while the backward pass still runs.
         waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
             sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
         waits_for_batch: Before each forward of a stage the device runs dry, as it takes the microbatch from the host.
-        rebuilds_buckets: DDP makes its buckets anew before the second step, when it holds both for a moment.
-        copies_units: FSDP copies the parameters of a unit out of the one buffer that it gathers, and gradients into the
-            one that it reduces.
         lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
             the host makes, checks and copies these one by one, and the device waits.
         live_elements: With such lists, something is gathered ahead only while fewer elements than these are gathered,
             and a matrix is let go of, and gathered again, if as many are used before it is; None for no such limit.
-        holds_sends: What a pipeline rank sends lives to the end of the step, where it waits for all sends; else until
-            it is sent.
         splits_sends: Tensor-parallel ranks that hold equal tensors each send a part to the next stage, where the parts
             are gathered.
         reduces_each_microbatch: Where parameters are sharded, and without a pipeline, gradients are reduced after every
             microbatch, whatever ``plan.grad_sync`` says: nothing has room for whole ones.
-        synchronous_schedules: Those in which a pipeline rank computes nothing while it sends or receives: it asks for
-            what it receives when it needs it, and goes on when all is there and sent.
         receives_ahead: Those in which a pipeline rank posts what it receives for its next forward and its next backward
             before the computation that comes first: a message waits for its sender only, and for those before it in
             its direction.
-        ddp_splits: DDP reduces the gradients of a backward in two parts.
-        ddp_stages: DDP works with several stages on a rank.
+        ddp_in_pipelines: DDP reduces the gradients of a backward in two parts, and works with several stages on a rank.
         equal_stages: Stages without ``stage_layers`` have as many blocks as each other, or are balanced (``no``).
-        preallocated_receives: The pipeline runtime keeps one receive buffer per microbatch and direction.
         packed_attention: How documents that share a sequence attend: in one call of the kernel for each, or in one for
             all; None where that is not modelled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
@@ -211,8 +210,6 @@ class SoftwareSpec(Spec):
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
         fp8_dot_product_attention: Where linear layers are in fp8 or mxfp8, the attention core is in 8 bits as well.
         grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
-        scales_loss: The loss of a microbatch is divided by their number, so that gradients add up to their mean; else
-            they are divided once they are complete (torch's pipelining runtime).
         adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
             as wide as those.
         flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
@@ -227,7 +224,6 @@ class SoftwareSpec(Spec):
         reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
         trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
         executable: ``simplan run`` runs plans of it.
-        framework: What it is written in, whose own limits it has.
         not_modelled: What it does and simplan does not model: there it is as torch is.
         sources: Field name -> where its value comes from.
     """
@@ -242,23 +238,18 @@ class SoftwareSpec(Spec):
     rates: StackRates = StackRates()
     compiled: bool = False
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
+    runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
-    rebuilds_buckets: bool = True
     reduces_each_microbatch: bool = False
-    copies_units: bool = True
     lists_of_shards: bool = False
     live_elements: Count | None = None
-    holds_sends: bool = True
     splits_sends: bool = False
-    synchronous_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     receives_ahead: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    ddp_splits: bool = False
-    ddp_stages: bool = False
-    preallocated_receives: bool = True
+    ddp_in_pipelines: bool = False
     packed_attention: Literal["document_calls", "one_call"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     equal_stages: Literal["always", "where_possible", "no"] = "no"
@@ -272,7 +263,6 @@ class SoftwareSpec(Spec):
     fused_experts: bool = False
     fp8_dot_product_attention: bool = False
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
-    scales_loss: bool = False
     adds_apart: bool = False
     flat_updates: bool = False
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False)] = ()
@@ -282,7 +272,6 @@ class SoftwareSpec(Spec):
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     trainer: bool = False
     executable: bool = False
-    framework: Literal["torch", "jax"] = "torch"
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
@@ -298,6 +287,19 @@ class SoftwareSpec(Spec):
             "vocab_multiple": "",  # predictions tell it where it changes anything
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
+
+    @property
+    def preallocated_receives(self) -> bool:
+        """Whether a pipeline rank keeps one receive buffer per microbatch and direction."""
+        return self.runtime == "torch"
+
+    @property
+    def synchronous_schedules(self) -> tuple[str, ...]:
+        """Those in which a pipeline rank computes nothing while it sends or receives.
+
+        It asks for what it receives when it needs it, and goes on when all is there and sent.
+        """
+        return ("naive", "gpipe", "1f1b") if self.runtime == "megatron" else ()
 
     @property
     def traffic(self) -> float:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from executor.account import Account
 from executor.clock import make_clock
 from executor.fake_rank import MakeRecorder, fake_rank
 from executor.heartbeat import Unwatched
 from executor.recorder import Recorder
-from executor.rehearse import fake_account
+from executor.rehearse import fake_account as account
 from executor.trainer import Trainer
 from simplan.program.action import Action, format_table
 from simplan.program.lower import Lowering, lower
@@ -28,7 +27,7 @@ from simplan.spec.training import TrainingSpec
 from tests.executor.conftest import MakeJob
 from tests.jobs import job_to_lower
 
-__all__ = ["SilentRecorder", "account", "fake_trainer", "peaks", "predicted_peak", "predicted_program"]
+__all__ = ["SilentRecorder", "account", "fake_trainer", "job_of", "peaks", "predicted_peak", "predicted_program"]
 
 
 def predicted_program(job: RunSpec, *, gloo: bool = False) -> Program:
@@ -52,9 +51,20 @@ def predicted_peak(job: RunSpec, rank: int, *, gloo: bool = False) -> MemoryPeak
     return memory_peak(predicted_program(job, gloo=gloo), rank)
 
 
-def account(job: RunSpec, rank: int) -> Account:
-    """Torch's own memory of a rank in a step."""
-    return fake_account(job, rank)
+def job_of(
+    make_job: MakeJob, model: ModelSpec, changes: dict[str, Any], num_microbatches: int, precision: Any, **fields: Any
+) -> RunSpec:
+    """A job of so many microbatches, of two samples unless the plan has others; fields are those of the training."""
+    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
+    size = num_microbatches * plan.microbatch_size * plan.dp
+    return make_job(
+        plan.schedule,
+        model=model,
+        plan=plan.model_dump(exclude={"schedule"}),
+        training=TrainingSpec(global_batch_size=size, precision=precision, **fields),
+        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
+        dtype=precision,
+    )
 
 
 def peaks(
@@ -64,18 +74,11 @@ def peaks(
     num_microbatches: int,
     pp_rank: int,
     precision: Any,
+    **fields: Any,
 ) -> tuple[int, int]:
-    """Bytes of a stage's first rank, predicted and torch's own; microbatches are of two unless a plan has others."""
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
-    job = make_job(
-        plan.schedule,
-        model=model,
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
+    """Bytes of a stage's first rank, predicted and torch's own; the job is that of ``job_of``."""
+    job = job_of(make_job, model, changes, num_microbatches, precision, **fields)
+    rank = pp_rank * job.plan.num_devices // job.plan.pp
     return predicted_peak(job, rank).total_bytes, account(job, rank).total_bytes
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from simplan.spec.model import ModelSpec
 
-__all__ = ["VARIANTS", "variant"]
+__all__ = ["PLAIN", "VARIANTS", "variant"]
 
 _SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 256}
 _TOKENS: dict[str, Any] = {"vocab_size": 500, "seq_len": 64}
 _LLAMA: dict[str, Any] = {"family": "llama", "num_key_value_heads": 4, **_TOKENS}
 
+PLAIN: dict[str, dict[str, Any]] = {"gpt": {"family": "gpt", **_TOKENS}, "llama": _LLAMA}
 VARIANTS: dict[str, dict[str, Any]] = {
     "qkv-bias": {**_LLAMA, "qkv_bias": True},
     "attention-bias": {**_LLAMA, "attention_bias": True},
@@ -23,9 +24,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert", **_TOKENS},
     "vit": {"family": "vit", "image_size": 32, "patch_size": 4, "num_classes": 10},
 }
-"""Name -> fields of the model beside its common sizes."""
+"""Name -> fields of the model beside its common sizes; ``PLAIN`` ones are those that most tests are about."""
 
 
 def variant(name: str, **fields: Any) -> ModelSpec:
     """One of them, with fields changed."""
-    return ModelSpec(**{**_SIZES, **VARIANTS[name], **fields})
+    return ModelSpec(**{**_SIZES, **(PLAIN | VARIANTS)[name], **fields})

@@ -12,17 +12,17 @@ import torch
 from executor import compiling
 from executor.compiling import compile_blocks
 from executor.run import run_job
-from simplan.program.footprint import layer_footprint
 from simplan.program.run_spec import RunSpec
 from simplan.spec import catalogue
+from simplan.spec.layer import LayerSpec
 from simplan.spec.layer_style import LayerStyle, styled
 from simplan.spec.plan import Recompute
-from simplan.spec.recompute import recomputation
 from simplan.validate.structure import predicted_messages
 from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel, Run
+from tests.executor.family_models import variant
+from tests.executor.layer_runs import LayerRun
 from tests.executor.test_equality import assert_equal_to_one_process
 from tests.executor.test_level2 import issued
-from tests.executor.test_recompute import BATCH, LayerRun, model_of, traced
 
 COMPILED = catalogue.software("torch").model_copy(update={"compiled": True})
 
@@ -91,11 +91,14 @@ def totals(messages: list[tuple[Any, Any, int, str]]) -> Counter[tuple[Any, Any,
     return found
 
 
-def compiled_run(family: str, recompute: Recompute, precision: str) -> LayerRun:
-    """One block of a model, compiled."""
+def compiled_run(family: str, recompute: Recompute, precision: str) -> tuple[LayerRun, LayerSpec]:
+    """One block of a model, compiled, and the block as it is then."""
     torch._dynamo.reset()
-    spec = model_of(family)
-    return LayerRun(family, "whole", 1, recompute, precision, lambda stage: compile_blocks(stage, spec, whole=True))
+    spec = variant(family)
+    run = LayerRun(spec, 1, recompute, precision, prepare=lambda stage: compile_blocks(stage, spec, whole=True))
+    layer = styled(run.layer, LayerStyle(compiled=True), dropout=False)
+    assert layer.key != run.layer.key
+    return run, layer
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of itself
@@ -105,19 +108,8 @@ def test_blocks_keep_what_is_predicted(
 ) -> None:
     """Of one block, by torch's trace of allocations; a block that runs again also keeps the state of random numbers."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager_decomp_partition")
-    whole = model_of(family).layers[1]
-    run = compiled_run(family, recompute, precision)
-    layer = styled(whole, LayerStyle(compiled=True), dropout=False)
-    assert layer.key != whole.key
-    footprint = layer_footprint(layer, BATCH, run.state, recomputation(layer, recompute))
-    out, held, _ = traced(run.forward)
-    wanted = footprint.activations - footprint.input_bytes
-    if family == "gpt" and precision == "cast":  # LayerNorm's statistics of 16-bit input: fp32 on CUDA only
-        wanted -= (
-            BATCH * sum(2 * t.elements for t in layer.saved if t.name.endswith("statistics")) * (recompute != "full")
-        )
-    random_state = torch.get_rng_state().nbytes if recompute != "none" else 0
-    assert held - out.nbytes == wanted + random_state
+    run, layer = compiled_run(family, recompute, precision)
+    run.assert_kept(layer=layer, also_bytes=torch.get_rng_state().nbytes if recompute != "none" else 0)
 
 
 @pytest.mark.slow
@@ -126,9 +118,8 @@ def test_blocks_keep_what_is_predicted(
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_peak_of_a_compiled_block(family: str, precision: str) -> None:
     """Of inductor's code, forward and backward: it is not more than predicted, nor much less."""
-    run = compiled_run(family, "none", precision)
-    layer = styled(model_of(family).layers[1], LayerStyle(compiled=True), dropout=False)
-    footprint = layer_footprint(layer, BATCH, run.state, recomputation(layer, "none"))
-    _, _, peak = traced(lambda: run.backward(run.forward()))
-    predicted = footprint.activations - footprint.input_bytes + footprint.output_bytes + footprint.backward_workspace
-    assert 0.85 * predicted <= peak <= 1.03 * predicted
+    run, layer = compiled_run(family, "none", precision)
+    footprint = run.footprint(layer)
+    kept = footprint.activations - footprint.input_bytes
+    predicted = kept + max(footprint.forward_workspace, footprint.backward_workspace)
+    assert 0.85 * predicted <= run.peak() <= 1.03 * predicted

@@ -10,22 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
-from executor import tensor_parallel
 from executor.data import IGNORED, model_batch
 from executor.model import build_stage
-from executor.run import run_job
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, Recompute
-from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account, predicted_peak
-from tests.executor.conftest import RANK_PROGRAMS, MakeJob
-from tests.executor.layer_runs import assert_kept_and_peak
-from tests.executor.test_equality import one_process, own_part
+from simplan.spec.plan import Recompute
+from tests.executor.accounting import peaks
+from tests.executor.conftest import MakeJob
+from tests.executor.layer_runs import assert_kept_and_peak, counted_flops
+from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
 
 CPU = torch.device("cpu")
 RELATIVE = 1e-9
@@ -119,18 +113,12 @@ def large(name: str, **fields: Any) -> ModelSpec:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_flops_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_are_those_that_torch_counts(name: str) -> None:
     """torch counts the whole squares of all calls, the padding's too, and products of all tokens."""
-    monkeypatch.setattr(tensor_parallel, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
     spec = large(name)
-    meta = torch.device("meta")
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, meta, seed=0)
-    inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
-    with FlopCounterMode(display=False) as counter:
-        stage(inputs.to(meta))
     padding = spec.num_hidden_layers * 4 * 60**2 * 768
     wanted = 2 * (sum(layer.flops(full_attention=True) for layer in spec.layers) + padding)
-    assert counter.get_total_flops() == pytest.approx(wanted, rel=1e-6)
+    assert counted_flops(spec) == pytest.approx(wanted, rel=1e-6)
     cores = [kernel for layer in spec.layers for kernel in layer.kernels if isinstance(kernel, Attention)]
     counted = sum(core.full_flops for core in cores)
     assert counted + padding == spec.num_hidden_layers * 4 * (150**2 + 100**2 + 8**2 + 2**2 + 60**2) * 768
@@ -163,18 +151,8 @@ QUICK_ACCOUNTS = {("llama", "1f1b-last", "fp32"), ("gpt", "one-device", "bf16")}
 )
 def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, precision: Any) -> None:
     """Of whole models, tensor by tensor (fake ones)."""
-    changes, num_microbatches, pp_rank = ACCOUNTS[strategy]
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
-    job = make_job(
-        plan.schedule,
-        model=large(name, tied_embeddings=False),
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=0.03)
+    predicted, torchs = peaks(make_job, large(name, tied_embeddings=False), *ACCOUNTS[strategy], precision)
+    assert predicted == pytest.approx(torchs, rel=0.03)
 
 
 RANKS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -193,25 +171,8 @@ RANKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "1f1b")) for n in RANKS])
-def test_two_ranks_equal_one_process(
-    name: str, tmp_path: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_equal_one_process(name: str, tmp_path: Path, make_job: MakeJob) -> None:
     """Losses and gradients of every step in float64."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     family, schedule, plan = RANKS[name]
     job = make_job(schedule, model=packed(family), plan=plan, dtype="fp64", num_steps=1)
-    measurement = run_job(job, tmp_path, rank_module="dumping_worker")
-    losses, gradients = one_process(job, job.num_all_steps)
-    assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
-    for step, wanted in enumerate(gradients):
-        seen = set()
-        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-        for rank in range(job.plan.num_devices):
-            for key, found in torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt").items():
-                whole = key if key in wanted else "layers.0.wte.weight"  # a tied weight's copy on the last stage
-                expected = own_part(job, rank, whole, wanted[whole], found)
-                # biases of keys change no softmax: their gradients are nothing but rounding
-                scale = max(float(wanted[whole].abs().max()), RELATIVE * largest)
-                assert float((found - expected).abs().max()) < RELATIVE * scale, (step, rank, key)
-                seen.add(whole)
-        assert seen == set(wanted)
+    assert_equal_to_one_process(run_in_float64(job, tmp_path))

@@ -15,10 +15,9 @@ from executor.attention_cores import alibi_slopes
 from executor.data import IGNORED, model_batch
 from executor.loss import cross_entropy
 from executor.model import build_stage
-from executor.run import run_job
-from tests.executor.conftest import RANK_PROGRAMS, MakeJob
+from tests.executor.conftest import MakeJob
 from tests.executor.family_models import VARIANTS, variant
-from tests.executor.test_equality import one_process, own_part
+from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
 
 CPU = torch.device("cpu")
 EXACT: Any = {"rtol": 1e-9, "atol": 1e-9}
@@ -230,26 +229,8 @@ QUICK = {("bert", "pipeline"), ("vit", "fsdp"), ("gemma2", "pipeline"), ("neox",
         for strategy in STRATEGIES
     ],
 )
-def test_two_ranks_equal_one_process(
-    name: str, strategy: str, tmp_path: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_equal_one_process(name: str, strategy: str, tmp_path: Path, make_job: MakeJob) -> None:
     """Losses and gradients of every step in float64."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     schedule, plan = STRATEGIES[strategy]
     job = make_job(schedule, model=variant(name), plan=plan, dtype="fp64", num_steps=1)
-    measurement = run_job(job, tmp_path, rank_module="dumping_worker")
-    num_steps = job.num_all_steps
-    losses, gradients = one_process(job, num_steps)
-    assert measurement.losses == pytest.approx(losses, rel=RELATIVE)
-    for step, wanted in enumerate(gradients):
-        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-        seen = set()
-        for rank in range(job.plan.num_devices):
-            for key, found in torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt").items():
-                whole = key if key in wanted else "layers.0.wte.weight"  # a tied weight's copy on the last stage
-                expected = own_part(job, rank, whole, wanted[whole], found)
-                # biases of keys change no softmax: their gradients are nothing but rounding
-                scale = max(float(wanted[whole].abs().max()), RELATIVE * largest)
-                assert float((found - expected).abs().max()) < RELATIVE * scale, (step, rank, key)
-                seen.add(whole)
-        assert seen == set(wanted)
+    assert_equal_to_one_process(run_in_float64(job, tmp_path))

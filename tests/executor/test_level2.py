@@ -17,7 +17,13 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import Precision, TrainingSpec
 from simplan.units import KIB
 from simplan.validate.compare import compare
-from simplan.validate.structure import Issued, issued_as_predicted, predicted_messages, ran_as_predicted
+from simplan.validate.structure import (
+    Issued,
+    issued_as_predicted,
+    predicted_messages,
+    ran_as_predicted,
+    reduces_between_exchanges,
+)
 from tests.executor.conftest import Run
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
@@ -87,14 +93,14 @@ def assert_issued_as_predicted(finished_run: Run) -> None:
         found = issued(finished_run.measurement, rank)
         for copies_last in (wide, found):  # hooks reduce gradients in the middle of a backward
             copies_last.sort(key=lambda issue: issue[0].endswith("host"))
-        if job.plan.tp * job.plan.cp > 1:  # a bucket may be full between two exchanges of one layer: order by group
-            wide.sort(key=group_of)
-            found.sort(key=group_of)
+        if reduces_between_exchanges(job.plan):  # a bucket may be full between two exchanges of one layer
+            wide.sort(key=kind_and_group)
+            found.sort(key=kind_and_group)
         assert found == wide
 
 
-def group_of(message: Issued) -> tuple[int, ...]:
-    return message[1]
+def kind_and_group(message: Issued) -> tuple[str, tuple[int, ...]]:
+    return message[:2]
 
 
 def issued(measurement: Measurement, rank: int) -> list[Issued]:

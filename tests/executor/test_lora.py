@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from executor import tensor_parallel
-from executor.data import model_batch
-from executor.loss import cross_entropy
-from executor.model import build_stage
-from executor.parallel import Parallel
-from executor.run import run_job
-from simplan.program.footprint import layer_footprint
-from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
-from simplan.spec.recompute import recomputation
 from simplan.spec.software import StateBytes
 from simplan.spec.training import TrainingSpec
-from simplan.validate.structure import predicted_messages
-from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel
-from tests.executor.test_equality import one_process, own_part
-from tests.executor.test_level2 import group_of, issued
-from tests.executor.test_recompute import SCALARS, SHARDS, STATES, traced
+from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.layer_runs import (
+    SHARDS,
+    STATES,
+    LayerRun,
+    assert_parameters_and_order_of_gradients,
+    counted_flops,
+)
+from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
+from tests.executor.test_level2 import assert_issued_as_predicted
 
 CPU = torch.device("cpu")
 BATCH = 3
@@ -49,38 +41,6 @@ def model_of(name: str, targets: tuple[str, ...] = ("all",), **fields: Any) -> M
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 500}
     sizes |= {"intermediate_size": 256, "seq_len": 64, "lora_rank": 4, "lora_targets": targets}
     return ModelSpec(**{**sizes, **FAMILIES[name], **fields})
-
-
-class LayerRun:
-    """One layer, run forward and backward; the first block gets what a frozen embedding gives."""
-
-    def __init__(self, spec: ModelSpec, shard: str, index: int, recompute: Recompute, precision: str) -> None:
-        self._precision, self._parallel = precision, Parallel.silent(SHARDS[shard])
-        layers = spec.layers_of(SHARDS[shard])
-        self.layer = layers[index]
-        dtype = torch.bfloat16 if precision == "cast" else torch.float32
-        frozen = dtype if precision == "fp32" else torch.bfloat16
-        self._stage = build_stage(
-            spec, [index % len(layers)], dtype, CPU, 0, self._parallel, recompute, frozen_dtype=frozen
-        )
-        inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
-        self._targets, self._input = self._parallel.local_tokens(targets), self._parallel.local_tokens(inputs)
-        if self.layer.kind is not LayerKind.EMBEDDING:
-            self._input = torch.randn(BATCH, *layers[0].output_shapes[0], dtype=frozen).requires_grad_(index != 1)
-        for parameter in self._stage.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        self.backward(self.forward())  # whatever torch makes once
-        self._input.grad = None
-
-    def forward(self) -> Tensor:
-        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-        with autocast if self._precision == "autocast" else nullcontext():
-            out: Tensor = self._stage(self._input)
-        return cross_entropy(out, self._targets, self._parallel) if self.layer.kind is LayerKind.HEAD else out
-
-    def backward(self, out: Tensor) -> None:
-        if out.requires_grad:
-            (out if out.dim() == 0 else (2.0 * out).sum()).backward()  # type: ignore[no-untyped-call]
 
 
 TARGETS = (("all",), ("attention",), ("mlp",), ("proj", "up"), ("down",))
@@ -103,17 +63,11 @@ def test_kept_bytes_are_those_of_the_layer(
     name: str, shard: str, index: int, recompute: Recompute, precision: str, targets: tuple[str, ...]
 ) -> None:
     """To the byte, by torch's trace of allocations."""
-    run = LayerRun(model_of(name, targets), shard, index, recompute, precision)
-    kept = recomputation(run.layer, recompute)
-    footprint = layer_footprint(run.layer, BATCH, FROZEN_STATES[precision], kept)
-    out, held, _ = traced(run.forward)
-    wanted = footprint.activations + footprint.logits - footprint.input_bytes
-    if FAMILIES[name]["family"] != "llama" and precision != "fp32":  # statistics of LayerNorm: fp32 on CUDA only
-        wanted -= BATCH * sum(
-            2 * t.elements for t in run.layer.saved if t.name in kept.saved and t.name.endswith("statistics")
-        )
-    result = 0 if out.dim() == 0 else out.nbytes
-    assert 0 <= held - result - wanted <= (SCALARS if run.layer.kind is LayerKind.HEAD else 0)
+    layer_run(model_of(name, targets), index, recompute, precision, shard).assert_kept()
+
+
+def layer_run(spec: ModelSpec, index: int, recompute: Recompute, precision: str, shard: str) -> LayerRun:
+    return LayerRun(spec, index, recompute, precision, SHARDS[shard], state=FROZEN_STATES[precision])
 
 
 @pytest.mark.parametrize("precision", FROZEN_STATES)
@@ -121,52 +75,26 @@ def test_kept_bytes_are_those_of_the_layer(
 @pytest.mark.parametrize("shard", ["whole", "sequence"])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("index", [1, 2])
-def test_peak_of_backward_is_that_of_the_layer(
-    name: str, shard: str, index: int, recompute: Recompute, precision: str
-) -> None:
-    run = LayerRun(model_of(name), shard, index, recompute, precision)
-    footprint = layer_footprint(run.layer, BATCH, FROZEN_STATES[precision], recomputation(run.layer, recompute))
-    _, _, peak = traced(lambda: run.backward(run.forward()))
-    kept = footprint.activations - footprint.input_bytes + footprint.output_bytes
-    assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)
+def test_peak_is_that_of_the_layer(name: str, shard: str, index: int, recompute: Recompute, precision: str) -> None:
+    layer_run(model_of(name), index, recompute, precision, shard).assert_peak()
 
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_flops_are_those_that_torch_counts(
-    name: str, targets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward of two sequences on tensors without data; torch counts all scores, whatever masks them."""
-    monkeypatch.setattr(tensor_parallel, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
+def test_flops_are_those_that_torch_counts(name: str, targets: tuple[str, ...]) -> None:
+    """Of either pass."""
     spec = model_of(name, targets)
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, torch.device("meta"), seed=0)
-    inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
-    with FlopCounterMode(display=False) as counter:
-        out = stage(inputs.to("meta"))
-        forward = counter.get_total_flops()
-        out.sum().backward()
-    assert forward == pytest.approx(2 * sum(layer.flops(full_attention=True) for layer in spec.layers), rel=0.005)
-    wanted = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
-    assert counter.get_total_flops() - forward == pytest.approx(2 * wanted, rel=0.005)
+    for backward in (False, True):
+        layers = (
+            layer.backward_flops(full_attention=True) if backward else layer.flops(full_attention=True)
+            for layer in spec.layers
+        )
+        assert counted_flops(spec, backward=backward) == pytest.approx(2 * sum(layers), rel=0.005)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_and_the_order_of_their_gradients(name: str) -> None:
-    spec = model_of(name)
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
-    order: list[str] = []
-    for index, layer in enumerate(spec.layers):
-        module = stage.layers[str(index)]
-        found = [(n, tuple(p.shape), not p.requires_grad) for n, p in module.named_parameters()]
-        assert found == [(p.name, p.shape, p.frozen) for p in layer.parameters]
-    for parameter_name, parameter in stage.named_parameters():
-        if parameter.requires_grad:
-            hook = partial(lambda n, _: order.append(n), parameter_name)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
-    cross_entropy(stage(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    layers = reversed(list(enumerate(spec.layers)))
-    assert order == [f"layers.{i}.{layer.parameters[k].name}" for i, layer in layers for k in layer.gradient_order]
+    assert_parameters_and_order_of_gradients(model_of(name))
 
 
 RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -192,33 +120,14 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "1f1b-packed")) for n in RANKS])
 def test_ranks_equal_one_process_and_issue_what_is_predicted(
-    name: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
 ) -> None:
     """Losses and gradients of what is trained, in float64; collectives twice as wide as in float32."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     schedule, fields, plan = RANKS[name]
     heads = {"num_key_value_heads": 4} if fields.get("family") == "mpt" else {}
     model = make_model(**{"lora_rank": 4, **heads, **fields})
     job = make_job(schedule, model=model, plan=plan, dtype="fp64")
     training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32", task="lora")
-    job = job.model_copy(update={"training": training})
-    measurement = run_job(job, tmp_path, rank_module="dumping_worker")
-    losses, gradients = one_process(job, job.num_all_steps)
-    assert measurement.losses == pytest.approx(losses, rel=1e-9)
-    for step, wanted in enumerate(gradients):
-        seen = set()
-        for rank in range(job.plan.num_devices):
-            for key, found in torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt").items():
-                expected = own_part(job, rank, key, wanted[key], found)
-                assert float((found - expected).abs().max()) < 1e-9 * float(expected.abs().max()), (step, rank, key)
-                seen.add(key)
-        assert seen == set(wanted)
-    half = None if job.plan.bucket_bytes is None else job.plan.bucket_bytes // 2
-    narrow = job.model_copy(update={"plan": job.plan.model_copy(update={"bucket_bytes": half})})
-    for rank, predicted in predicted_messages(narrow).items():
-        wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
-        found_messages = issued(measurement, rank)
-        if job.plan.tp * job.plan.cp > 1:
-            wide.sort(key=group_of)
-            found_messages.sort(key=group_of)
-        assert found_messages == wide
+    run = run_in_float64(job.model_copy(update={"training": training}), tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)

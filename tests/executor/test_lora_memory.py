@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from simplan.program.action import format_table
-from simplan.program.table import plan_table
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import account, predicted_peak
+from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
 
 TOTAL = 0.03
@@ -72,28 +69,10 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the output of a product with a bias is a view
 @pytest.mark.parametrize(("name", "strategy", "targets", "precision"), cases())
 def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, targets: tuple[str, ...], precision: Any) -> None:
-    changes, num_microbatches, pp_rank = STRATEGIES[strategy]
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
+    changes = STRATEGIES[strategy]
     documents = {"document_lengths": (150, 100, 8, 2)} if strategy.startswith("packed") else {}
-    untied = plan.shards_parameters and name != "llama"  # as in test_memory_accounting
-    model = ModelSpec(
-        **{
-            **_SIZES,
-            **MODELS[name],
-            **documents,
-            "lora_targets": targets,
-            **({"tied_embeddings": False} if untied else {}),
-        }
-    )
-    size = num_microbatches * plan.microbatch_size * plan.dp
-    job = make_job(
-        plan.schedule,
-        model=model,
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=size, precision=precision, task="lora"),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    found, wanted = predicted_peak(job, rank), account(job, rank)
-    assert found.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)
+    untied = ParallelPlan(**changes[0]).shards_parameters and name != "llama"  # as in test_memory_accounting
+    ends = {"tied_embeddings": False} if untied else {}
+    model = ModelSpec(**{**_SIZES, **MODELS[name], **documents, "lora_targets": targets, **ends})
+    predicted, torchs = peaks(make_job, model, *changes, precision, task="lora")
+    assert predicted == pytest.approx(torchs, rel=TOTAL)

@@ -12,14 +12,11 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from executor.run import run_job
-from simplan.program.action import format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.run_spec import RunSpec
-from simplan.program.table import plan_table
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
-from tests.executor.accounting import SilentRecorder, account, fake_trainer, predicted_peak, predicted_program
+from tests.executor.accounting import SilentRecorder, account, fake_trainer, job_of, predicted_peak, predicted_program
 from tests.executor.conftest import MakeJob
 
 TOTAL, CATEGORY = 0.03, 0.06
@@ -146,26 +143,10 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in found]
 
 
-def job_of(
-    make_job: MakeJob, name: str, changes: dict[str, Any], num_microbatches: int, precision: Any, **fields: Any
-) -> RunSpec:
-    plan = ParallelPlan(**{"microbatch_size": 2, **changes})
-    size = num_microbatches * plan.microbatch_size * plan.dp
-    return make_job(
-        plan.schedule,
-        model=MODELS[name],
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=size, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-        **fields,
-    )
-
-
 def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) -> tuple[RunSpec, int]:
     """A job, and the rank to look at."""
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
-    job = job_of(make_job, name, changes, num_microbatches, precision)
+    job = job_of(make_job, MODELS[name], changes, num_microbatches, precision)
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 
@@ -259,7 +240,8 @@ def test_real_ranks_allocate_what_is_predicted(
 
     The threads of gloo let a tensor go when they come to it, so gradients or weights of one more block may be alive.
     """
-    job = job_of(make_job, name, changes, num_microbatches, precision, num_steps=1, profile_memory=True)
+    job = job_of(make_job, MODELS[name], changes, num_microbatches, precision)
+    job = job.model_copy(update={"num_steps": 1, "profile_memory": True})
     measurement = run_job(job, tmp_path)
     block_bytes = 4 * max(layer.num_parameters for layer in job.model.layers)
     for rank in range(job.plan.num_devices):

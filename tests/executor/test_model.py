@@ -2,96 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from executor.model import build_stage, cross_entropy
-from simplan.spec.layer import LayerKind
-from simplan.spec.model import ModelSpec
+from executor.model import build_stage
 
 CPU = torch.device("cpu")
 BATCH = 3
 FAMILIES = ["gpt", "llama"]
-
-
-def inputs_of(spec: ModelSpec, kind: LayerKind) -> Tensor:
-    if kind is LayerKind.EMBEDDING:
-        return torch.randint(spec.vocab_size, (BATCH, spec.seq_len))
-    return torch.randn(BATCH, spec.seq_len, spec.hidden_size, requires_grad=True)
-
-
-def run_forward(spec: ModelSpec, stage: nn.Module, kind: LayerKind, x: Tensor, targets: Tensor) -> Tensor:
-    out: Tensor = stage(x)
-    return cross_entropy(out, targets) if kind is LayerKind.HEAD else out
-
-
-def saved_bytes(run: Callable[[], Tensor], without: list[Tensor]) -> int:
-    """Bytes of the distinct storages that autograd keeps, some tensors' storages left out."""
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in left_out:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = run()  # kept alive while counted, so that no storage is used twice
-    del out
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layer_index", [0, 1, -1])
-def test_parameters_are_those_of_the_layer(family: str, layer_index: int, make_model: Any) -> None:
-    spec = make_model(family)
-    index = layer_index % len(spec.layers)
-    stage = build_stage(spec, [index], torch.float32, CPU, seed=0)
-    found = [(name, tuple(p.shape)) for name, p in stage.layers[str(index)].named_parameters()]
-    assert found == [(p.name, p.shape) for p in spec.layers[index].parameters]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layer_index", [0, 1, -1])
-def test_saved_tensors_are_those_of_the_layer(family: str, layer_index: int, make_model: Any) -> None:
-    """To the byte, but for the batch itself (tokens and targets, held anyway) and a scalar of the loss."""
-    spec = make_model(family)
-    index = layer_index % len(spec.layers)
-    layer = spec.layers[index]
-    stage = build_stage(spec, [index], torch.float32, CPU, seed=0)
-    x = inputs_of(spec, layer.kind)
-    targets = torch.randint(spec.vocab_size, (BATCH, spec.seq_len))
-    batch = [targets, x] if layer.kind is LayerKind.EMBEDDING else [targets]
-    tables = list(stage.buffers())
-    found = saved_bytes(
-        lambda: run_forward(spec, stage, layer.kind, x, targets), [*stage.parameters(), *tables, *batch]
-    )
-    scalar = 4 if layer.kind is LayerKind.HEAD else 0
-    assert found == BATCH * sum(layer.saved_bytes(4)) + scalar
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_gradients_complete_in_the_order_of_the_layers(family: str, tied: bool, make_model: Any) -> None:
-    spec = make_model(family, tied_embeddings=tied)
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
-    order: list[str] = []
-    for name, parameter in stage.named_parameters():
-        hook = partial(lambda name, _: order.append(name), name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    batch = torch.randint(spec.vocab_size, (2, BATCH, spec.seq_len))
-    cross_entropy(stage(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-    wanted = []
-    for index, layer in reversed(list(enumerate(spec.layers))):
-        names = [layer.parameters[i].name for i in layer.gradient_order]
-        wanted += [f"layers.{index}.{name}" for name in names if name not in layer.tied]
-    assert order == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)

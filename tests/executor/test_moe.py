@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from executor.model import own_weights
-from executor.parallel import Parallel, Peers
 from executor.run import run_job
 from simplan.errors import RunError
-from simplan.program.measurement import Measurement
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import RankMapping
 from simplan.validate.structure import (
     issued_as_predicted,
-    predicted_messages,
-    ran_as_predicted,
-    reduces_between_exchanges,
 )
-from tests.executor.test_equality import RELATIVE, largest_relative_difference, one_process
+from tests.executor.conftest import Run
+from tests.executor.test_equality import assert_equal_to_one_process, one_process, run_in_float64
+from tests.executor.test_level2 import assert_issued_as_predicted
 
-RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 MOE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "intermediate_size": 80,
@@ -136,13 +127,6 @@ QUICK = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    job: RunSpec
-    measurement: Measurement
-    out_dir: Path
-
-
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_job: Any, make_model: Any
@@ -154,57 +138,18 @@ def run(
     model = make_model(family, **fields, **left_out)
     schedule, pp = plan.pop("schedule", "none"), plan.pop("pp", 1)
     job = make_job(schedule, pp=pp, model=model, plan=plan, dtype="fp64")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
-        measurement = run_job(job, out_dir, rank_module="dumping_worker")
-    return Run(job, measurement, out_dir)
+    return run_in_float64(job, out_dir)
 
 
 def test_losses_and_gradients_equal_one_process(run: Run) -> None:
-    assert_equal(run)
+    assert_equal_to_one_process(run)
 
 
 def test_every_rank_issues_what_is_predicted(run: Run) -> None:
-    assert_issued(run)
-
-
-def assert_equal(run: Run) -> None:
-    """Losses and gradients of every step."""
-    job = run.job
-    num_steps = job.num_all_steps
-    losses, gradients = one_process(job, num_steps)
-    assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
-    mapping = RankMapping.of(job.plan)
-    for step, wanted in enumerate(gradients):
-        seen = set()
-        for rank in range(job.plan.num_devices):
-            parallel = Parallel(
-                job.plan.shard,
-                tp=Peers(job.plan.tp, mapping.place(rank).tp),
-                ep=Peers(job.plan.ep, mapping.ep_group(rank).index(rank)),
-            )
-            for name, found in torch.load(run.out_dir / f"gradients.rank{rank}.step{step}.pt").items():
-                own = own_weights(wanted[name], name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
-                assert largest_relative_difference(found, own) < RELATIVE, (step, rank, name)
-                seen.add(name)
-        assert seen == set(wanted)
-
-
-def assert_issued(run: Run) -> None:
-    """Kind, group, bytes and order; in float64 everything is twice as wide as the float32 that Level 2 is for."""
-    assert ran_as_predicted(run.measurement)
-    plan = run.job.plan
-    half = None if plan.bucket_bytes is None else plan.bucket_bytes // 2
-    narrow = run.job.model_copy(update={"plan": plan.model_copy(update={"bucket_bytes": half})})
-    num_exchanges = 0
-    for rank, predicted in predicted_messages(narrow).items():
-        wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
-        found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in run.measurement.ranks[rank].collectives]
-        if reduces_between_exchanges(plan):
-            wide.sort(key=lambda message: message[:2])
-            found.sort(key=lambda message: message[:2])
-        assert found == wide
-        num_exchanges += sum(kind == "all_to_all" for kind, *_ in found)
+    """Exchanges of tokens among them."""
+    assert_issued_as_predicted(run)
+    plan, ranks = run.job.plan, run.measurement.ranks
+    num_exchanges = sum(message.kind == "all_to_all" for rank in ranks for message in rank.collectives)
     assert (num_exchanges > 0) == (plan.ep > 1 or plan.cp_comm == "a2a")
 
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
-from executor import mla, moe, tensor_parallel
-from executor.data import model_batch
-from executor.loss import cross_entropy
-from executor.model import build_stage
+from executor import mla, moe
+from executor.model import Stage, build_stage
 from executor.moe import route
-from executor.parallel import Parallel
-from simplan.program.footprint import layer_footprint
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.experts import places_of
 from simplan.spec.plan import Recompute
-from simplan.spec.recompute import recomputation
 from simplan.spec.shard import Shard
 from simplan.spec.software import StateBytes
-from tests.executor.test_recompute import STATES, traced
+from tests.executor.layer_runs import (
+    STATES,
+    LayerRun,
+    assert_parameters_and_order_of_gradients,
+    counted_flops,
+)
 
 CPU = torch.device("cpu")
 BATCH = 3
@@ -73,33 +70,13 @@ def variant(name: str, **fields: Any) -> ModelSpec:
     return ModelSpec(**{**SIZES, **VARIANTS[name], **fields})
 
 
-class BlockRun:
-    """One block, run forward and backward."""
+def block_run(spec: ModelSpec, shard: Shard, index: int, recompute: Recompute, precision: str) -> LayerRun:
+    def whole_experts(stage: Stage) -> None:
+        for parameter in moe.expert_parameters(stage, spec, shard) if precision == "whole beside FSDP" else ():
+            parameter.data = parameter.data.float()
 
-    def __init__(self, spec: ModelSpec, shard: Shard, index: int, recompute: Recompute, precision: str) -> None:
-        self._precision = precision
-        self.layer = spec.layers_of(shard)[index]
-        self.state = STATES_OF_EXPERTS[precision]
-        dtype = torch.bfloat16 if self.state.residual == 2 else torch.float32
-        parallel = Parallel.silent(shard)
-        self._stage = build_stage(spec, [index], dtype, CPU, 0, parallel, recompute)
-        if precision == "whole beside FSDP":
-            for parameter in moe.expert_parameters(self._stage, spec, shard):
-                parameter.data = parameter.data.float()
-        self._input = torch.randn(BATCH, spec.seq_len // shard.tp, spec.hidden_size, dtype=dtype).requires_grad_()
-        for parameter in self._stage.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.backward(self.forward())  # whatever torch makes once
-        self._input.grad = None  # a release of what is older than a trace would count in it, or would not
-
-    def forward(self) -> Tensor:
-        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-        with autocast if self._precision == "autocast" else nullcontext():
-            out: Tensor = self._stage(self._input)
-        return out
-
-    def backward(self, out: Tensor) -> None:
-        torch.autograd.backward(out, torch.ones_like(out))
+    state = STATES_OF_EXPERTS[precision]
+    return LayerRun(spec, index, recompute, precision, shard, state=state, prepare=whole_experts)
 
 
 CASES = [
@@ -120,7 +97,9 @@ def test_kept_and_peak_bytes_are_those_of_the_layer(
     name: str, ep: int, index: int, recompute: Recompute, precision: str
 ) -> None:
     """Kept to the byte, the peak of forward and backward within 3 %, by torch's trace of allocations."""
-    compare(BlockRun(variant(name), Shard(ep=ep), index, recompute, precision), recompute)
+    run = block_run(variant(name), Shard(ep=ep), index, recompute, precision)
+    run.assert_kept()
+    run.assert_peak()
 
 
 SPLITS = {
@@ -144,57 +123,26 @@ SPLITS = {
     ],
 )
 def test_so_they_are_beside_tensor_parallelism(split: str, name: str, recompute: Recompute, precision: str) -> None:
-    compare(BlockRun(variant(name), SPLITS[split], 2, recompute, precision), recompute)
-
-
-def compare(run: BlockRun, recompute: Recompute) -> None:
-    footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, recompute))
-    out, held, _ = traced(run.forward)
-    assert held - out.nbytes == footprint.activations - footprint.input_bytes
-    run.backward(out)
-    del out
-    _, _, peak = traced(lambda: run.backward(run.forward()))
-    most = max(footprint.forward_workspace, footprint.output_bytes + footprint.backward_workspace)
-    assert footprint.activations - footprint.input_bytes + most == pytest.approx(peak, rel=0.03)
+    run = block_run(variant(name), SPLITS[split], 2, recompute, precision)
+    run.assert_kept()
+    run.assert_peak()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_and_the_order_of_gradients_are_those_of_the_layers(name: str) -> None:
-    spec = variant(name)
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
-    order: list[str] = []
-    for parameter_name, parameter in stage.named_parameters():
-        hook = partial(lambda name, _: order.append(name), parameter_name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
-    out = stage(inputs)
-    assert isinstance(out, Tensor)
-    cross_entropy(out, targets).backward()  # type: ignore[no-untyped-call]
-    wanted = []
-    for index, layer in reversed(list(enumerate(spec.layers))):
-        found = [(n, tuple(p.shape)) for n, p in stage.layers[str(index)].named_parameters()]
-        assert found == [(p.name, p.shape) for p in layer.parameters]
-        wanted += [f"layers.{index}.{layer.parameters[i].name}" for i in layer.gradient_order]
-    assert order == wanted
+    assert_parameters_and_order_of_gradients(variant(name))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_flops_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of balanced experts, whose places are all taken; torch counts all scores and the padding of values."""
-    for module in (tensor_parallel, mla, moe):
-        monkeypatch.setattr(module, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    """Of balanced experts, whose places are all taken; torch counts the padding of values."""
     large = {"hidden_size": 1024, "moe_intermediate_size": 384, "seq_len": 512, "capacity_factor": 1.0}
     latent = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 64}
     spec = variant(name, **large, **(latent if name == "latent" else {}))
-    meta = torch.device("meta")
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0).to(meta)
-    inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
-    with FlopCounterMode(display=False) as counter:
-        stage(inputs.to(meta))
     cores = [k for layer in spec.layers for k in layer.kernels if isinstance(k, Attention)]
     padding = sum(2 * core.num_scores * (core.head_dim - core.value_head_dim) for core in cores if core.padded)
     wanted = 2 * (sum(layer.flops(full_attention=True) for layer in spec.layers) + padding)
-    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.005)
+    assert counted_flops(spec) == pytest.approx(wanted, rel=0.005)
 
 
 @pytest.mark.parametrize("places", [1, 5, 40])

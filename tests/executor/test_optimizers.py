@@ -13,8 +13,8 @@ from simplan.program.program import MemoryCategory
 from simplan.spec.optimizer import OPTIMIZERS
 from simplan.spec.training import TrainingSpec
 from tests.executor.accounting import account, predicted_peak
-from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel, Run
-from tests.executor.test_equality import assert_equal_to_one_process
+from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
 from tests.executor.test_level2 import assert_issued_as_predicted
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,12 +71,10 @@ def test_losses_gradients_and_collectives(
     tmp_path: Path,
     make_job: MakeJob,
     make_model: MakeModel,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Later losses follow from updates, gradients are as clipping leaves them."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
-    run = Run(job, run_job(job, tmp_path, rank_module="dumping_worker"), tmp_path)
+    run = run_in_float64(job, tmp_path)
     assert_equal_to_one_process(run)
     assert_issued_as_predicted(run)
 
@@ -96,11 +94,9 @@ def test_fused_or_not_it_equals_one_process(
     tmp_path: Path,
     make_job: MakeJob,
     make_model: MakeModel,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
-    run = Run(job, run_job(job, tmp_path, rank_module="dumping_worker"), tmp_path)
+    run = run_in_float64(job, tmp_path)
     assert_equal_to_one_process(run)
 
 

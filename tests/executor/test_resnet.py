@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
-from executor import tensor_parallel
 from executor.checks import check_job
 from executor.data import model_batch
 from executor.loss import cross_entropy
@@ -21,21 +19,18 @@ from executor.run import run_job
 from simplan.errors import NotModelledError
 from simplan.job import Job
 from simplan.predict import predict, run_spec_of
-from simplan.program.action import format_table
-from simplan.program.footprint import layer_footprint
-from simplan.program.table import plan_table
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.resnet import block_forms
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.recompute import recomputation
 from simplan.spec.training import Precision, TrainingSpec
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.accounting import account, predicted_peak
+from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
-from tests.executor.layer_runs import BATCH, LayerRun, assert_ranks_equal_one_process
+from tests.executor.layer_runs import LayerRun, assert_parameters_and_order_of_gradients, counted_flops
+from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
+from tests.executor.test_level2 import assert_issued_as_predicted
 from tests.executor.test_memory_accounting import TOTAL
-from tests.executor.test_recompute import SCALARS, traced
 
 CPU = torch.device("cpu")
 TYPES = ["basic", "bottleneck"]
@@ -100,56 +95,30 @@ def test_first_blocks_of_stages_have_shortcuts() -> None:
 @pytest.mark.parametrize("index", range(5))
 def test_kept_bytes_are_those_of_the_layer(layer_type: str, index: int, precision: str) -> None:
     """To the byte, by torch's trace of allocations; images themselves are the batch's."""
-    run = LayerRun(model(layer_type), index, "none", precision)
-    footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, "none"))
-    _, held, _ = traced(run.forward, onednn=True)
-    made = BATCH * run.layer.output_bytes(run.state.activation, run.state.residual)[0]
-    wanted = footprint.activations + footprint.logits - footprint.input_bytes
-    assert 0 <= held - made - wanted <= (SCALARS if index == 4 else 0)
+    LayerRun(model(layer_type), index, "none", precision).assert_kept(onednn=True)
 
 
 @pytest.mark.parametrize(("layer_type", "index"), [("basic", 0), ("bottleneck", 0), ("bottleneck", 1)])
 def test_peaks_are_those_of_the_layer(layer_type: str, index: int) -> None:
     """By the same trace, where the CPU's convolutions need no copies in another order of channels."""
-    run = LayerRun(model(layer_type, embedding_size=32, image_size=64), index, "none", "fp32")
-    footprint = layer_footprint(run.layer, BATCH, run.state, recomputation(run.layer, "none"))
-    _, _, peak = traced(lambda: run.backward(run.forward()), onednn=True)
-    kept = footprint.activations - footprint.input_bytes
-    assert kept + footprint.backward_workspace == pytest.approx(peak, rel=0.03)
+    LayerRun(model(layer_type, embedding_size=32, image_size=64), index, "none", "fp32").assert_peak(onednn=True)
 
 
 @pytest.mark.parametrize("layer_type", TYPES)
 def test_parameters_and_order_of_gradients_are_those_of_the_layers(layer_type: str) -> None:
     spec = model(layer_type)
+    assert_parameters_and_order_of_gradients(spec)
     stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
-    order: list[str] = []
     for index, layer in enumerate(spec.layers):
-        found = [(name, tuple(p.shape)) for name, p in stage.layers[str(index)].named_parameters()]
-        assert found == [(p.name, p.shape) for p in layer.parameters]
         buffers = sum(buffer.nbytes for buffer in stage.layers[str(index)].buffers())
         assert buffers == sum(table.num_bytes(4, 4) for table in layer.buffers)
-    for name, parameter in stage.named_parameters():
-        hook = partial(lambda name, _: order.append(name), name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    images, classes = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=3)
-    cross_entropy(stage(images), classes).backward()  # type: ignore[no-untyped-call]
-    wanted = []
-    for index, layer in reversed(list(enumerate(spec.layers))):
-        wanted += [f"layers.{index}.{layer.parameters[i].name}" for i in layer.gradient_order]
-    assert order == wanted
 
 
 @pytest.mark.parametrize("name", ["resnet-18", "resnet-50", "resnet-101"])
-def test_flops_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward of two images of 224 x 224 pixels on tensors without data."""
-    monkeypatch.setattr(tensor_parallel, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    """Of images of 224 x 224 pixels."""
     spec = catalogue.model(name)
-    meta = torch.device("meta")
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, meta, seed=0)
-    with FlopCounterMode(display=False) as counter:
-        stage(torch.empty(2, 3, 224, 224, device=meta))
-    wanted = 2 * sum(layer.flops() for layer in spec.layers)
-    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.005)
+    assert counted_flops(spec) == pytest.approx(2 * sum(layer.flops() for layer in spec.layers), rel=0.005)
 
 
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -171,16 +140,16 @@ QUICK = {("1f1b", "bottleneck")}
         for layer_type in TYPES
     ],
 )
-def test_ranks_equal_one_process(
-    name: str, layer_type: str, tmp_path: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_equal_one_process(name: str, layer_type: str, tmp_path: Path, make_job: MakeJob) -> None:
     """One process that runs the same microbatches: batch norms take the statistics of each, on its rank.
 
     Running statistics are buffers: no training step reads them, and ranks do not exchange them.
     """
     schedule, plan = STRATEGIES[name]
     job = make_job(schedule, model=model(layer_type), plan=plan, dtype="fp64", num_steps=1)
-    assert_ranks_equal_one_process(job, tmp_path, monkeypatch)
+    run = run_in_float64(job, tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
 
 
 def test_other_microbatches_are_another_computation() -> None:
@@ -237,18 +206,9 @@ QUICK_MEMORY = {("1f1b, second of four", "basic", "fp32")}
 def test_peak_of_a_rank_is_torchs(name: str, layer_type: str, precision: Precision, make_job: MakeJob) -> None:
     """Images of all microbatches are held through the step, on the ranks of the first stage."""
     changes, num_microbatches, pp_rank = MEMORY[name]
-    plan = ParallelPlan(**changes)
-    job = make_job(
-        plan.schedule,
-        model=ModelSpec(family="resnet", depths=(2, 2, 3, 2), layer_type=layer_type, image_size=128),
-        plan=plan.model_dump(exclude={"schedule"}),
-        training=TrainingSpec(global_batch_size=num_microbatches * plan.microbatch_size * plan.dp, precision=precision),
-        table=tuple(tuple(row) for row in format_table(plan_table(plan, num_microbatches))),
-        dtype=precision,
-    )
-    rank = pp_rank * plan.num_devices // plan.pp
-    tolerance = TOTAL if plan.shards_parameters else 0.01
-    assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=tolerance)
+    model = ModelSpec(family="resnet", depths=(2, 2, 3, 2), layer_type=layer_type, image_size=128)
+    predicted, torchs = peaks(make_job, model, {"microbatch_size": 1, **changes}, num_microbatches, pp_rank, precision)
+    assert predicted == pytest.approx(torchs, rel=TOTAL if ParallelPlan(**changes).shards_parameters else 0.01)
 
 
 @pytest.mark.parametrize(

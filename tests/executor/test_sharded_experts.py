@@ -15,10 +15,11 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.training import TrainingSpec
 from simplan.validate.structure import issued_as_predicted
 from tests.executor.accounting import peaks
-from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel
+from tests.executor.conftest import MakeJob, MakeModel
 from tests.executor.test_checkpoints import in_two_parts, undisturbed
-from tests.executor.test_equality import one_process
-from tests.executor.test_moe import MOE, Run, assert_equal, assert_issued
+from tests.executor.test_equality import assert_equal_to_one_process, one_process, run_in_float64
+from tests.executor.test_level2 import assert_issued_as_predicted
+from tests.executor.test_moe import MOE
 
 TOTAL = 0.03
 MODEL: dict[str, Any] = {
@@ -99,17 +100,14 @@ def test_so_it_is_with_latent_attention_over_tensor_parallel_ranks(
 
 
 @pytest.mark.slow
-def test_norms_are_of_all_shards(
-    tmp_path: Path, make_job: MakeJob, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_are_of_all_shards(tmp_path: Path, make_job: MakeJob, make_model: MakeModel) -> None:
     """Tensor-parallel ranks hold the same of a router, and different shards of experts."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     training = TrainingSpec(global_batch_size=16, precision="fp32", clip_grad_norm=0.3)
     plan = {"dp_shard": 2, "tp": 2}
     job = make_job(model=make_model("moe", **MOE), plan=plan, training=training, dtype="fp64")
-    run = Run(job, run_job(job, tmp_path, rank_module="dumping_worker"), tmp_path)
-    assert_equal(run)
-    assert_issued(run)
+    run = run_in_float64(job, tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from simplan.spec.recompute import recomputation
 from simplan.spec.shard import Shard
-from tests.executor.test_recompute import CPU, SCALARS, SHARDS, STATES, traced
+from tests.executor.layer_runs import CPU, SCALARS, SHARDS, STATES, traced
 
 WHOLE = Shard()
 BLOCK, BLOCKS, HEAD, LAST = (1,), (1, 2), (3,), (2, 3)  # indices of a stage's layers

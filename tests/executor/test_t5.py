@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
-from executor import t5, tensor_parallel
 from executor.data import model_batch
-from executor.loss import cross_entropy
 from executor.model import build_stage
 from executor.run import run_job
 from executor.t5 import relative_buckets
@@ -28,8 +25,14 @@ from simplan.spec.training import Precision, TrainingSpec
 from simplan.validate.structure import issued_as_predicted
 from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
-from tests.executor.layer_runs import assert_kept_and_peak, assert_ranks_equal_one_process
-from tests.executor.test_recompute import STATES
+from tests.executor.layer_runs import (
+    STATES,
+    assert_kept_and_peak,
+    assert_parameters_and_order_of_gradients,
+    counted_flops,
+)
+from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
+from tests.executor.test_level2 import assert_issued_as_predicted
 
 CPU = torch.device("cpu")
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -181,38 +184,15 @@ def test_memory_is_that_of_the_layer(gated: bool, index: int, recompute: Recompu
 
 @pytest.mark.parametrize("gated", VERSIONS)
 def test_parameters_and_order_of_gradients_are_those_of_the_layers(gated: bool) -> None:
-    spec = model(gated=gated)
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
-    tied = {name for layer in spec.layers for name in layer.tied}
-    order: list[str] = []
-    for index, layer in enumerate(spec.layers):
-        found = [(name, tuple(p.shape)) for name, p in stage.layers[str(index)].named_parameters()]
-        assert found == [(p.name, p.shape) for p in layer.parameters]
-    for name, parameter in stage.named_parameters():
-        hook = partial(lambda name, _: order.append(name), name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    tokens, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=3)
-    cross_entropy(stage(tokens), targets).backward()  # type: ignore[no-untyped-call]
-    wanted = []
-    for index, layer in reversed(list(enumerate(spec.layers))):
-        names = [layer.parameters[i].name for i in layer.gradient_order]
-        wanted += [f"layers.{index}.{name}" for name in names if name not in tied]
-    assert order == wanted
+    assert_parameters_and_order_of_gradients(model(gated=gated))
 
 
 @pytest.mark.parametrize("gated", VERSIONS)
-def test_flops_are_those_that_torch_counts(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward of two sequences on tensors without data; torch counts the scores that the decoder masks as well."""
-    for module in (tensor_parallel, t5):
-        monkeypatch.setattr(module, "compute_dtype", lambda x: x)  # there is no autocast on meta tensors
+def test_flops_are_those_that_torch_counts(gated: bool) -> None:
+    """The scores that the decoder masks as well."""
     spec = model(gated=gated, hidden_size=256, intermediate_size=1024, vocab_size=8192, seq_len=256)
-    meta = torch.device("meta")
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, meta, seed=0)
-    tokens, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
-    with FlopCounterMode(display=False) as counter:
-        stage(tokens.to(meta))
     wanted = 2 * sum(layer.flops(full_attention=True) for layer in spec.layers)
-    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.005)
+    assert counted_flops(spec) == pytest.approx(wanted, rel=0.005)
 
 
 def tiny(*, gated: bool) -> ModelSpec:
@@ -241,14 +221,14 @@ QUICK = {("1f1b", False)}
         for gated in VERSIONS
     ],
 )
-def test_ranks_equal_one_process(
-    name: str, gated: bool, tmp_path: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_equal_one_process(name: str, gated: bool, tmp_path: Path, make_job: MakeJob) -> None:
     schedule, plan = STRATEGIES[name]
     if schedule == "zb-v":
         plan = {**plan, "virtual_stages": 2}
     job = make_job(schedule, model=tiny(gated=gated), plan=plan, dtype="fp64", num_steps=1)
-    assert_ranks_equal_one_process(job, tmp_path, monkeypatch)
+    run = run_in_float64(job, tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def test_every_gradient_is_reduced_once_after_the_last_second_part() -> None:
         tied_embeddings=False,
     )
     plan = ParallelPlan(pp=2, dp_replicate=2, schedule="zb-h1")
-    software = catalogue.software("torch").model_copy(update={"ddp_splits": True})
+    software = catalogue.software("torch").model_copy(update={"ddp_in_pipelines": True})
     training = TrainingSpec(global_batch_size=8, precision="fp32")
     program = lower(
         job_to_lower(model, training, plan, software), assign_stage_layers((2, 2)), plan_table(plan, 4), Lowering(2)

@@ -50,7 +50,7 @@ def test_a_step_is_longer_by_the_batches_that_stages_wait_for(waits: bool, p: in
             TrainingSpec(global_batch_size=m, precision="fp16"),
             ParallelPlan(pp=p, virtual_stages=v),
             catalogue.software("megatron-lm-2022").model_copy(
-                update={"waits_for_batch": waits, "synchronous_schedules": (), "trainer": False}
+                update={"waits_for_batch": waits, "runtime": "xla", "trainer": False}
             ),
         ),
         assign_stage_layers([1] * stages),

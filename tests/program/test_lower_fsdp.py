@@ -172,7 +172,7 @@ def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
     plan, training = ParallelPlan(dp_shard=4), TrainingSpec(global_batch_size=4, precision="fp32")
-    software = TORCH.model_copy(update={"copies_units": copies})
+    software = TORCH.model_copy(update={"runtime": "torch" if copies else "xla"})
     found = lower(
         job_to_lower(model(), training, plan, software), StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2)
     )
