@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.alone import alone
+from benchmarks.engine_speed import program_of
 from benchmarks.table import Row
 from simplan.cost.base import CostModel
 from simplan.cost.pricing import price_program
@@ -23,18 +24,13 @@ from simplan.job import Job
 from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
-from simplan.program.complete import complete_table
 from simplan.program.folding import unfolded
 from simplan.program.lower import Lowering, lower
-from simplan.program.partition import assign_stage_layers
-from simplan.program.program import Program
 from simplan.program.schedules import PipelineShape, interleaved_1f1b
 from simplan.sim.compiled import compile_program
 from simplan.sim.engine import simulate
 from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, RankMapping
-from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
 __all__ = ["compiled_speed"]
@@ -52,7 +48,7 @@ def compiled_speed() -> list[Row]:
 
 
 def _ratio_row() -> Row:
-    found = _measured("ratio")
+    found = alone("benchmarks.compiled_speed", "ratio")
     ratios = [simpy_s / compiled_s for simpy_s, compiled_s in zip(found["simpy_s"], found["vector_s"], strict=True)]
     simpy_s, vector_s, compile_s = (statistics.median(found[key]) for key in ("simpy_s", "vector_s", "compile_s"))
     return Row(
@@ -66,7 +62,7 @@ def _ratio_row() -> Row:
 
 
 def _folded_row() -> Row:
-    runs = [_measured("folded") for _ in range(_ROUNDS)]
+    runs = [alone("benchmarks.compiled_speed", "folded") for _ in range(_ROUNDS)]
     step_s, predict_s = ([run[key] for run in runs] for key in ("step_s", "predict_s"))
     middle_s = statistics.median(step_s)
     return Row(
@@ -81,7 +77,7 @@ def _folded_row() -> Row:
 
 
 def _unfolded_row() -> Row:
-    run = _measured("unfolded")
+    run = alone("benchmarks.compiled_speed", "unfolded")
     total_s = run["lower_s"] + run["price_s"] + run["simpy_s"]
     return Row(
         "the same at Level 1 with all 16,384 ranks written out, in SimPy, no Timeline: lower, price, simulate",
@@ -94,7 +90,7 @@ def _unfolded_row() -> Row:
 
 
 def _interleaved_row() -> Row:
-    run = _measured("interleaved")
+    run = alone("benchmarks.compiled_speed", "interleaved")
     return Row(
         f"interleaved 1F1B, p={_P}, m={_M}, v={_V}, Level 1, in SimPy",
         "under 5 s",
@@ -102,12 +98,6 @@ def _interleaved_row() -> Row:
         f"compiled: {run['compile_s']:.2f} s for the arrays, {1e3 * run['compiled_s']:.0f} ms for the step)",
         run["simpy_s"] < 5,
     )
-
-
-def _measured(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.compiled_speed", name]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return found
 
 
 def _time(run: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
@@ -166,7 +156,7 @@ def _unfolded() -> dict[str, Any]:
 
 
 def _interleaved() -> dict[str, Any]:
-    lower_s, program = _time(_interleaved_program)
+    lower_s, program = _time(program_of, interleaved_1f1b(PipelineShape(_P, _M, _V)), _P, _M, _V)
     durations_s = [
         _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
@@ -182,26 +172,6 @@ def _interleaved() -> dict[str, Any]:
         "compiled_s": compiled_s,
         "num_ops": len(program.ops),
     }
-
-
-def _interleaved_program() -> Program:
-    state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
-    model = ModelSpec(
-        family="gpt", num_hidden_layers=_P * _V, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
-    )
-    job = Job(
-        model,
-        catalogue.cluster("dgx-h100", _P),
-        TrainingSpec(global_batch_size=_M, precision="fp32"),
-        ParallelPlan(pp=_P, virtual_stages=_V, schedule="interleaved_1f1b"),
-        SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
-    )
-    return lower(
-        job,
-        assign_stage_layers([1] * _P * _V),
-        complete_table(interleaved_1f1b(PipelineShape(_P, _M, _V))),
-        Lowering(level=1),
-    )
 
 
 def _predicted(plan: ParallelPlan, model: str, batch: int) -> Prediction:

@@ -24,7 +24,7 @@ from simplan.spec.plan import ParallelPlan
 from simplan.spec.software import SoftwareSpec, StateBytes
 from simplan.spec.training import TrainingSpec
 
-__all__ = ["engine_speed"]
+__all__ = ["engine_speed", "program_of"]
 
 _P, _M, _ROUNDS = 16, 128, 15
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -35,8 +35,7 @@ _SEND_S = 0.1
 def engine_speed() -> list[Row]:
     """1F1B of 16 ranks and 128 microbatches: 4,096 actions and 3,840 sends."""
     compute = one_f_one_b(PipelineShape(_P, _M))
-    table = complete_table(compute)
-    program = _program(table)
+    program = program_of(compute, _P, _M)
     durations_s = [
         _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
@@ -49,7 +48,7 @@ def engine_speed() -> list[Row]:
     ratios, ours_s, bare_s = [], [], []
     for _ in range(_ROUNDS):  # in turn, so that both see the same machine
         bare_s.append(_time(_bare, compute))
-        fresh = _program(table)  # nothing it could have kept from an earlier round
+        fresh = program_of(compute, _P, _M)  # nothing it could have kept from an earlier round
         ours_s.append(_time(engine, fresh))
         ratios.append(ours_s[-1] / bare_s[-1])
     ratio = statistics.median(ratios)
@@ -92,16 +91,17 @@ def _bare(compute: Table) -> None:
     env.run()
 
 
-def _program(table: Table) -> Program:
+def program_of(compute: Table, p: int, m: int, v: int = 1) -> Program:
+    """Level 1 of a small model with a block for every stage, all stages alike."""
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
     model = ModelSpec(
-        family="gpt", num_hidden_layers=_P, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
+        family="gpt", num_hidden_layers=p * v, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16
     )
     job = Job(
         model,
-        catalogue.cluster("dgx-h100", _P),
-        TrainingSpec(global_batch_size=_M, precision="fp32"),
-        ParallelPlan(pp=_P),
+        catalogue.cluster("dgx-h100", p),
+        TrainingSpec(global_batch_size=m, precision="fp32"),
+        ParallelPlan(pp=p, virtual_stages=v),
         SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),
     )
-    return lower(job, assign_stage_layers([1] * _P), table, Lowering(level=1))
+    return lower(job, assign_stage_layers([1] * p * v), complete_table(compute), Lowering(level=1))

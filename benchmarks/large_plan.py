@@ -1,50 +1,33 @@
-"""One large plan from beginning to end, in a process of its own, and a schedule that has to be found."""
+"""One large plan from beginning to end, in a process of its own, and a schedule that has to be found.
+
+``python -m benchmarks.large_plan`` measures the plan and prints its numbers as JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import resource
 import statistics
-import subprocess
-import sys
 import time
+from typing import Any
 
+from benchmarks.alone import alone
 from benchmarks.table import Row
-from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
-
-__all__ = ["large_plan"]
-
-_ROUNDS = 3
-_PROGRAM = """
-import json, resource, time
 from simplan.job import Job
 from simplan.predict import build_program, cost_model, predict, simulate_program
+from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
 from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
-model, plan = catalogue.model("llama3-70b"), ParallelPlan(tp=8, pp=4)
-cluster, training = catalogue.cluster("dgx-h100", num_devices=32), TrainingSpec(global_batch_size=32)
-job = Job(model, cluster, training, plan, catalogue.software("torch"))
-start_s = time.perf_counter()
-found = predict(job, name="llama3-70b")
-predict_s = time.perf_counter() - start_s
-program = build_program(found)
-cost = cost_model(job, None)
-start_s = time.perf_counter()
-program = build_program(found)
-simulate_program(program, cost, cluster)
-step_s = time.perf_counter() - start_s
-print(json.dumps({"step_s": step_s, "predict_s": predict_s, "ops": len(program.ops), "ranks": len(program.ranks),
-                  "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
-"""
+__all__ = ["large_plan"]
+
+_ROUNDS = 3
 
 
 def large_plan() -> list[Row]:
     """Llama 3 70B, tp 8, pp 4, 32 microbatches: every layer, segment and collective of a step, folded to 4 ranks."""
-    runs = []
-    for _ in range(_ROUNDS):
-        done = subprocess.run([sys.executable, "-c", _PROGRAM], check=True, capture_output=True, text=True)
-        runs.append(json.loads(done.stdout))
+    runs = [alone("benchmarks.large_plan") for _ in range(_ROUNDS)]
     step_s = statistics.median(run["step_s"] for run in runs)
     predict_s = statistics.median(run["predict_s"] for run in runs)
     peak_bytes = max(run["peak_bytes"] for run in runs)
@@ -71,3 +54,24 @@ def _found_schedule() -> Row:
     middle_s = statistics.median(seconds)
     found = f"{middle_s:.2f} s (of {_ROUNDS} rounds {min(seconds):.2f} to {max(seconds):.2f})"
     return Row("finding zb-2p for p = 32, m = 256", "under 2 s", found, middle_s < 2)
+
+
+def _measured() -> dict[str, Any]:
+    model, plan = catalogue.model("llama3-70b"), ParallelPlan(tp=8, pp=4)
+    cluster, training = catalogue.cluster("dgx-h100", num_devices=32), TrainingSpec(global_batch_size=32)
+    job = Job(model, cluster, training, plan, catalogue.software("torch"))
+    start_s = time.perf_counter()
+    found = predict(job, name="llama3-70b")
+    predict_s = time.perf_counter() - start_s
+    program, cost = build_program(found), cost_model(job, None)
+    start_s = time.perf_counter()
+    program = build_program(found)
+    simulate_program(program, cost, cluster)
+    step_s = time.perf_counter() - start_s
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"step_s": step_s, "predict_s": predict_s, "peak_bytes": peak_bytes, "ops": len(program.ops),
+            "ranks": len(program.ranks)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measured()))
