@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from executor.model import build_stage
+from executor.model import MODULES, build_stage
+from simplan.spec import models
 
 CPU = torch.device("cpu")
 BATCH = 3
 FAMILIES = ["gpt", "llama"]
+
+
+def test_every_family_has_modules() -> None:
+    assert set(MODULES) == set(models.FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

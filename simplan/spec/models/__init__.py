@@ -1,7 +1,7 @@
 """Families of models, each a builder of layers in a module of its own.
 
-To add one: a module with a ``Family`` (its builder puts layers together from parts), its name here and in
-``ModelSpec.family``, fields that are new in ``ModelSpec``, and modules that run it in the executor.
+To add one: a module with a ``Family`` (its builder puts layers together from parts), its name here, fields that are new
+in ``ModelSpec``, and modules that run it in the executor (``CONTRIBUTING.md``).
 """
 
 from __future__ import annotations
