@@ -25,22 +25,19 @@ _MOST_SHAPES = 256  # kinds of blocks in one process; a calibration has many
 _MOST_S = 900.0  # a compilation that takes longer hangs
 
 
-def compile_blocks(stage: Stage, spec: ModelSpec, *, whole: bool, threads: int | None = None) -> None:
+def compile_blocks(stage: Stage, spec: ModelSpec, *, whole: bool) -> None:
     """Compiles the blocks of a stage, in place; torch does so when they first run.
 
     Args:
         stage: Before FSDP shards it or DDP wraps it.
         spec: The model.
         whole: Every block is one function, or it is an error; else what exchanges tensors runs between compiled parts.
-        threads: Processes that compile at once; None for torch's choice.
     """
-    from torch import _dynamo, _inductor  # a second to import: only where needed
+    from torch import _dynamo  # a second to import: only where needed
 
     _dynamo.config.fail_on_recompile_limit_hit = True  # not eager without a word
     _dynamo.config.recompile_limit = _MOST_SHAPES
     _dynamo.config.optimize_ddp = False  # it would cut blocks at the ends of buckets
-    if threads is not None:
-        _inductor.config.compile_threads = threads
     for index, layer in stage.layers.items():
         if spec.layers[int(index)].kind is LayerKind.BLOCK:
             # torch compiles nothing of a function in which what runs again has exchanges, so only that itself

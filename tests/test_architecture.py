@@ -12,6 +12,7 @@ import pytest
 
 from simplan.spec import catalogue
 from simplan.spec.models import FAMILIES
+from simplan.spec.plan import ParallelPlan
 from simplan.spec.shard import Shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,3 +202,14 @@ def test_no_general_module_names_an_operator_of_a_model() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names - OTHER_WORDS
     ]
     assert not found
+
+
+def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None:
+    """An option that nothing reads would be accepted without a word."""
+    made = [
+        *python_files("simplan/program", "simplan/predict", "simplan/cost"),
+        *(ROOT / f"simplan/spec/{name}.py" for name in ("plan", "software")),
+    ]
+    trees = [ast.parse(path.read_text()) for path in made]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert set(ParallelPlan.model_fields) <= read

@@ -1,16 +1,15 @@
-"""Critical path and marginal values against predictions made anew, closed forms and the laws of a longest path."""
+"""Marginal values against predictions made anew and closed forms."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from simplan.errors import NotModelledError
 from simplan.job import Job
-from simplan.predict import Resource, Simulated, critical_path, marginal_values, predict, predict_step
+from simplan.predict import Resource, Simulated, marginal_values, predict, predict_step
 from simplan.predict.sensitivity import improved
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
@@ -20,7 +19,6 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
-from tests.test_random_plans import SIZES, STRATEGIES
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 TORCH = catalogue.software("torch")
@@ -94,32 +92,11 @@ def test_a_link_is_worth_its_time_on_the_path() -> None:
             # large ones go round a ring with protocol Simple, small reductions twice with LL, at 0.39 of the rate
             laps, share = (2, 0.39) if op.message.kind == "all_reduce" else (1, 1.0)
             moved_s += laps * 7 / 8 * op.message.num_bytes / (450e9 * link.bandwidth_share * share)
-    assert moved_s < critical_path(simulated).seconds[Stream.TENSOR]
     assert values[Resource.INTRA_LINK] * found.step_time_s == pytest.approx(moved_s * (1 / 1.01 - 1))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_the_path_is_a_chain_that_fills_the_step(name: str) -> None:
-    plan = ParallelPlan.model_validate(STRATEGIES[name])
-    found, simulated = asked(plan, 3 * plan.dp * plan.microbatch_size, ModelSpec.model_validate(SIZES))
-    path, times = critical_path(simulated), simulated.times
-    assert times.start_s[path.ops[0]] == 0.0
-    assert times.end_s[path.ops[-1]] == found.step_time_s
-    assert all(times.end_s[before] == times.start_s[after] for before, after in pairwise(path.ops))
-    assert sum(path.seconds.values()) == pytest.approx(found.step_time_s, rel=1e-12)
-
-
-def test_a_single_device_is_its_own_path() -> None:
-    found, simulated = asked(ParallelPlan(recompute="full"), 2)
-    split = found.splits[0]
-    seconds = {"compute": split.compute_s, "recompute": split.recompute_s, "optimizer": split.optimizer_s}
-    assert critical_path(simulated).seconds == pytest.approx(seconds)
-
-
-def test_ranks_that_share_cores_have_no_path() -> None:
+def test_ranks_that_share_cores_have_none() -> None:
     found, simulated = asked(ParallelPlan(dp_replicate=2), 2)
     cores = CoreUse(2, [0] * len(simulated.program.ops), [1.0] * len(simulated.program.ops))
-    shared = replace(simulated, sharing=cores)
-    for question in (lambda: critical_path(shared), lambda: marginal_values(found, shared)):
-        with pytest.raises(NotModelledError, match="ranks share 2 cores"):
-            question()
+    with pytest.raises(NotModelledError, match="ranks share 2 cores"):
+        marginal_values(found, replace(simulated, sharing=cores))

@@ -24,15 +24,7 @@ _TYPES = {
 }
 
 
-def download(
-    label: str,
-    name: str,
-    kind: str,
-    content: str | bytes | Callable[[], str],
-    *,
-    key: str | None = None,
-    about: str = "",
-) -> None:
+def download(label: str, name: str, kind: str, content: str | bytes | Callable[[], str], *, about: str = "") -> None:
     """A button that saves a file and changes nothing else.
 
     Args:
@@ -40,7 +32,6 @@ def download(
         name: Name of the file without its ending, for people.
         kind: Its ending: ``csv``, ``json``, ``yaml``, ``svg`` or ``txt``.
         content: What is in it; a function is called when the button is pressed.
-        key: Of the button, where two would be alike.
         about: What it is, on hover.
     """
     st.download_button(
@@ -49,7 +40,6 @@ def download(
         file_name=f"{file_name(name)}.{kind}",
         mime=_TYPES[kind],
         on_click="ignore",
-        key=key,
         help=about or None,
         icon=":material/download:",
     )

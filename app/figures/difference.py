@@ -67,11 +67,11 @@ def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> 
     )
 
 
-def difference_words(rows: Sequence[DifferenceRow], most: int = 3) -> list[str]:
+def difference_words(rows: Sequence[DifferenceRow]) -> list[str]:
     """The groups that make the difference, the largest first: ``wait: +0.12 s``."""
     unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
     found = sorted(((pair[1] - pair[0], group) for group, pair in _groups(rows).items()), key=lambda one: -abs(one[0]))
-    return [f"{group.replace('_', ' ')} {value:+,.3g} {unit}" for value, group in found[:most] if value]
+    return [f"{group.replace('_', ' ')} {value:+,.3g} {unit}" for value, group in found[:3] if value]
 
 
 def _groups(rows: Sequence[DifferenceRow]) -> dict[str, tuple[float, float]]:

@@ -70,16 +70,16 @@ def scatter(**values: Any) -> dict[str, Any]:
     return {"type": "scatter", **values}
 
 
-def across(y: float, line: dict[str, Any], *, xaxis: str = "x", yaxis: str = "y") -> dict[str, Any]:
+def across(y: float, line: dict[str, Any], *, yaxis: str = "y") -> dict[str, Any]:
     """A line over the whole width of a panel, for ``shapes``.
 
     Args:
         y: How high, on the panel's axis.
         line: Its colour, width and dash.
-        xaxis, yaxis: Those of the panel.
+        yaxis: That of the panel, below the first x axis.
     """
     ends = {"x0": 0, "x1": 1, "y0": y, "y1": y}
-    return {"type": "line", "xref": f"{xaxis} domain", "yref": yaxis, "line": line, **ends}
+    return {"type": "line", "xref": "x domain", "yref": yaxis, "line": line, **ends}
 
 
 def numbered(name: str, number: int) -> str:
@@ -87,8 +87,8 @@ def numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}{number}"
 
 
-def empty(text: str, *, height: int = 160) -> Figure:
+def empty(text: str) -> Figure:
     """A figure that says why there is nothing to draw."""
     note = {"text": text, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
     hidden = {"visible": False}
-    return figure([], height=height, annotations=[note], xaxis=hidden, yaxis=hidden)
+    return figure([], height=160, annotations=[note], xaxis=hidden, yaxis=hidden)

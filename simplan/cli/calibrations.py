@@ -227,13 +227,13 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
     return total
 
 
-def ensure(scenarios: Sequence[Scenario], file: Path | None, budget_s: float = QUICK_BUDGET_S) -> Calibration | None:
+def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | None:
     """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one."""
     if not any(is_needed(scenario.job.cluster) for scenario in scenarios):
         return None
     calibration = load(file or default_path())
     missing = [scenario for scenario in scenarios if not covers(calibration, scenario)]
-    return measure(requests_for(missing, None, budget_s), file) if missing else calibration
+    return measure(requests_for(missing, None, QUICK_BUDGET_S), file) if missing else calibration
 
 
 def _copies_to_host(scenario: Scenario) -> bool:

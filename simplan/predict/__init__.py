@@ -1,7 +1,6 @@
 """One plan -> a Prediction."""
 
 from simplan.predict.build import build_program, cost_model, folding_of, sharing_of
-from simplan.predict.critical_path import CriticalPath, critical_path
 from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.run_spec import run_spec_of
@@ -9,13 +8,11 @@ from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
 from simplan.predict.simulated import Simulated, simulate_program
 
 __all__ = [
-    "CriticalPath",
     "MarginalValue",
     "Resource",
     "Simulated",
     "build_program",
     "cost_model",
-    "critical_path",
     "folding_of",
     "marginal_values",
     "predict",

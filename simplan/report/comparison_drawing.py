@@ -14,6 +14,7 @@ from simplan.validate.measured_activity import measured_activity
 
 __all__ = ["ComparedRow", "ComparisonDrawing", "draw_comparison"]
 
+_MOST_RANKS = 16
 _STRIPES = (Share.EXPOSED_COMMUNICATION, Share.UNEXPLAINED)
 
 
@@ -56,20 +57,17 @@ class ComparisonDrawing:
         return max(row.step_time_s for row in self.rows)
 
 
-def draw_comparison(
-    prediction: Mapping[str, Any], measurement: Measurement, *, most_ranks: int = 16
-) -> ComparisonDrawing:
+def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> ComparisonDrawing:
     """The picture of a prediction's JSON document and the recorded step of a measurement of the same job.
 
     Args:
         prediction: A prediction's JSON document.
         measurement: A run with a recorded step.
-        most_ranks: Ranks to draw, from the first on.
     """
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
     activities = predicted_activity(predicted), measured_activity(measurement)
     both = sorted(activities[0].keys() & activities[1])
-    shown = both[:most_ranks]
+    shown = both[:_MOST_RANKS]
     drawings = [draw_timeline("", timeline, shown) for timeline in (predicted, measured)]
     rows = []
     for index, rank in enumerate(shown):

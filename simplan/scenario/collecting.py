@@ -45,11 +45,9 @@ class Sections:
 
     def refuse(self, path: Path, rule: str, *, value: Any = None, fix: str = "") -> None:
         """Keeps one problem."""
-        self._keep([self._problem(path, rule, value, fix)], modelled=True)
-
-    def not_modelled(self, path: Path, rule: str, *, value: Any = None, fix: str = "") -> None:
-        """Keeps the refusal of an option that is not modelled yet."""
-        self._keep([self._problem(path, rule, value, fix)], modelled=False)
+        shown = None if value is None else render_value(value)
+        problem = Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(self._lines, path))
+        self._keep([problem], modelled=True)
 
     def look_up(self, path: Path, find: Callable[[Any], _Found], name: Any) -> _Found | None:
         """``find(name)``; None, with its problems kept under ``path``, when it raises."""
@@ -89,10 +87,6 @@ class Sections:
         self._problems.extend(problems)
         if problems and modelled:
             self._all_unmodelled = False
-
-    def _problem(self, path: Path, rule: str, value: Any, fix: str) -> Problem:
-        shown = None if value is None else render_value(value)
-        return Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(self._lines, path))
 
 
 def _without_consequences(problems: Sequence[Problem], data: dict[str, Any], path: Path) -> list[Problem]:

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
-from simplan.job import Job
 from simplan.problems import parse_model
-from simplan.rules import check_job
-from simplan.spec import catalogue
 from simplan.spec.layer import Attention, Gemm, LayerSpec, Pointwise
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
-from simplan.spec.plan import ParallelPlan
 from simplan.spec.recompute import recomputation
 from simplan.spec.shard import Shard
-from simplan.spec.training import TrainingSpec
+from tests.jobs import check
 from tests.search.jobs import FAMILIES as SMALL
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 96, "num_attention_heads": 12}
@@ -33,12 +29,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 def model_of(family: str, **fields: Any) -> ModelSpec:
     return parse_model(ModelSpec, {"family": family, **SIZES, **FIELDS[family], **fields}, prefix=("model",))
-
-
-def check(model: ModelSpec, **plan: Any) -> None:
-    made = ParallelPlan.model_validate(plan)
-    cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_job(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 def attention_of(layer: LayerSpec) -> Attention:

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
-from simplan.job import Job
-from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.experts import places_of
-from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.spec.plan import RankMapping
 from simplan.spec.shard import Shard
-from simplan.spec.training import TrainingSpec
+from tests.jobs import check
 
 SIZES: dict[str, Any] = {
     "family": "moe",
@@ -210,12 +208,6 @@ def test_groups_of_expert_parallel_ranks_are_neighbours() -> None:
     beside_tensor_ranks = RankMapping(dp_replicate=4, tp=2, ep=2, etp=2)
     assert beside_tensor_ranks.ep_group(3) == (1, 3)
     assert beside_tensor_ranks.expert_group(3) == (3, 7)
-
-
-def check(model: ModelSpec, **plan: Any) -> None:
-    made = ParallelPlan.model_validate(plan)
-    cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_job(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
 
 
 @pytest.mark.parametrize(

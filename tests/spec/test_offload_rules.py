@@ -7,35 +7,22 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
-from simplan.job import Job
-from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from tests import jobs
 
 ACTIVATIONS = {"offload_activations": True}
 STATES = {"offload_optimizer": True}
 
 
 def check(
-    plan: dict[str, Any],
-    *,
-    model: str | ModelSpec = "gpt2-124m",
-    cluster: ClusterSpec | None = None,
-    **training: Any,
+    plan: dict[str, Any], *, model: str | ModelSpec = "gpt2-124m", cluster: ClusterSpec | None = None, **training: Any
 ) -> None:
-    spec = ParallelPlan(**plan)
-    check_job(
-        Job(
-            catalogue.model(model) if isinstance(model, str) else model,
-            cluster or catalogue.cluster("dgx-a100-80gb", num_devices=spec.num_devices),
-            TrainingSpec(**{"global_batch_size": 16, **training}),
-            spec,
-            catalogue.software("torch"),
-        )
-    )
+    asked = cluster or catalogue.cluster("dgx-a100-80gb", num_devices=ParallelPlan(**plan).num_devices)
+    found = catalogue.model(model) if isinstance(model, str) else model
+    jobs.check(found, asked, {"global_batch_size": 16, **training}, **plan)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests import jobs
 
 MODEL = ModelSpec(
     family="llama",
@@ -40,10 +41,7 @@ def test_buckets_are_refused_where_nothing_is_reduced_in_buckets() -> None:
 
 
 def check(plan: dict[str, Any], **fields: Any) -> None:
-    made = ParallelPlan.model_validate(plan)
-    model = MODEL.model_copy(update=fields)
-    cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    check_job(Job(model, cluster, TrainingSpec(global_batch_size=24), made, catalogue.software("torch")))
+    jobs.check(MODEL.model_copy(update=fields), **plan)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.models.resnet import block_forms
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
+from tests import jobs
 from tests.jobs import job_to_lower
 
 GFLOPS = {"resnet-18": 1.814, "resnet-34": 3.664, "resnet-50": 4.089, "resnet-101": 7.801, "resnet-152": 11.514}
@@ -27,10 +28,8 @@ GFLOPS = {"resnet-18": 1.814, "resnet-34": 3.664, "resnet-50": 4.089, "resnet-10
 
 
 def check(plan: dict[str, Any], **training: Any) -> None:
-    made = ParallelPlan(**plan)
-    cluster = catalogue.cluster("dgx-h100", num_devices=made.num_devices)
-    trained = TrainingSpec(**{"global_batch_size": 32, "precision": "fp32", **training})
-    check_job(Job(catalogue.model("resnet-50"), cluster, trained, made, catalogue.software("torch")))
+    checked = {"global_batch_size": 32, "precision": "fp32", **training}
+    jobs.check(catalogue.model("resnet-50"), training=checked, **plan)
 
 
 @pytest.mark.parametrize("name", GFLOPS)

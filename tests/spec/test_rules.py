@@ -7,14 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError, SpecError
-from simplan.job import Job
 from simplan.program.schedules import SCHEDULES
-from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from tests import jobs
 
 GPT2 = catalogue.model("gpt2-124m")
 TORCH = catalogue.software("torch")
@@ -28,16 +25,8 @@ def check(
     training: dict[str, Any] | None = None,
     cluster: ClusterSpec | None = None,
 ) -> None:
-    made = ParallelPlan.model_validate(plan)
-    check_job(
-        Job(
-            model,
-            cluster or catalogue.cluster("dgx-h100", num_devices or made.num_devices),
-            TrainingSpec.model_validate({"global_batch_size": 24, **(training or {})}),
-            made,
-            TORCH,
-        )
-    )
+    asked = catalogue.cluster("dgx-h100", num_devices) if num_devices else cluster
+    jobs.check(model, asked, training, **plan)
 
 
 def problems(*args: Any, **kwargs: Any) -> list[str]:

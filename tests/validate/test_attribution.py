@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simplan.job import Job
-from simplan.predict import predict
+from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
-from simplan.program.action import format_table
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
-from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind, Timeline
 from simplan.report.comparison_drawing import draw_comparison
 from simplan.report.comparison_svg import comparison_html, comparison_svg
-from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
 from simplan.validate.activity import Activity, Busy, Share, Transfer, pieces_of
 from simplan.validate.attribution import attribute
 from simplan.validate.path import critical_pieces
+from tests.validate.test_compare import predicted
 
+NAMED: dict[str, Any] = {"name": "<two & two>", "vocab_size": 50304}
 SPLIT = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
-
-
-def predicted(plan: ParallelPlan) -> Prediction:
-    sizes = {"num_hidden_layers": 4, "vocab_size": 50304, "tied_embeddings": False}
-    model = catalogue.model("gpt2-124m").model_copy(update=sizes)
-    cluster = catalogue.cluster("dgx-h100", num_devices=2)
-    return predict(
-        Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name="<two & two>"
-    )
 
 
 def measured(
@@ -44,15 +33,6 @@ def measured(
     step_s: float,
     reruns: tuple[MeasuredSpan, ...] | None = (),
 ) -> Measurement:
-    job = RunSpec(
-        name=found.name,
-        model=found.job.model,
-        training=found.job.training,
-        plan=found.job.plan,
-        software=found.job.software,
-        boundaries=found.assignment.boundaries,
-        table=tuple(tuple(row) for row in format_table(found.table)),
-    )
     ranks = tuple(
         RankMeasurement(
             rank=rank,
@@ -63,7 +43,7 @@ def measured(
         )
         for rank in actions
     )
-    return Measurement(job=job, step_times_s=(step_s,), ranks=ranks, environment={"backend": "gloo"})
+    return Measurement(job=run_spec_of(found), step_times_s=(step_s,), ranks=ranks, environment={"backend": "gloo"})
 
 
 def action(text: str, start_s: float, end_s: float) -> MeasuredSpan:
@@ -122,7 +102,7 @@ def test_the_path_goes_where_the_late_one_is() -> None:
 )
 def test_shares_of_a_prediction_are_those_it_was_split_into(plan: ParallelPlan) -> None:
     """``split_of_rank`` is another way to the same; and every critical path is as long as the step."""
-    found = predicted(plan)
+    found = predicted(plan, **NAMED)
     run = {rank: [action("0OPTIM", 0.0, 1.0)] for rank in range(2)}
     terms, splits = attribute(found.timeline, measured(found, run, {0: [], 1: []}, 1.0))
     written = {rank["rank"]: rank["split"] for rank in found.to_json()["ranks"]}
@@ -135,7 +115,7 @@ def test_shares_of_a_prediction_are_those_it_was_split_into(plan: ParallelPlan) 
 
 def test_a_measured_pipeline_by_hand() -> None:
     """Rank 1 waits for rank 0, 0.5 s of bytes, computes 2 s; 0.25 s nobody knows about; rank 0 goes on."""
-    found = predicted(ParallelPlan(pp=2))
+    found = predicted(ParallelPlan(pp=2), **NAMED)
     actions = {
         0: [action("0F0", 0.0, 1.0), action("0B0", 5.0, 6.0), action("0OPTIM", 6.0, 6.5)],
         1: [action("1F0", 1.5, 2.5), action("1B0", 2.75, 4.0), action("1OPTIM", 4.0, 4.5)],
@@ -166,7 +146,7 @@ def test_a_measured_pipeline_by_hand() -> None:
 
 def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:
     """Two blocks run again in a backward of 4 s, for 0.5 s and for 1 s."""
-    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"))
+    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"), **NAMED)
     actions = {rank: [action("0F0", 0.0, 2.0), action("0B0", 2.0, 6.0)] for rank in range(2)}
     again = tuple(
         MeasuredSpan(action="0B0", kind=SpanKind.RECOMPUTE, start_s=start_s, end_s=end_s)
@@ -178,7 +158,7 @@ def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:
 
 
 def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides() -> None:
-    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"))
+    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"), **NAMED)
     actions = {rank: [action("0F0", 0.0, 2.0), action("0B0", 2.0, 6.0)] for rank in range(2)}
     terms, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, None))
     assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 6.0})
@@ -190,7 +170,7 @@ def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides()
 
 def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() -> None:
     """The other rank issues its bucket half a second later."""
-    found = predicted(ParallelPlan(dp_replicate=2))
+    found = predicted(ParallelPlan(dp_replicate=2), **NAMED)
 
     def bucket(start_s: float) -> MeasuredCollective:
         return MeasuredCollective(
@@ -232,7 +212,7 @@ def test_terms_sum_to_the_difference_whatever_was_measured(busy: list[float], id
         assert sum(split.predicted_s.values()) == pytest.approx(found.step_time_s)
 
 
-PIPELINE = predicted(ParallelPlan(pp=2))
+PIPELINE = predicted(ParallelPlan(pp=2), **NAMED)
 
 
 def test_both_steps_are_drawn_on_one_axis() -> None:

@@ -9,11 +9,10 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.job import Job
-from simplan.predict import predict
+from simplan.predict import predict, run_spec_of
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind, format_table
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
-from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind
 from simplan.report.comparison import comparison_text
 from simplan.spec import catalogue
@@ -26,28 +25,22 @@ from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.structure import predicted_messages
 
 
+def predicted(plan: ParallelPlan, name: str = "test", **sizes: Any) -> Prediction:
+    """GPT-2 with four blocks on two devices."""
+    fields = {"num_hidden_layers": 4, "tied_embeddings": False, **sizes}
+    model, cluster = catalogue.model("gpt2-124m").model_copy(update=fields), catalogue.cluster("dgx-h100", 2)
+    return predict(Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name=name)
+
+
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    plan = ParallelPlan(pp=2, stage_layers=(2, 2))  # no message arrives while its receiver computes
-    model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 4, "tied_embeddings": False})
-    cluster = catalogue.cluster("dgx-h100", num_devices=2)
-    return predict(
-        Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name="test"
-    )
+    return predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))  # no message arrives while its receiver computes
 
 
 def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measurement:
     """A measurement in which every action took ``factor`` times as long as predicted, at ``factor`` times its start."""
     timed = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM)
-    job = RunSpec(
-        name="test",
-        model=found.job.model,
-        training=found.job.training,
-        plan=found.job.plan,
-        software=found.job.software,
-        boundaries=found.assignment.boundaries,
-        table=tuple(tuple(row) for row in format_table(found.table)),
-    )
+    job = run_spec_of(found)
     ranks = []
     for rank in range(2):
         spans = [s for s in found.timeline.spans if s.rank == rank and s.stream == "compute"]

@@ -7,28 +7,19 @@ import re
 import pytest
 
 from simplan.errors import SpecError
-from simplan.job import Job
-from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.measurement import Measurement
 from simplan.report.logged import could_come_from, logged_text
-from simplan.spec import catalogue
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
 from simplan.validate.compare import compare
 from simplan.validate.logged import LoggedRun, compare_logged
 from simplan.validate.reading import parse_measured
-from tests.validate.test_compare import measure
+from tests.validate.test_compare import measure, predicted
 
 
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    plan = ParallelPlan(pp=2, stage_layers=(2, 2))
-    model = catalogue.model("gpt2-124m").model_copy(update={"num_hidden_layers": 4, "tied_embeddings": False})
-    cluster = catalogue.cluster("dgx-h100", num_devices=2)
-    return predict(
-        Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name="test"
-    )
+    return predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.5, False)])
