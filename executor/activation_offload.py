@@ -138,7 +138,8 @@ class _Kept:
             tables = [*self._layer.parameters(), *self._layer.buffers()]
             self._stays = frozenset([*self._others, *map(_storage, tables)])
         key = _storage(tensor)
-        if key in self._stays or not tensor.untyped_storage().nbytes():
+        elsewhere = tensor.device != self._link.device  # numbers on the host, which come back as they are
+        if elsewhere or key in self._stays or not tensor.untyped_storage().nbytes():
             return tensor
         if key not in self._buffers:
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()

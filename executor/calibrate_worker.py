@@ -23,6 +23,7 @@ from executor.layer_timing import time_layers
 from executor.link_timing import time_links
 from executor.memory import context_bytes
 from executor.overlap_timing import time_overlap
+from executor.precision import allow_tf32
 from executor.rank import live_as_rank
 from executor.reference import Reference
 from executor.timing import of_rank_0
@@ -110,13 +111,13 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         on += f" of each of {request.num_nodes} nodes"
 
     def layers(shape: ShapeRequest, going: KeepGoing) -> Found:
-        _compute_in(shape.dtype)
+        allow_tf32(allowed=shape.dtype == "tf32")
         reference = Reference(device)
         found = time_layers(shape, n, device, reference.beside(going))
         return {"layers": _stamped(found, reference)}
 
     def kernels(dtype: TimedDtype, going: KeepGoing) -> Found:
-        _compute_in(dtype)
+        allow_tf32(allowed=dtype == "tf32")
         reference = Reference(device)
         found = time_kernels(dtype, n, device, reference.beside(going), small=small)
         return {"kernels": _stamped(found, reference)}
@@ -174,11 +175,6 @@ def _keep_going(name: str, heartbeat: Heartbeat, first: float, share: float, bud
         return not of_rank_0(enough)
 
     return keep_going
-
-
-def _compute_in(dtype: TimedDtype) -> None:
-    """tf32 is fp32 whose matrix products may round their factors."""
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -136,27 +136,36 @@ def warmed_up(links: list[Link], watch: Stopwatch, budget_s: float) -> list[Link
 def _time(link: Link, watch: Stopwatch, number: int) -> None:
     """Does a link once, all ranks together but for the one that is late."""
     together()
+    late = link.root if link.root is not None else number % link.num_ranks
+    began_s, late_s, took_s = time.perf_counter(), 0.0, 0.0
+    if link.run is not None:
+        if link.place == late:
+            time.sleep(_LATE_S)
+            late_s = time.perf_counter() - began_s  # a sleep is longer than asked for
+        took_s = watch(link.run)
+    if link.root is not None:
+        late_s = max(gathered(late_s))
     if link.run is None:
         return
-    late = link.root if link.root is not None else number % link.num_ranks
-    if link.place == late:
-        time.sleep(_LATE_S)
-    took_s = watch(link.run)
     if link.place is None:
         if link.counts:
             link.seconds.append(took_s / link.repeats)
     elif link.root is None and link.place == late:
         link.seconds.append(took_s)
     elif link.root is not None and link.place != late:  # the root is done when it has sent
-        link.seconds.append(receiving_s(took_s))
+        link.seconds.append(receiving_s(took_s, late_s))
 
 
-def receiving_s(took_s: float) -> float:
-    """Seconds of a message whose root set out a millisecond late, from how long a receiver was at it.
+def receiving_s(took_s: float, late_s: float) -> float:
+    """Seconds of a message whose root set out late, from how long a receiver was at it.
 
     A receiver that was even later than the root, on a busy machine, waited for nothing: all it took is the message's.
+
+    Args:
+        took_s: Of the receiver.
+        late_s: By how much the root was late, as it measured it.
     """
-    return took_s - _LATE_S if took_s > _LATE_S else took_s
+    return took_s - late_s if took_s > late_s else took_s
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from simplan.program.measurement import PeakMemory
 
-__all__ = ["context_bytes", "peak_allocated_bytes", "peak_memory", "process_bytes"]
+__all__ = ["context_bytes", "forget_peaks", "peak_allocated_bytes", "peak_memory", "process_bytes"]
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -32,6 +32,13 @@ def peak_memory(device: torch.device) -> PeakMemory:
             device_bytes=total - free,
         )
     return PeakMemory(device_bytes=_peak_resident_bytes())
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Counts peaks from here on: what making and splitting the weights took is not of the training."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def context_bytes(device: torch.device) -> int:

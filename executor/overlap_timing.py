@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -78,17 +79,16 @@ def _both(
     watch: Stopwatch, products: Callable[[int], None], collectives: Callable[[], list[dist.Work]], num_products: int
 ) -> tuple[float, float]:
     """Seconds until the products are done and until the collectives are, begun together."""
-    computed_s = 0.0
+    works: list[dist.Work] = []
 
-    def both() -> None:
-        nonlocal computed_s
-        works = collectives()
-        computed_s = watch(products, num_products) if works else 0.0
+    def begin() -> None:
+        works.extend(collectives())
+
+    def wait() -> None:
         for work in works:
             work.wait()
 
-    total_s = watch(both)
-    return computed_s, total_s
+    return watch.beside(begin, partial(products, num_products), wait)
 
 
 def _slowdown(alone_s: float, beside_s: float, other_beside_s: float) -> float:

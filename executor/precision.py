@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from simplan.program.run_spec import RunSpec
 
-__all__ = ["Autocast", "compute_dtype", "computes_in_fp8", "weight_dtype"]
+__all__ = ["Autocast", "allow_tf32", "compute_dtype", "computes_in_fp8", "weight_dtype"]
 
 
 def weight_dtype(job: RunSpec) -> torch.dtype:
@@ -23,6 +23,12 @@ def compute_dtype(job: RunSpec) -> torch.dtype | None:
 def computes_in_fp8(job: RunSpec) -> bool:
     """Whether linear layers of blocks are in fp8, and all else as in bf16."""
     return job.training.precision == "fp8" and job.dtype == "bf16"
+
+
+def allow_tf32(*, allowed: bool) -> None:
+    """Whether products of fp32 matrices and convolutions may round their factors; torch's default lets convolutions."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 class Autocast(nn.Module):

@@ -18,7 +18,8 @@ from executor.clock import make_clock
 from executor.environment import environment
 from executor.fake_rank import fake_rank
 from executor.ledger import Ledger
-from executor.memory import peak_memory
+from executor.memory import forget_peaks, peak_memory
+from executor.precision import allow_tf32
 from executor.recorder import Recorder, StepRecord
 from executor.trainer import Trainer
 from executor.worker import use_device
@@ -93,8 +94,7 @@ def _fake_steps(job: RunSpec, rank: int) -> tuple[Account, StepRecord]:
 def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
     num_steps = _COUNTED_STEPS + job.num_all_steps
     device = use_device(job.device, job.plan.num_devices)
-    if job.training.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    allow_tf32(allowed=job.training.precision == "tf32")
     ledger = Ledger()
     row = job.parsed_table()[RankMapping.of(job.plan).place(rank).pp]
     recorder = CountingRecorder(row, make_clock(device), ledger)
@@ -103,7 +103,7 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
             exchanging = {group.ranks for group in (groups.tp, groups.cp, groups.ep) if group is not None}
             with ledger.counting():
                 trainer = Trainer(job, rank, device, groups, recorder)
-                _forget_building(device)
+                forget_peaks(device)
                 found = counted_steps(job, trainer, recorder, ledger)
             on_progress(_COUNTED_STEPS, num_steps)
             records = []
@@ -127,13 +127,6 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
         collectives=records[-1].collectives,
         environment=environment(job.plan.num_devices, cuda=device.type == "cuda") | _NO_PEERS,
     )
-
-
-def _forget_building(device: torch.device) -> None:
-    """What making and splitting the weights took is not of the training."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _timed_step(trainer: Trainer, recorder: Recorder, step: int) -> StepRecord:

@@ -46,6 +46,35 @@ class Stopwatch:
             torch.cuda.synchronize()
         return time.perf_counter() - start_s
 
+    def beside(
+        self, begin: Callable[[], object], run: Callable[[], object], wait: Callable[[], object]
+    ) -> tuple[float, float]:
+        """Seconds until ``run`` is done, and until all is, begun together.
+
+        Args:
+            begin: Starts something that goes on by itself, on CUDA on another stream.
+            run: What runs beside it.
+            wait: Waits for what was begun.
+        """
+        if not self._cuda:
+            start_s = time.perf_counter()
+            begin()
+            run()
+            ran_s = time.perf_counter() - start_s
+            wait()
+            return ran_s, time.perf_counter() - start_s
+        torch.cuda.synchronize()
+        # events, for a synchronization before the products would wait for the collectives
+        start, ran, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        start.record()
+        begin()
+        run()
+        ran.record()
+        wait()
+        ended.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(ran) / 1e3, start.elapsed_time(ended) / 1e3
+
 
 def together() -> None:
     """Waits for all ranks, so that what follows runs on all of them at once."""

@@ -86,8 +86,8 @@ class TrainingState:
         for name, parameter in self._parameters.items():
             for optimizer in self._optimizers:
                 if _updates(optimizer, parameter):
-                    states = {key: _made(parameter, *kind) for key, kind in by_parameter.get(name, {}).items()}
-                    optimizer.state[parameter] = states
+                    kinds = by_parameter.get(name, {}).items()
+                    optimizer.state[parameter] = {key: _made(parameter, optimizer, *kind) for key, kind in kinds}
         wanted = {name: tensor for name, tensor in self.tensors().items() if name in stored}
         read(wanted)
         if (generator := wanted.get(f"generators/cpu/{_rank()}")) is not None:
@@ -136,8 +136,13 @@ def _updates(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
     return any(parameter is other for group in optimizer.param_groups for other in group["params"])
 
 
-def _made(parameter: nn.Parameter, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Room for a state: split as its parameter when it is of its shape, else whole, as a count of steps."""
+def _made(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Room for a state: split as its parameter when it is of its shape, else whole, as a count of steps.
+
+    torch counts steps on the host, unless the update is one kernel of the device or is captured: a count on the device
+    would be read back for every parameter.
+    """
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device or shape else "cpu")

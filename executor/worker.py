@@ -20,8 +20,9 @@ from executor.clock import make_clock
 from executor.groups import make_groups
 from executor.heartbeat import Heartbeat, RankState
 from executor.keeping import Keeper
-from executor.memory import peak_allocated_bytes, peak_memory
+from executor.memory import forget_peaks, peak_allocated_bytes, peak_memory
 from executor.out_of_memory import told_when_out_of_memory
+from executor.precision import allow_tf32
 from executor.rank import RankFiles, attempt, first_rank, live_as_rank, team_number
 from executor.recorder import Recorder
 from executor.reference import Reference
@@ -46,7 +47,7 @@ def use_device(device: str, num_ranks: int) -> torch.device:
         num_ranks: Ranks on this machine.
     """
     if device == "cuda" or (device == "auto" and torch.cuda.device_count() >= num_ranks):
-        chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # nobody started a rank that is rehearsed
         torch.cuda.set_device(chosen)
         return chosen
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
@@ -81,8 +82,7 @@ def main(argv: list[str]) -> None:
 def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> RankState:
     job = RunSpec.model_validate_json(job_file.read_bytes())
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
-    if job.training.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    allow_tf32(allowed=job.training.precision == "tf32")
     start_rank(device, job.timeout_s)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     with told_when_out_of_memory(device, predicted_bytes):
@@ -106,6 +106,7 @@ def _train(job: RunSpec, out_dir: Path, device: torch.device, heartbeat: Heartbe
 
     files = RankFiles(out_dir, rank)
     trainer, first, keeper = build(), 0, None
+    forget_peaks(device)
     if job.checkpointing is not None:
         keeper = Keeper(job, trainer.state(), files, stop_file(out_dir, first_rank()), leads=rank == 0)
         if job.checkpointing.resume or attempt() > 0 or team_number() > 0:

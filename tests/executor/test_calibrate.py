@@ -23,6 +23,7 @@ from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Phase
 from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
 from simplan.spec.shard import Shard
 from simplan.units import KIB
 
@@ -182,7 +183,7 @@ def test_sizes_that_take_too_long_for_the_time_there_is_are_left_out(budget_s: f
 )
 def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard, precisions: list[str]) -> None:
     """Without anybody to exchange anything with."""
-    model = MODEL.model_copy(update={"family": family})
+    model = MODEL.model_copy(update={"family": family, "gated_mlp": FAMILIES[family].gated_mlp})
     keys = [model.layers_of(shard)[index].key for index in (0, 1, -1)]
     for dtype, mixed in itertools.product(precisions, ("autocast", "cast")):
         shape = ShapeRequest.model_validate(
@@ -217,8 +218,9 @@ def test_an_interval_is_narrow_once_there_are_enough_timings() -> None:
 
 
 def test_a_receiver_later_than_the_root_still_has_a_time() -> None:
-    assert receiving_s(1.25e-3) == pytest.approx(0.25e-3)
-    assert receiving_s(0.25e-3) == 0.25e-3
+    assert receiving_s(1.25e-3, 1.0e-3) == pytest.approx(0.25e-3)
+    assert receiving_s(1.25e-3, 1.1e-3) == pytest.approx(0.15e-3)
+    assert receiving_s(0.25e-3, 1.0e-3) == 0.25e-3
 
 
 @pytest.mark.usefixtures("alone")

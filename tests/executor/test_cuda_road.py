@@ -1,0 +1,83 @@
+"""What the road of CUDA devices does, told by stand-ins where there is no device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from executor.activation_offload import _Kept, _Saved
+from executor.host_link import HostLink
+from executor.precision import allow_tf32
+from executor.timing import Stopwatch
+from executor.training_state import _made
+from executor.worker import use_device
+
+META = torch.device("meta")
+
+
+def test_a_rank_that_nobody_started_has_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsed one; torchrun says which device the ranks of a machine have."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert use_device("cuda", 1) == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert use_device("cuda", 4) == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_convolutions_round_as_products_do(allowed: bool) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        allow_tf32(allowed=allowed)
+        assert torch.backends.cudnn.allow_tf32 is allowed
+        assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_nothing_waits_between_collectives_and_the_products_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the products would begin when the collectives are done, and nothing be slowed down."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self._number = len(events)
+            events.append(self)
+
+        def record(self) -> None:
+            calls.append(f"event {self._number}")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1000.0 * float(other._number - self._number)
+
+    events: list[Event] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    watch = Stopwatch(torch.device("cuda"))
+    found = watch.beside(lambda: calls.append("begin"), lambda: calls.append("run"), lambda: calls.append("wait"))
+    middle = ["event 0", "begin", "run", "event 1", "wait", "event 2"]
+    assert calls == ["synchronize", *middle, "synchronize"]
+    assert found == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(("options", "place"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
+def test_restored_counts_of_steps_are_where_torch_has_them(options: dict[str, bool], place: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, 4, device=META))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.defaults.update(options)
+    assert _made(parameter, optimizer, torch.Size(()), torch.float32).device.type == place
+    assert _made(parameter, optimizer, torch.Size((3, 4)), torch.float32).device == META
+
+
+def test_offloading_leaves_what_is_on_the_host_already() -> None:
+    """Such as numbers that autograd keeps as tensors: they would come back on the device."""
+    link = HostLink(torch.device("cpu"))
+    link.device = META
+    kept = _Kept(torch.nn.Linear(2, 2), link, ())
+    number, activation = torch.tensor(0.5), torch.zeros(3, 4, device=META)
+    assert kept.pack(number) is number
+    assert isinstance(kept.pack(activation), _Saved) or not activation.untyped_storage().nbytes()
