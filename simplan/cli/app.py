@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,23 +13,15 @@ from simplan.cli.options import (
     CalibrationFile,
     CheckpointDir,
     CheckpointEvery,
-    ComparisonPlot,
     Interface,
     JoinTimeout,
-    Largest,
-    LastCallTimeout,
     NodeRank,
-    NumNodes,
-    Objectives,
     Rendezvous,
     Restarts,
     Resume,
     ScenarioFile,
     ScenarioPaths,
-    StageTimes,
-    TimedDevice,
-    TimedPrecisions,
-    Timeout,
+    TimedPrecision,
 )
 
 __all__ = ["app"]
@@ -84,11 +76,22 @@ def search(
     scenario: ScenarioFile,
     json: AsJson = False,
     top: Annotated[int | None, typer.Option(min=1, max=1000, metavar="N", help="Plans to rank (default: 5).")] = None,
-    objective: Objectives = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front.",
+        ),
+    ] = None,
     fewest_devices: Annotated[
         bool, typer.Option("--fewest-devices", help="The same as --objective num_devices.")
     ] = False,
-    largest: Largest = None,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="QUANTITY", help="The largest seq_len, microbatch_size or num_hidden_layers for which a plan fits."
+        ),
+    ] = None,
     save_plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a scenario with the best plan, for predict and run.")
     ] = None,
@@ -120,13 +123,30 @@ def run(
         int | None,
         typer.Option(min=0, max=100_000, metavar="N", show_default="found by their times", help="Steps not counted."),
     ] = None,
-    timeout: Timeout = 120.0,
-    nodes: NumNodes = "1",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."
+        ),
+    ] = 120.0,
+    nodes: Annotated[
+        str,
+        typer.Option(metavar="N|MIN:MAX", help="Nodes; the same command runs on each. MIN go on when others go."),
+    ] = "1",
     rdzv: Rendezvous = None,
     node_rank: NodeRank = None,
     interface: Interface = None,
     join_timeout: JoinTimeout = 300.0,
-    last_call_timeout: LastCallTimeout = None,
+    last_call_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=86_400.0,
+            metavar="SECONDS",
+            show_default="30",
+            help="With MIN:MAX: how long to wait for more than MIN.",
+        ),
+    ] = None,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
     restarts: Restarts = 0,
@@ -229,7 +249,9 @@ def compare(
         ),
     ],
     json: AsJson = False,
-    plot: ComparisonPlot = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
+    ] = None,
 ) -> int:
     """Show where a prediction is off: signed errors beside the spread of repeats, and which terms carry them."""
     from simplan.cli.compare import compare_command
@@ -251,8 +273,17 @@ def calibrate(
     budget: Annotated[
         float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Most time to spend on measurements.")
     ] = 240.0,
-    device: TimedDevice = None,
-    dtype: TimedPrecisions = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(metavar="cpu|cuda", help="Of the ranks (default: GPUs where there are any)."),
+    ] = None,
+    dtype: Annotated[
+        list[TimedPrecision] | None,
+        typer.Option(
+            metavar="|".join(TimedPrecision),
+            help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs).",
+        ),
+    ] = None,
     nodes: Annotated[
         int, typer.Option(min=1, max=1_000_000, metavar="N", help="Nodes; the same command runs on each.")
     ] = 1,
@@ -320,7 +351,13 @@ def accuracy(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw predicted over measured step times, by file.")
     ] = None,
-    stage_times: StageTimes = None,
+    stage_times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Predict from these profiled stage times instead of the cost model; others are skipped.",
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=-1, max=4096, metavar="N", help="Processes; -1 for one a core.")] = -1,
 ) -> int:
     """Predict training runs that others published, and show how far off that is.

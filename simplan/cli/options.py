@@ -1,10 +1,10 @@
-"""Arguments and flags that several commands have, or that take more than a line."""
+"""Arguments and flags that several commands have."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -13,23 +13,15 @@ __all__ = [
     "CalibrationFile",
     "CheckpointDir",
     "CheckpointEvery",
-    "ComparisonPlot",
     "Interface",
     "JoinTimeout",
-    "Largest",
-    "LastCallTimeout",
     "NodeRank",
-    "Objectives",
     "Rendezvous",
     "Restarts",
     "Resume",
     "ScenarioFile",
     "ScenarioPaths",
-    "StageTimes",
-    "TimedDevice",
     "TimedPrecision",
-    "TimedPrecisions",
-    "Timeout",
 ]
 
 
@@ -56,27 +48,6 @@ CalibrationFile = Annotated[
         "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
     ),
 ]
-Objectives = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front.",
-    ),
-]
-Largest = Annotated[
-    str | None,
-    typer.Option(
-        metavar="QUANTITY", help="The largest seq_len, microbatch_size or num_hidden_layers for which a plan fits."
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."),
-]
-NumNodes = Annotated[
-    str,
-    typer.Option(metavar="N|MIN:MAX", help="Nodes; the same command runs on each. MIN go on when others go."),
-]
 Rendezvous = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")
 ]
@@ -90,16 +61,6 @@ Interface = Annotated[
 JoinTimeout = Annotated[
     float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
 ]
-LastCallTimeout = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=86_400.0,
-        metavar="SECONDS",
-        show_default="30",
-        help="With MIN:MAX: how long to wait for more than MIN.",
-    ),
-]
 CheckpointDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")
 ]
@@ -112,13 +73,6 @@ Restarts = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")
 ]
-StageTimes = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Predict from these profiled stage times instead of the cost model; others are skipped.",
-    ),
-]
 
 
 class TimedPrecision(StrEnum):
@@ -129,19 +83,3 @@ class TimedPrecision(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP64 = "fp64"
-
-
-ComparisonPlot = Annotated[
-    Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
-]
-TimedDevice = Annotated[
-    Literal["cpu", "cuda"] | None,
-    typer.Option(metavar="cpu|cuda", help="Of the ranks (default: GPUs where there are any)."),
-]
-TimedPrecisions = Annotated[
-    list[TimedPrecision] | None,
-    typer.Option(
-        metavar="|".join(TimedPrecision),
-        help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs).",
-    ),
-]

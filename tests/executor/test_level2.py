@@ -10,6 +10,7 @@ import pytest
 from executor.run import run_job
 from simplan.job import Job
 from simplan.predict import predict, run_spec_of
+from simplan.prediction import Prediction
 from simplan.program.measurement import Measurement
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
@@ -56,22 +57,22 @@ def case(name: str) -> Any:
     return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
 
 
+def run_predicted(
+    model: ModelSpec, plan: ParallelPlan, batch: int, precision: Precision, folder: Path
+) -> tuple[Prediction, Measurement]:
+    """A plan as it is predicted for GPUs, and one step of it on ranks of this machine."""
+    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=plan.num_devices)
+    training = TrainingSpec(global_batch_size=batch, precision=precision)
+    prediction = predict(Job(model, cluster, training, plan, catalogue.software("torch")), name="test")
+    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    return prediction, run_job(job, folder)
+
+
 @pytest.mark.parametrize("name", [case(name) for name in CASES])
 def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
-    model, plan, batch, precision = CASES[name]
-    prediction = predict(
-        Job(
-            model,
-            catalogue.cluster("dgx-a100-80gb", num_devices=plan.num_devices),
-            TrainingSpec(global_batch_size=batch, precision=precision),
-            plan,
-            catalogue.software("torch"),
-        ),
-        name=name,
-    )
-    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    prediction, measurement = run_predicted(*CASES[name], tmp_path)
+    job = measurement.job
     assert len(job.predicted_memory_bytes) == job.plan.num_devices
-    measurement = run_job(job, tmp_path)
     assert compare(prediction.to_json(), measurement).structure_equal
     for rank, predicted in predicted_messages(job).items():
         assert issued(measurement, rank) == predicted

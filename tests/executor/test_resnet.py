@@ -15,10 +15,7 @@ from executor.checks import check_job
 from executor.data import model_batch
 from executor.loss import cross_entropy
 from executor.model import build_stage
-from executor.run import run_job
 from simplan.errors import NotModelledError
-from simplan.job import Job
-from simplan.predict import predict, run_spec_of
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.resnet import block_forms
@@ -29,7 +26,7 @@ from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
 from tests.executor.layer_runs import LayerRun, assert_parameters_and_order_of_gradients, counted_flops
 from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
-from tests.executor.test_level2 import assert_issued_as_predicted
+from tests.executor.test_level2 import assert_issued_as_predicted, run_predicted
 from tests.executor.test_memory_accounting import TOTAL
 
 CPU = torch.device("cpu")
@@ -167,11 +164,8 @@ def test_other_microbatches_are_another_computation() -> None:
 def test_ranks_in_bf16_issue_what_is_predicted(plan: dict[str, Any], tmp_path: Path) -> None:
     """Under autocast stages hand on 16 bits; their sizes differ from boundary to boundary."""
     made = ParallelPlan(**plan)
-    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=made.num_devices)
-    training = TrainingSpec(global_batch_size=4 * made.dp, precision="bf16")
-    prediction = predict(Job(model(), cluster, training, made, catalogue.software("torch")), name="resnet")
-    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
-    measurement = run_job(job, tmp_path)
+    _, measurement = run_predicted(model(), made, 4 * made.dp, "bf16", tmp_path)
+    job = measurement.job
     assert issued_as_predicted(measurement)
     shape = job.model.layers[job.boundaries[1] - 1].output_shapes[0]
     sent = {c.num_bytes for rank in measurement.ranks for c in rank.collectives if c.kind == "send"}

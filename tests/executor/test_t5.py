@@ -13,15 +13,11 @@ from torch.nn import functional
 
 from executor.data import model_batch
 from executor.model import build_stage
-from executor.run import run_job
 from executor.t5 import relative_buckets
-from simplan.job import Job
-from simplan.predict import predict, run_spec_of
-from simplan.spec import catalogue
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, Recompute
-from simplan.spec.training import Precision, TrainingSpec
+from simplan.spec.training import Precision
 from simplan.validate.structure import issued_as_predicted
 from tests.executor.accounting import peaks
 from tests.executor.conftest import MakeJob
@@ -32,7 +28,7 @@ from tests.executor.layer_runs import (
     counted_flops,
 )
 from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
-from tests.executor.test_level2 import assert_issued_as_predicted
+from tests.executor.test_level2 import assert_issued_as_predicted, run_predicted
 
 CPU = torch.device("cpu")
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -236,11 +232,7 @@ def test_ranks_equal_one_process(name: str, gated: bool, tmp_path: Path, make_jo
 def test_pipelines_in_bf16_send_what_is_predicted(plan: dict[str, Any], tmp_path: Path) -> None:
     """Under autocast the encoder's output is in 16 bits, everything else that is handed on in 32."""
     made = ParallelPlan(**plan)
-    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=made.num_devices)
-    training = TrainingSpec(global_batch_size=4 * made.dp, precision="bf16")
-    prediction = predict(Job(model(gated=True), cluster, training, made, catalogue.software("torch")), name="t5")
-    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
-    measurement = run_job(job, tmp_path)
+    _, measurement = run_predicted(model(gated=True), made, 4 * made.dp, "bf16", tmp_path)
     assert issued_as_predicted(measurement)
     sent = {c.num_bytes for rank in measurement.ranks for c in rank.collectives if c.kind == "send"}
     tables, states = 2 * 32 * HEADS, KEYS * HIDDEN
