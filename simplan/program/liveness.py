@@ -286,6 +286,9 @@ class _Backward:
         # what does nothing in forward may have a cast of its own
         idle = {i for i in range(max(rerun.kernels)) if isinstance(k := kernels[i], Exchange) and k.forward is None}
         order = self._order_of(idle.union(rerun.kernels))
+        if self._recomputation.from_start:  # also a cast of the input, whatever was kept of the first kernel
+            before = next(i for i, operator in enumerate(self._layer.operators) if operator.kernel is not None)
+            order = sorted({*range(before), *order})
         saved = {root for root, saver in tensors.last_savers.items() if saver <= index}
         passing = {name for name in self._memory.names() if self._is_for(name, rerun, index)} - saved
         if not tensors.saves_copies:  # also of matmuls whose results were kept
