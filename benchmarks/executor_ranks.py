@@ -28,10 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from executor.clock import make_clock
 from executor.groups import make_groups
-from executor.heartbeat import Heartbeat, RankState
+from executor.launch.rank import live_as_rank
+from executor.launch.watchdog import Heartbeat, RankState
 from executor.loss import cross_entropy
 from executor.model import Stage, build_stage
-from executor.rank import live_as_rank
 from executor.recorder import Recorder
 from executor.trainer import Trainer
 from executor.worker import start_rank, use_device
@@ -242,4 +242,6 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
 
 
 if __name__ == "__main__":
-    live_as_rank(Path(sys.argv[2]), lambda heartbeat, rank: _measured(sys.argv[1], Path(sys.argv[2]), heartbeat, rank))
+    live_as_rank(
+        Path(sys.argv[2]), lambda heartbeat, stop, rank: _measured(sys.argv[1], Path(sys.argv[2]), heartbeat, rank)
+    )

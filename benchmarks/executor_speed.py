@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.executor_ranks import CASES
 from benchmarks.table import Row
-from executor.launch import launch_ranks
+from executor.launch.launcher import Launch, launch_ranks
 
 __all__ = ["executor_speed"]
 
@@ -32,11 +32,7 @@ def executor_speed() -> list[Row]:
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             launch_ranks(
-                "benchmarks.executor_ranks",
-                [name, folder],
-                num_ranks=case.plan.num_devices,
-                out_dir=Path(folder),
-                timeout_s=_TIMEOUT_S,
+                Launch("benchmarks.executor_ranks", (name, folder), case.plan.num_devices, Path(folder), _TIMEOUT_S)
             )
             ranks = [
                 json.loads((Path(folder) / f"times{rank}.json").read_text()) for rank in range(case.plan.num_devices)

@@ -1,11 +1,10 @@
 """``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
-``run --nodes NODES.json`` is node 0 of several; on the others ``join NODES.json --out DIR`` runs. ``calibrate`` takes
-``--nodes`` too, with ``join-calibration NODES.json`` on the others, and ``refuse REFUSAL.json`` tells these that there
-is nothing to join. ``environment --out FILE`` writes what a measurement here would be taken on.
+``run`` and ``calibrate`` take ``--nodes NODES.json`` where several nodes run them, each with this command; ``run``
+takes the job from the leading node there. ``environment --out FILE`` writes what a measurement here would be taken on.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
-job or request, 4 the run failed, 130 interrupted, 143 terminated, also as a node that others go on without.
+job or request, 4 the run failed, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from executor.processes import die_with_parent
+from executor.launch.processes import die_with_parent
 from simplan.errors import Problem, SimplanError, SpecError
 
 _INTERRUPTED = 130
@@ -32,18 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m executor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    files = (("run", "JOB.json"), ("join", "NODES.json"), ("calibrate", "REQUEST.json"), ("rehearse", "JOB.json"))
+    files = (("run", "JOB.json"), ("calibrate", "REQUEST.json"), ("rehearse", "JOB.json"))
     for name, what in files:
         command = commands.add_parser(name)
-        command.add_argument("file", type=Path, metavar=what)
+        command.add_argument("file", type=Path, metavar=what, nargs="?" if name == "run" else None)
         command.add_argument("--out", type=Path, required=True)
-        if name in ("run", "calibrate"):
-            command.add_argument("--nodes", type=Path)
         if name == "rehearse":
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
-    commands.add_parser("join-calibration").add_argument("file", type=Path, metavar="NODES.json")
-    commands.add_parser("refuse").add_argument("file", type=Path, metavar="REFUSAL.json")
+        else:
+            command.add_argument("--nodes", type=Path)
     commands.add_parser("environment").add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
@@ -51,14 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             _run(args.file, args.out, args.nodes)
-        elif args.command == "join":
-            _join(args.file, args.out)
         elif args.command == "calibrate":
             _calibrate(args.file, args.out, args.nodes)
-        elif args.command == "join-calibration":
-            _join_calibration(args.file)
-        elif args.command == "refuse":
-            _refuse(args.file)
         elif args.command == "environment":
             _environment(args.out)
         else:
@@ -76,25 +67,24 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _run(file: Path, out_dir: Path, nodes_file: Path | None) -> None:
-    from executor.run import run_job
+def _run(file: Path | None, out_dir: Path, nodes_file: Path | None) -> None:
+    from executor.run import run_job, run_on_nodes
     from simplan.program.nodes import Nodes
     from simplan.program.run_spec import RunSpec
 
     def tell(step: int, of: int) -> None:
         _tell({"event": "step", "step": step, "of": of})
 
-    nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
-    run_job(
-        _parse(RunSpec, file), out_dir, tell, nodes=nodes, on_note=lambda text: _tell({"event": "note", "text": text})
-    )
+    def note(text: str) -> None:
+        _tell({"event": "note", "text": text})
 
-
-def _join(file: Path, out_dir: Path) -> None:
-    from executor.run import join_job
-    from simplan.program.nodes import Nodes
-
-    join_job(_parse(Nodes, file), out_dir, on_note=lambda text: _tell({"event": "note", "text": text}))
+    job = None if file is None else _parse(RunSpec, file)
+    if nodes_file is not None:
+        run_on_nodes(_parse(Nodes, nodes_file), job, out_dir, tell, on_note=note)
+    elif job is not None:
+        run_job(job, out_dir, tell, on_note=note)
+    else:
+        raise SpecError(Problem(field="JOB.json", rule="is missing", fix="give it, or --nodes"))
 
 
 def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
@@ -126,20 +116,6 @@ def _calibrate(file: Path, out: Path, nodes_file: Path | None) -> None:
 
     nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
     calibrate(_parse(CalibrationRequest, file), tell, out, nodes=nodes)
-
-
-def _join_calibration(file: Path) -> None:
-    from executor.calibrate import join_calibration
-    from simplan.program.nodes import Nodes
-
-    join_calibration(_parse(Nodes, file))
-
-
-def _refuse(file: Path) -> None:
-    from executor.meeting import refuse
-    from simplan.program.refusal import Refusal
-
-    refuse(_parse(Refusal, file))
 
 
 def _tell(event: dict[str, str | int]) -> None:

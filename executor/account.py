@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from executor.clock import Clock
-from executor.heartbeat import Unwatched
+from executor.launch.watchdog import Unwatched
 from executor.ledger import Allocation, Ledger, storage_key
 from executor.recorder import Recorder
 from executor.trainer import Trainer

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import torch
 
-from executor.exchange import Beats
-from executor.launch import launch_ranks
-from executor.meeting import meet
-from executor.settling import on_all_nodes
-from executor.team import Team
+from executor.launch.errors import RanksError
+from executor.launch.launcher import Launch, launch_ranks
+from executor.launch.nodes import Rendezvous
+from executor.launch.watchdog import Beats
 from simplan.cost.calibration import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
 from simplan.program.nodes import Nodes
 
-__all__ = ["Progress", "calibrate", "join_calibration"]
+__all__ = ["Progress", "calibrate"]
 
 Progress = Callable[[int, int, str], None]
 """Called with per cent done, 100, and what is being timed."""
@@ -32,13 +31,13 @@ def calibrate(
     *,
     nodes: Nodes | None = None,
 ) -> Calibration:
-    """Times what the request names on ``num_ranks`` ranks at once.
+    """Times what the request names on ``num_ranks`` ranks at once; with ``nodes``, on each of them at once.
 
     Args:
         request: What to measure.
         on_progress: Is told how far it is.
         result_file: Gets what was measured so far after every part, so that an interruption loses only one of them.
-        nodes: How to meet the other nodes, of which this is node 0; None where the request is about this machine alone.
+        nodes: How to meet the other nodes, all of which get the same; None for a request about this machine alone.
 
     Raises:
         SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started. Or the
@@ -47,51 +46,36 @@ def calibrate(
     """
     assert (nodes is not None) == (request.num_nodes > 1)
     _check(request)
-    team = None if nodes is None else meet(nodes, request.model_dump_json())
+    rendezvous = None if nodes is None else Rendezvous(nodes, request.model_dump_json() if nodes.leads else None)
+    if rendezvous is not None:
+        request = CalibrationRequest.model_validate_json(rendezvous.job)
     with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
         result_file = (result_file or Path(folder) / "calibration.json").resolve()
-        _on_nodes(request, Path(folder), result_file, on_progress, team)
+        try:
+            _measure(request, Path(folder), result_file, on_progress, rendezvous)
+        except RanksError as error:
+            raise error if rendezvous is None else rendezvous.agreed(error) from None
+        finally:
+            if rendezvous is not None:
+                rendezvous.farewell()
         if not result_file.exists():
             raise RunError("the ranks ended without a calibration")
         return Calibration.model_validate_json(result_file.read_bytes())
 
 
-def join_calibration(nodes: Nodes) -> None:
-    """This node's part of what node 0 calibrates; returns when all nodes are done.
-
-    Raises:
-        SpecError: The nodes were not asked the same, or this one cannot do it.
-        RunError: Ranks of any node failed or hung, or nodes did not come.
-    """
-    team = meet(nodes, None)
-    request = CalibrationRequest.model_validate_json(team.job)
-    with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
-        _on_nodes(request, Path(folder), Path(folder) / "calibration.json", None, team)
-
-
-def _on_nodes(
-    request: CalibrationRequest, out_dir: Path, result_file: Path, on_progress: Progress | None, team: Team | None
-) -> None:
-    if team is None:
-        _measure(request, out_dir, result_file, on_progress, None)
-        return
-
-    def work() -> None:
-        _check(request)
-        _measure(request, out_dir, result_file, on_progress, team)
-
-    on_all_nodes(team, work)
-
-
 def _measure(
-    request: CalibrationRequest, out_dir: Path, result_file: Path, on_progress: Progress | None, team: Team | None
+    request: CalibrationRequest,
+    out_dir: Path,
+    result_file: Path,
+    on_progress: Progress | None,
+    rendezvous: Rendezvous | None,
 ) -> None:
     """Runs the ranks of this machine."""
     told: tuple[str, int] | None = None
 
     def on_poll(beats: Beats) -> None:
         nonlocal told
-        beat = beats[0]
+        beat = next(iter(beats.values()), None)
         if on_progress is None or beat is None or (beat.doing, beat.step) == told:
             return
         told = beat.doing, beat.step
@@ -99,15 +83,15 @@ def _measure(
 
     request_file = out_dir / "request.json"
     request_file.write_text(request.model_dump_json())
-    launch_ranks(
+    launch = Launch(
         "executor.calibrate_worker",
-        [str(request_file), str(result_file)],
-        num_ranks=request.num_ranks * request.num_nodes,
-        out_dir=out_dir,
-        timeout_s=_PATIENCE_S + request.budget_s,
-        on_poll=on_poll,
-        team=team,
+        (str(request_file), str(result_file)),
+        request.num_ranks,
+        out_dir,
+        _PATIENCE_S + request.budget_s,
+        rendezvous,
     )
+    launch_ranks(launch, on_poll)
 
 
 def _check(request: CalibrationRequest) -> None:

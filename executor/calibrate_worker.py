@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from executor.environment import environment
-from executor.heartbeat import Heartbeat, RankState
 from executor.host_timing import time_host_copies
 from executor.kernel_timing import time_kernels
+from executor.launch.rank import StopRequest, live_as_rank
+from executor.launch.watchdog import Heartbeat, RankState
 from executor.layer_timing import time_layers
 from executor.link_timing import time_links
 from executor.memory import context_bytes
 from executor.overlap_timing import time_overlap
 from executor.precision import allow_tf32
-from executor.rank import live_as_rank
 from executor.reference import Reference
 from executor.timing import of_rank_0
 from executor.worker import start_rank, use_device
@@ -65,12 +65,13 @@ class _Part:
 
 
 def main(argv: list[str]) -> None:
-    """Measures what the request in ``argv[0]`` names; rank 0 writes ``argv[1]``, anew after every part."""
+    """Measures what the request in ``argv[0]`` names; a rank of each node writes ``argv[1]``, anew after every part."""
     request_file, result_file = Path(argv[0]), Path(argv[1])
-    live_as_rank(request_file.parent, lambda heartbeat, rank: _run(request_file, result_file, heartbeat, rank))
+    live_as_rank(request_file.parent, lambda heartbeat, stop, rank: _run(request_file, result_file, heartbeat, stop))
 
 
-def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int) -> None:
+def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, stop: StopRequest) -> None:
+    del stop  # a calibration has nothing to keep but what is written already
     request = CalibrationRequest.model_validate_json(request_file.read_bytes())
     device = use_device(request.device, request.num_ranks)
     start_rank(device, request.budget_s + 60)
@@ -83,6 +84,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
         memory_bytes=_memory_bytes(device),
         context_bytes=context_bytes(device),
     )
+    writes = os.environ["LOCAL_RANK"] == "0"  # all ranks have the same
     parts = list(_parts(request, device))
     left = [part for part in parts if part.name in request.pending]
     parts = left or parts
@@ -95,9 +97,9 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, rank: int)
         pending = tuple(later.name for later in parts[index + 1 :])
         merged = {name: (*getattr(result, name), *timings) for name, timings in found.items()}
         result = result.model_copy(update={**merged, "pending": pending})
-        if rank == 0:
+        if writes:
             write_whole(result_file, result.model_dump_json())
-    if rank == 0 and not parts:
+    if writes and not parts:
         write_whole(result_file, result.model_dump_json())
     dist.barrier()
     dist.destroy_process_group()

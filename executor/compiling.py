@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from executor.heartbeat import Heartbeat, RankState
+from executor.launch.watchdog import Heartbeat, RankState
 from executor.model import Stage
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from executor.checkpoints import Checkpoints
+from executor.launch.rank import RankFiles, StopRequest
 from executor.loss_log import LossLog
-from executor.rank import RankFiles
 from executor.recorder import Recorder
-from executor.stopping import StopRequests
+from executor.stopping import Stopping
 from executor.training_state import TrainingState
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.run_spec import RunSpec
@@ -24,21 +24,21 @@ class Keeper:
         job: The job, with ``checkpointing``.
         state: What is kept.
         files: Of this rank.
-        stop: File that asks this rank's node to stop; heeded where a job may go on with other nodes.
+        stop: Whether this rank is told to stop.
         leads: Whether this is rank 0, which writes down what all need to know.
     """
 
-    def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: Path, *, leads: bool) -> None:
+    def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: StopRequest, *, leads: bool) -> None:
         assert job.checkpointing is not None
         self._checkpoints = Checkpoints(job, state, partial(_append, files.checkpoints) if leads else _ignore)
-        self._losses = LossLog(files.losses, job.checkpointing.every) if job.fewer_nodes else None
-        self._stop = StopRequests(stop) if job.fewer_nodes else None
+        self._losses = LossLog(Path(job.checkpointing.folder), job.checkpointing.every) if job.fewer_nodes else None
+        self._stopping = Stopping(stop)
 
     def restore(self) -> int:
         """As ``Checkpoints.restore``."""
         return self._checkpoints.restore()
 
-    def after(self, step: int, losses: list[float], recorder: Recorder, *, is_last: bool) -> bool:
+    def after(self, step: int, losses: list[float], recorder: Recorder, *, is_last: bool) -> None:
         """To be called when a number of steps are done.
 
         Args:
@@ -47,8 +47,9 @@ class Keeper:
             recorder: Told what is waited for.
             is_last: Whether the training is done.
 
-        Returns:
-            Whether ranks are to stop here; there is a checkpoint of these steps then, unless it could not be written.
+        Raises:
+            SystemExit, PeerStoppedError: As ``Stopping.leave``; there is a checkpoint of these steps, unless it could
+                not be written.
         """
         if self._losses is not None:
             recorder.waiting("gathering losses", step)
@@ -58,14 +59,12 @@ class Keeper:
         if is_last:
             recorder.waiting("waiting for the last checkpoint to be written", step)
             self._checkpoints.finish()
-            return False
-        if self._stop is None or not self._stop.any():
-            return False
-        assert self._losses is not None
-        recorder.waiting("taking a checkpoint before other nodes go on", step)
-        self._losses.gather()
-        self._checkpoints.take_and_finish(step)
-        return True
+        elif self._stopping.any():
+            recorder.waiting("taking a checkpoint before stopping", step)
+            if self._losses is not None:
+                self._losses.gather()
+            self._checkpoints.take_and_finish(step)
+            self._stopping.leave(step)
 
 
 def _append(file: Path, timing: CheckpointTiming) -> None:

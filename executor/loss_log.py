@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 __all__ = ["LossLog", "read_losses"]
 
+_FILE = "losses.jsonl"
+
 
 class LossLog:
     """Gathers losses before each checkpoint, so that all are known of the steps that are not done again.
@@ -17,12 +19,13 @@ class LossLog:
     Every rank must make one and call the same methods.
 
     Args:
-        file: On rank 0, gets a JSON line ``{step, loss}`` for every step, with the mean over ranks and microbatches.
+        folder: Of checkpoints, which all nodes share: rank 0 may be on another one later. Gets a JSON line ``{step,
+            loss}`` for every step, with the mean over ranks and microbatches.
         every: Steps between checkpoints.
     """
 
-    def __init__(self, file: Path, every: int) -> None:
-        self._file, self._every = file, every
+    def __init__(self, folder: Path, every: int) -> None:
+        self._file, self._every = folder / _FILE, every
         self._group = dist.new_group(backend="gloo")
         self._mine: dict[int, list[float]] = {}
 
@@ -46,8 +49,8 @@ class LossLog:
         self._mine.clear()
 
 
-def read_losses(file: Path, first: int, end: int) -> tuple[float, ...]:
-    """Of steps ``first`` to ``end - 1``, as far as they are there; half a line, whose writer was killed, is not."""
+def read_losses(folder: Path) -> dict[int, float]:
+    """Of every step that a folder of checkpoints knows of; half a line, whose writer was killed, is not."""
+    file = folder / _FILE
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    found = {entry["step"]: entry["loss"] for entry in map(json.loads, (x for x in lines if x.endswith("\n")))}
-    return tuple(found[step] for step in range(first, end) if step in found)
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, (x for x in lines if x.endswith("\n")))}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from executor.clock import Clock, Stamp
-from executor.heartbeat import Heartbeat, RankState
+from executor.launch.watchdog import Heartbeat, RankState
 from simplan.program.action import Action, ActionKind
 from simplan.program.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 from simplan.program.timeline import SpanKind

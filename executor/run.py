@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.checkpoint_folder import check_resume
+from executor.checkpoint_folder import check_resume, newest_checkpoint
 from executor.checks import check_job
-from executor.decision import NodeResult
-from executor.departure import Departure, told_to_leave
-from executor.exchange import Beats, RegroupError
-from executor.guest import NotNeededError
-from executor.host_clock import ClockReading
-from executor.launch import launch_ranks
-from executor.meeting import meet, refuse
-from executor.rank import RankFiles
-from executor.regroup import Part, first_part, first_step, part_of, regroup
-from executor.results import gather_parts
-from executor.settling import on_all_nodes
-from executor.team import Team
+from executor.launch.errors import RanksError
+from executor.launch.launcher import Launch, Start, launch_ranks
+from executor.launch.nodes import Rendezvous
+from executor.launch.rank import RankFiles, folder_of
+from executor.launch.watchdog import Beats
+from executor.results import Part, gather_parts
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
 from simplan.program.measurement import Measurement
 from simplan.program.nodes import Nodes
-from simplan.program.refusal import Refusal
 from simplan.program.run_spec import RunSpec
+from simplan.units import counted
 
-__all__ = ["Progress", "join_job", "run_job"]
+__all__ = ["Progress", "run_job", "run_on_nodes"]
 
 Progress = Callable[[int, int], None]
-"""Called with the steps finished by all ranks and the steps of the run, warm-up included."""
+"""Called with the steps finished by all ranks of this node and the steps of the run, warm-up included."""
+
+Note = Callable[[str], None]
 
 
 def run_job(
@@ -37,11 +33,10 @@ def run_job(
     out_dir: Path,
     on_progress: Progress | None = None,
     *,
-    nodes: Nodes | None = None,
     rank_module: str = "executor.worker",
-    on_note: Callable[[str], None] | None = None,
+    on_note: Note | None = None,
 ) -> Measurement:
-    """Runs a job and writes ``job.json``, ``measurement.json`` and the ranks' logs to ``out_dir``.
+    """Runs a job on this machine and writes ``job.json``, ``measurement.json`` and logs to ``out_dir``.
 
     A run that fails or is interrupted leaves a measurement of the steps that all ranks had finished, with
     ``complete`` false and ``failure`` saying why.
@@ -50,142 +45,180 @@ def run_job(
         job: What to run.
         out_dir: Folder for the files of the run; made when missing.
         on_progress: Told about every finished step.
-        nodes: How to meet the other nodes, of which this is node 0; None to run all ranks on this machine.
         rank_module: The program of one rank; takes the job file and the folder.
         on_note: Told what a user should know, a sentence at a time: where the run begins, restarts, checkpoints that
             were not written. The measurement has the same.
 
     Raises:
-        SpecError, ProgramError: The job cannot be run here, or the nodes were not asked the same; nothing was started.
-        RunError: Ranks failed or hung, or nodes did not come; all are ended.
+        SpecError, ProgramError: The job cannot be run here; nothing was started.
+        RunError: Ranks failed or hung; all are ended.
     """
-    _check(job, nodes)
-    notes: list[str] = []
-
-    def note(sentence: str) -> None:
-        notes.append(sentence)
-        if on_note is not None:
-            on_note(sentence)
-
-    def say_where_it_begins() -> None:
-        for found in check_resume(job):
-            note(found)
-
-    if nodes is None:
-        say_where_it_begins()
-    team = None if nodes is None else meet(nodes, job.model_dump_json())
-    out_dir = _folder(out_dir)
-    resumes = job.checkpointing is not None and job.checkpointing.resume
-    on_poll = _telling(on_progress, job.num_all_steps)
-    failure: str | None = "the run was interrupted"
-    readings: dict[int, tuple[ClockReading, ...]] = {}
-    parts: list[Part] = []
-
-    def run_ranks(part: Part, departure: Departure) -> None:
-        if part.team is not None and not parts[1:]:  # now all nodes hear why a run cannot go on
-            say_where_it_begins()
-        _run_here(part, on_poll, rank_module, note, departure)
-
-    def begin(part: Part | None) -> Part:
-        assert part is not None, "node 0 is always needed"
-        parts.append(part)
-        readings.clear()
-        if part.why:
-            note(part.why)
-        return part
-
-    part = begin(first_part(job, team, out_dir, first_step(job) if resumes else 0))
-    try:
-        with told_to_leave(heeds=team is not None and team.is_elastic) as departure:
-            while (cause := _run_part(part, run_ranks, readings, departure)) is not None:
-                part = begin(regroup(part, out_dir, cause))
-        failure = None
-    except SimplanError as error:
-        failure = str(error)
-        raise
-    finally:
-        measurement = gather_parts(parts, failure, readings, notes)
-        for unwritten in measurement.notes[len(notes) :]:
-            note(unwritten)
-        _keep(out_dir / "measurement.json", measurement, failure)
-    return measurement
+    check_job(job)
+    run = _Run(job, out_dir, rank_module, on_progress, on_note)
+    for found in check_resume(job):
+        run.note(found)
+    run.launch(None)
+    assert run.measurement is not None
+    return run.measurement
 
 
-def join_job(
+def run_on_nodes(
     nodes: Nodes,
+    job: RunSpec | None,
     out_dir: Path,
+    on_progress: Progress | None = None,
     *,
     rank_module: str = "executor.worker",
-    on_note: Callable[[str], None] | None = None,
+    on_note: Note | None = None,
 ) -> None:
-    """Runs this node's part of a job that node 0 has; returns when all nodes are done, or this one is not needed.
+    """Runs this node's ranks of a job; the leading node writes the measurement.
 
     Args:
         nodes: How to meet the others.
-        out_dir: Folder for the logs of this node's ranks.
-        rank_module: As in ``run_job``.
-        on_note: Told what a user of this node should know: that it is let in, waits, or was not needed.
+        job: On the leading node, what to run; the others take it from there.
+        out_dir, on_progress, rank_module, on_note: As of ``run_job``.
 
     Raises:
-        SpecError: The nodes were not asked the same; nothing was started.
-        RunError: Ranks of any node failed or hung, or nodes did not come.
-        LeftError: This node was told to leave, and has.
+        SpecError, ProgramError, RunError: As ``run_job``; nodes did not come, or were not asked the same.
+    """
+    found = []
+    if job is not None:
+        check_job(job, nodes.ranks_per_node)
+        for fewer in job.fewer_nodes:
+            check_job(job.on_nodes(fewer), nodes.ranks_per_node)
+        found = check_resume(job)
+    rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
+    run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir, rank_module, on_progress, on_note)
+    for note in found:
+        run.note(note)
+    run.launch(rendezvous)
+
+
+class _Run:
+    """One node's part of a run.
+
+    Attributes:
+        measurement: Of all ranks; None on nodes that do not lead.
     """
 
-    def note(sentence: str) -> None:
-        if on_note is not None:
-            on_note(sentence)
+    def __init__(
+        self, job: RunSpec, out_dir: Path, rank_module: str, on_progress: Progress | None, on_note: Note | None
+    ) -> None:
+        self._job, self._out_dir, self._rank_module = job, out_dir.resolve(), rank_module
+        self._on_progress, self._on_note = on_progress, on_note
+        self._notes: list[str] = []
+        self._parts: list[Part] = []
+        self._start: Start | None = None
+        self._told_steps = 0
+        self.measurement: Measurement | None = None
 
-    try:
-        waits = _take_part(meet(nodes, None, note), out_dir, rank_module, note)
-    except NotNeededError as unneeded:
-        note(str(unneeded))
-        return
-    while waits:  # as a node does that comes later: it may be needed again
+    def note(self, sentence: str) -> None:
+        """Tells it, and keeps it for the measurement."""
+        self._notes.append(sentence)
+        if self._on_note is not None:
+            self._on_note(sentence)
+
+    def launch(self, rendezvous: Rendezvous | None) -> None:
+        """Runs this node's ranks, and gathers what all have measured."""
+        job, out_dir = self._job, self._out_dir
+        out_dir.mkdir(parents=True, exist_ok=True)
+        job_file = out_dir / "job.json"
+        write_whole(job_file, job.model_dump_json(indent=1))
+        for old in out_dir.rglob("rank*.jsonl"):
+            old.unlink(missing_ok=True)
+        checkpointing = job.checkpointing
+        launch = Launch(
+            self._rank_module,
+            (str(job_file), str(out_dir)),
+            job.plan.num_devices if rendezvous is None else rendezvous.nodes.ranks_per_node,
+            out_dir,
+            job.timeout_s,
+            rendezvous,
+            0 if checkpointing is None else checkpointing.max_restarts,
+            lambda num_ranks: self._folder_of(self._job_on(num_ranks)),
+            lambda num_ranks: self._job_on(num_ranks).plan.num_devices,
+            job.predicted_memory_bytes,
+        )
+        failure: str | None = "the run was interrupted"
         try:
-            team = meet(nodes, None, note)
-        except RunError as error:
-            note(str(error))
+            try:
+                launch_ranks(launch, self._on_poll, self._on_start)
+            except RanksError as error:
+                raise error if rendezvous is None else rendezvous.agreed(error) from None
+            failure = None
+        except SimplanError as error:
+            failure = str(error)
+            raise
+        finally:
+            self._gather(rendezvous, failure)
+
+    def _job_on(self, num_ranks: int) -> RunSpec:
+        found = self._job.on_ranks(num_ranks)
+        if found is None:
+            raise RunError(f"no plan was made for {counted(num_ranks, 'rank')}")
+        return found
+
+    def _folder_of(self, job: RunSpec) -> Path:
+        return folder_of(self._out_dir, self._job.plan.num_devices, job.plan.num_devices)
+
+    def _on_poll(self, beats: Beats) -> None:
+        if self._on_progress is None or not beats:
             return
-        waits = _take_part(team, out_dir, rank_module, note)
+        steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
+        if steps != self._told_steps and steps:
+            self._told_steps = steps
+            self._on_progress(steps, self._job.num_all_steps)
+
+    def _on_start(self, start: Start, why: RunError | None) -> None:
+        self._start = start
+        asked, job = self._job.checkpointing, self._job_on(start.num_ranks)
+        done = _steps_done(job)
+        if why is not None:
+            assert asked is not None
+            self.note(f"{why}; restart {start.restarts} of {asked.max_restarts}")
+        if self._parts and self._parts[-1].job.plan == job.plan:
+            return
+        per_node = len(start.ranks)
+        num_nodes = job.plan.num_devices // per_node
+        sentence = ""
+        if self._parts or job.plan != self._job.plan:
+            who = f"{counted(num_nodes, 'node')} with {counted(job.plan.num_devices, 'rank')}"
+            one = "s" if num_nodes == 1 else ""
+            verb = f"go{'es' if one else ''} on" if self._parts else f"begin{one}"
+            idle = start.num_ranks // per_node - num_nodes
+            sentence = f"{who} {verb} after step {done}" if done else f"{who} {verb}"
+            sentence += f"; {counted(idle, 'node')} more without work" if idle else ""
+            self.note(sentence)
+        self._parts.append(Part(job, self._folder_of(job), num_nodes, done, sentence))
+
+    def _gather(self, rendezvous: Rendezvous | None, failure: str | None) -> None:
+        if not self._parts:
+            self._parts.append(Part(self._job, self._out_dir, 1, 0, ""))
+        last = self._parts[-1]
+        elsewhere = {}
+        if rendezvous is not None:
+            ranks = () if self._start is None else self._start.ranks
+            rendezvous.leave({rank: _texts(RankFiles(last.folder, rank)) for rank in ranks})
+            if not rendezvous.nodes.leads:
+                return
+            elsewhere = rendezvous.collect(last.job.plan.num_devices, failed=failure is not None)
+        measurement = gather_parts(self._parts, failure, elsewhere, self._notes)
+        for unwritten in measurement.notes[len(self._notes) :]:
+            self.note(unwritten)
+        _keep(self._out_dir / "measurement.json", measurement, failure)
+        self.measurement = measurement
 
 
-def _take_part(team: Team, out_dir: Path, rank_module: str, note: Callable[[str], None]) -> bool:
-    """From a meeting on; gives whether this node could go on and is not needed, else the run is over."""
-
-    def run_ranks(part: Part, departure: Departure) -> None:
-        _run_here(part, lambda beats: None, rank_module, None, departure)
-
-    out_dir = _folder(out_dir)
-    if team.number == 0:
-        part: Part | None = first_part(RunSpec.model_validate_json(team.job), team, out_dir)
-    else:
-        part = part_of(team, out_dir)
-        note(f"joining the run, which goes on with {len(team.hosts)} nodes, as {team.me}")
-    with told_to_leave(heeds=team.is_elastic) as departure:
-        while part is not None and (cause := _run_part(part, run_ranks, {}, departure)) is not None:
-            part = regroup(part, out_dir, cause)
-    if part is None:
-        note(f"the others go on without {team.me}, which is not needed now")
-    return part is None
+def _texts(files: RankFiles) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (files.steps, files.checkpoints) if path.exists()}
 
 
-def _check(job: RunSpec, nodes: Nodes | None) -> None:
-    """As ``check_job``, on all nodes and on fewer; what node 0 refuses, the others are told."""
-    try:
-        check_job(job, None if nodes is None else nodes.ranks_per_node)
-        for fewer in job.fewer_nodes:
-            check_job(job.on_nodes(fewer), None if nodes is None else nodes.ranks_per_node)
-    except SimplanError as error:
-        if nodes is not None:
-            refuse(Refusal(nodes=nodes, sentence=str(error), exit_code=error.exit_code))
-        raise
-
-
-def _folder(out_dir: Path) -> Path:
-    out_dir = out_dir.resolve()
-    out_dir.mkdir(parents=True, exist_ok=True)
-    return out_dir
+def _steps_done(job: RunSpec) -> int:
+    """In the newest whole checkpoint; 0 without one."""
+    if job.checkpointing is None:
+        return 0
+    header, _ = newest_checkpoint(Path(job.checkpointing.folder))
+    return 0 if header is None else header.step
 
 
 def _keep(file: Path, measurement: Measurement, failure: str | None) -> None:
@@ -194,91 +227,3 @@ def _keep(file: Path, measurement: Measurement, failure: str | None) -> None:
     except OSError as error:
         said = f"{file} cannot be written: {error.strerror}"
         raise RunError(said if failure is None else f"{failure}; and {said}") from None
-
-
-def _run_part(
-    part: Part,
-    run_ranks: Callable[[Part, Departure], None],
-    readings: dict[int, tuple[ClockReading, ...]],
-    departure: Departure,
-) -> RegroupError | None:
-    """Runs this node's ranks, and settles with the others how it went.
-
-    Args:
-        part: What is run.
-        run_ranks: Runs those of this node.
-        readings: On node 0, gets the readings of every other node's clock by rank, also when the run fails.
-        departure: Whether this node is to leave.
-
-    Returns:
-        Why others than these nodes are to go on; nothing is settled then.
-
-    Raises:
-        SpecError, RunError: What the nodes have agreed on, the same on all of them.
-        LeftError: This node has left.
-    """
-    team = part.team
-    if team is None:
-        run_ranks(part, departure)
-        return None
-
-    def work() -> None:
-        check_job(part.job, len(team.ranks))
-        run_ranks(part, departure)
-        team.read_clock()
-
-    def keep(result: NodeResult) -> None:
-        for rank, lines in result.steps.items():
-            write_whole(RankFiles(part.folder, rank).steps, lines)
-            readings[rank] = result.readings
-
-    try:
-        on_all_nodes(team, work, lambda: _steps_of(team, part.folder), keep)
-    except RegroupError as cause:
-        return cause
-    return None
-
-
-def _steps_of(team: Team, folder: Path) -> dict[int, str]:
-    """What the ranks of this node have measured."""
-    files = {rank: RankFiles(folder, rank).steps for rank in team.ranks}
-    return {rank: file.read_text() for rank, file in files.items() if file.exists()}
-
-
-def _telling(on_progress: Progress | None, num_steps: int) -> Callable[[Beats], None]:
-    """Tells about every step that all ranks have finished, once."""
-    told = 0
-
-    def on_poll(beats: Beats) -> None:
-        nonlocal told
-        finished = min((0 if beat is None else beat.step) for beat in beats)
-        while told < finished:
-            told += 1
-            if on_progress is not None:
-                on_progress(told, num_steps)
-
-    return on_poll
-
-
-def _run_here(
-    part: Part,
-    on_poll: Callable[[Beats], None],
-    rank_module: str,
-    on_restart: Callable[[str], None] | None,
-    departure: Departure,
-) -> None:
-    job, job_file = part.job, part.folder / "job.json"
-    write_whole(job_file, job.model_dump_json(indent=1))
-    launch_ranks(
-        rank_module,
-        [str(job_file), str(part.folder)],
-        num_ranks=job.plan.num_devices,
-        out_dir=part.folder,
-        timeout_s=job.timeout_s,
-        on_poll=on_poll,
-        team=part.team,
-        max_restarts=0 if job.checkpointing is None else job.checkpointing.max_restarts,
-        on_restart=on_restart,
-        predicted_bytes=job.predicted_memory_bytes,
-        departure=departure,
-    )

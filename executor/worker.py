@@ -13,20 +13,19 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from executor.clock import make_clock
 from executor.groups import make_groups
-from executor.heartbeat import Heartbeat, RankState
 from executor.keeping import Keeper
+from executor.launch.rank import RankFiles, StopRequest, folder_of, live_as_rank
+from executor.launch.watchdog import Heartbeat, RankState
 from executor.memory import forget_peaks, peak_allocated_bytes, peak_memory
 from executor.out_of_memory import told_when_out_of_memory
 from executor.precision import allow_tf32
-from executor.rank import RankFiles, attempt, first_rank, live_as_rank, team_number
 from executor.recorder import Recorder
 from executor.reference import Reference
-from executor.stopping import stop_file
+from executor.stopping import PeerStoppedError
 from executor.trainer import Trainer
 from simplan.files import write_whole
 from simplan.program.measurement import PeakMemory
@@ -37,6 +36,8 @@ __all__ = ["main", "start_rank", "use_device"]
 
 _AFTER_RESTART = 2
 """Uncounted steps in the middle of a training, whose times say nothing about where they end."""
+
+_DONE = "simplan/done"
 
 
 def use_device(device: str, num_ranks: int) -> torch.device:
@@ -54,47 +55,67 @@ def use_device(device: str, num_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def start_rank(device: torch.device, timeout_s: float) -> None:
+def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None) -> None:
     """Joins the default process group: NCCL on CUDA devices, gloo on the CPU.
 
-    torch's own timeout is longer than the launcher's patience, so that the launcher says who hangs.
+    torch's own timeout is longer than the launcher's patience, so that the launcher says who hangs. NCCL makes its
+    communicators when they are needed: made at once (``device_id``), they would have messages of a pipeline wait for
+    all other operations of their group.
+
+    Args:
+        device: Where this rank computes.
+        timeout_s: The launcher's patience.
+        num_ranks: How many of torchrun's ranks have work; None for all.
     """
-    cuda = device.type == "cuda"
-    timeout = timedelta(seconds=2 * timeout_s + 60)
-    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-    # one store serves all attempts, also those of other teams: the names of an earlier one's ranks would be found
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=PrefixStore(f"team{team_number()}/attempt{attempt()}", store),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timeout,
-        device_id=device if cuda else None,
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=int(os.environ["RANK"]),
+        world_size=num_ranks or int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=2 * timeout_s + 60),
     )
 
 
 def main(argv: list[str]) -> None:
     """Runs the job of ``argv[0]`` with its files in ``argv[1]``."""
-    out_dir = Path(argv[1])
-    live_as_rank(out_dir, lambda heartbeat, rank: _run(Path(argv[0]), out_dir, heartbeat, rank))
+    asked = RunSpec.model_validate_json(Path(argv[0]).read_bytes())
+    job = asked.on_ranks(int(os.environ["WORLD_SIZE"]))
+    assert job is not None, "the launcher has looked"
+    folder = folder_of(Path(argv[1]), asked.plan.num_devices, job.plan.num_devices)
+    live_as_rank(folder, lambda heartbeat, stop, rank: _run(job, folder, heartbeat, stop, rank))
 
 
-def _run(job_file: Path, out_dir: Path, heartbeat: Heartbeat, rank: int) -> RankState:
-    job = RunSpec.model_validate_json(job_file.read_bytes())
+def _run(job: RunSpec, folder: Path, heartbeat: Heartbeat, stop: StopRequest, rank: int) -> None:
+    if rank >= job.plan.num_devices:
+        _idle(heartbeat)
+        return
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     allow_tf32(allowed=job.training.precision == "tf32")
-    start_rank(device, job.timeout_s)
+    start_rank(device, job.timeout_s, job.plan.num_devices)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     with told_when_out_of_memory(device, predicted_bytes):
-        ended = _train(job, out_dir, device, heartbeat, rank)
+        _train(job, folder, device, heartbeat, stop, rank)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set(_DONE, "")
     dist.destroy_process_group()
-    return ended
 
 
-def _train(job: RunSpec, out_dir: Path, device: torch.device, heartbeat: Heartbeat, rank: int) -> RankState:
-    """From building the model to the measured memory, or to where ranks are to stop."""
+def _idle(heartbeat: Heartbeat) -> None:
+    """Of a rank that no plan needs: ends with the others, or fails as they do, so that torchrun starts all again."""
+    heartbeat.beat(RankState.WAITING, "no plan needs this rank")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    try:
+        store.wait([_DONE], timedelta(days=365))
+    except RuntimeError:
+        raise PeerStoppedError("the ranks that have work have ended") from None
+
+
+def _train(
+    job: RunSpec, folder: Path, device: torch.device, heartbeat: Heartbeat, stop: StopRequest, rank: int
+) -> None:
+    """From building the model to the measured memory."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     mapping = RankMapping.of(job.plan)
     table = job.parsed_table()
@@ -104,28 +125,24 @@ def _train(job: RunSpec, out_dir: Path, device: torch.device, heartbeat: Heartbe
     def build() -> Trainer:
         return Trainer(job, rank, device, groups, recorder)
 
-    files = RankFiles(out_dir, rank)
+    files = RankFiles(folder, rank)
     trainer, first, keeper = build(), 0, None
     forget_peaks(device)
     if job.checkpointing is not None:
-        keeper = Keeper(job, trainer.state(), files, stop_file(out_dir, first_rank()), leads=rank == 0)
-        if job.checkpointing.resume or attempt() > 0 or team_number() > 0:
-            heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
-            first = keeper.restore()
-    for kept in (files.steps, files.losses) if rank == 0 else (files.steps,):
-        _keep_steps_before(first, kept)
+        keeper = Keeper(job, trainer.state(), files, stop, leads=rank == 0)
+        heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
+        first = keeper.restore()  # the launcher refuses a folder that has some where a run is not to resume
+    _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
         from executor.compiling import watched_compilation
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as steps, watched:
-        ended = _timed_steps(job, trainer, device, recorder, steps, first, keeper)
-        if ended is RankState.FINISHED:
-            del trainer, keeper
-            memory = _memory(job, build, device, recorder, heartbeat)
-            print(memory.model_dump_json(), file=steps, flush=True)
-    return ended
+        _timed_steps(job, trainer, device, recorder, steps, first, keeper)
+        del trainer, keeper
+        memory = _memory(job, build, device, recorder, heartbeat)
+        print(memory.model_dump_json(), file=steps, flush=True)
 
 
 def _timed_steps(
@@ -136,7 +153,7 @@ def _timed_steps(
     file: TextIO,
     first: int,
     keeper: Keeper | None,
-) -> RankState:
+) -> None:
     """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
     reference = Reference(device)
     for step in range(first, job.num_all_steps):
@@ -153,10 +170,9 @@ def _timed_steps(
         )
         print(record.model_dump_json(), file=file, flush=True)
         is_last = step + 1 == job.num_all_steps
-        if keeper is not None and keeper.after(step + 1, list(record.losses), recorder, is_last=is_last):
-            return RankState.STOPPED
+        if keeper is not None:
+            keeper.after(step + 1, list(record.losses), recorder, is_last=is_last)
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
-    return RankState.FINISHED
 
 
 def _num_warmup_steps(job: RunSpec, first: int) -> int:

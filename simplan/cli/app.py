@@ -13,11 +13,9 @@ from simplan.cli.options import (
     CalibrationFile,
     CheckpointDir,
     CheckpointEvery,
-    Interface,
-    JoinTimeout,
-    NodeRank,
-    Rendezvous,
-    Restarts,
+    Endpoint,
+    MaxRestarts,
+    RendezvousConf,
     Resume,
     ScenarioFile,
     ScenarioPaths,
@@ -129,36 +127,29 @@ def run(
             min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."
         ),
     ] = 120.0,
-    nodes: Annotated[
+    nnodes: Annotated[
         str,
-        typer.Option(metavar="N|MIN:MAX", help="Nodes; the same command runs on each. MIN go on when others go."),
-    ] = "1",
-    rdzv: Rendezvous = None,
-    node_rank: NodeRank = None,
-    interface: Interface = None,
-    join_timeout: JoinTimeout = 300.0,
-    last_call_timeout: Annotated[
-        float | None,
         typer.Option(
-            min=0.0,
-            max=86_400.0,
-            metavar="SECONDS",
-            show_default="30",
-            help="With MIN:MAX: how long to wait for more than MIN.",
+            "--nnodes",
+            "--nodes",
+            metavar="N|MIN:MAX",
+            help="Nodes; the same command runs on each. MIN go on when others go.",
         ),
-    ] = None,
+    ] = "1",
+    rdzv_endpoint: Endpoint = None,
+    rdzv_conf: RendezvousConf = None,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
-    restarts: Restarts = 0,
+    max_restarts: MaxRestarts = 0,
     resume: Resume = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Run the plan on this machine's devices and show the prediction beside the measurement.
 
-    Calibrates first when this machine has no calibration for the scenario. With --nodes and --rdzv, every node runs its
-    part of the ranks, and node 0 shows the result. With --nodes MIN:MAX, as many begin as are there after a
-    last call; when some are lost or told to leave (SIGTERM), the others go on with fewer data-parallel ranks, and
-    with more when nodes come.
+    Calibrates first when this machine has no calibration for the scenario. With --nnodes and --rdzv-endpoint,
+    torchrun's options, every node runs its part of the ranks, and the one at the endpoint shows the result. With
+    --nnodes MIN:MAX, as many begin as are there after a last call; when some are lost or told to leave (SIGTERM), the
+    others go on with fewer data-parallel ranks, and with more when nodes come.
     """
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.commands import run_command
@@ -169,10 +160,9 @@ def run(
         num_steps=steps,
         num_warmup_steps=warmup,
         timeout_s=timeout,
-        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume),
+        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume),
     )
-    min_nodes, num_nodes = numbers_of_nodes(nodes)
-    meeting = Meeting(num_nodes, rdzv, node_rank, interface, join_timeout, min_nodes, last_call_timeout)
+    meeting = Meeting(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
     return run_command(
         scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting
     )
@@ -284,20 +274,21 @@ def calibrate(
             help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs).",
         ),
     ] = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, max=1_000_000, metavar="N", help="Nodes; the same command runs on each.")
+    nnodes: Annotated[
+        int,
+        typer.Option(
+            "--nnodes", "--nodes", min=1, max=1_000_000, metavar="N", help="Nodes; the same command runs on each."
+        ),
     ] = 1,
-    rdzv: Rendezvous = None,
-    node_rank: NodeRank = None,
-    interface: Interface = None,
-    join_timeout: JoinTimeout = 300.0,
+    rdzv_endpoint: Endpoint = None,
+    rdzv_conf: RendezvousConf = None,
     calibration: CalibrationFile = None,
     json: AsJson = False,
 ) -> int:
     """Measure this machine: the layers of scenarios, or, without any, kernels over a grid of sizes for any model.
 
-    Collectives and messages are timed with both. An interrupted calibration goes on where it stopped. With --nodes and
-    --rdzv, collectives and messages are timed inside of nodes and across them; node 0 keeps what is found.
+    Collectives and messages are timed with both. An interrupted calibration goes on where it stopped. With --nnodes
+    and --rdzv-endpoint, collectives and messages are timed inside of nodes and across them; all keep what is found.
     """
     from simplan.cli.calibrations import Wanted
     from simplan.cli.commands import calibrate_command
@@ -310,7 +301,7 @@ def calibrate(
         budget_s=budget,
         calibration_file=calibration,
         wanted=Wanted(device, tuple(map(str, dtype or ()))),
-        meeting=Meeting(nodes, rdzv, node_rank, interface, join_timeout),
+        meeting=Meeting((nnodes, nnodes), rdzv_endpoint, rdzv_conf),
     )
 
 
@@ -438,7 +429,7 @@ def export(
     ] = None,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
-    restarts: Restarts = 0,
+    max_restarts: MaxRestarts = 0,
     resume: Resume = False,
     json: AsJson = False,
 ) -> int:
@@ -450,7 +441,7 @@ def export(
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.export import export_command
 
-    kept = checkpointing(checkpoint_dir, checkpoint_every, restarts=restarts, resume=resume)
+    kept = checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume)
     return export_command(scenario, target=to, as_json=json, output=output, nodes=nodes, checkpointing=kept)
 
 

@@ -195,7 +195,7 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
     Args:
         requests: What to measure.
         file: The calibration file; None means the one in the cache folder.
-        nodes: How to meet the other nodes, of which this is node 0.
+        nodes: How to meet the other nodes; None for this machine alone.
 
     Raises:
         SpecError: torch is missing, or the file cannot be written or is no calibration.

@@ -16,14 +16,14 @@ def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resu
     Args:
         folder: ``--checkpoint-dir``.
         every: ``--checkpoint-every``.
-        restarts: ``--restarts``.
+        restarts: ``--max-restarts``.
         resume: ``--resume``.
 
     Raises:
         SpecError: A flag is given that means nothing without a folder.
     """
     if folder is None:
-        given = (("--checkpoint-every", every is not None), ("--restarts", restarts > 0), ("--resume", resume))
+        given = (("--checkpoint-every", every is not None), ("--max-restarts", restarts > 0), ("--resume", resume))
         problems = [
             Problem(field=flag, rule="needs a folder for checkpoints", fix="add --checkpoint-dir DIR")
             for flag, is_given in given

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
-from simplan.cli.execute import RunOptions, default_folder, execute, refuse_other_software
+from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
 from simplan.cli.fewer_nodes import scenarios_on_fewer
-from simplan.cli.nodes import Meeting, join, join_calibration, nodes_of, nodes_to_time, refuse_without_nodes
+from simplan.cli.nodes import Meeting, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.output import emphasize, print_json, print_result, say
-from simplan.cli.refusal import refusing_for_all
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.traces import predicted_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
@@ -128,14 +127,13 @@ def run_command(
     refuse_other_software(scenario)
     folder = output or default_folder(scenario)
     nodes = nodes_of(scenario, options, meeting)
-    if nodes is not None and nodes.node_rank != 0:
+    if nodes is not None and not nodes.leads:
         join(nodes, folder)
         return 0
-    with refusing_for_all(nodes):
-        needed = is_needed(scenario.job.cluster)
-        smaller = {} if meeting.min_nodes is None else scenarios_on_fewer(scenario, meeting.min_nodes)[0]
-        every = [scenario, *smaller.values()]
-        calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
+    smaller = scenarios_on_fewer(scenario, meeting.nodes[0])[0] if meeting.is_elastic else {}
+    every = [scenario, *smaller.values()]
+    needed = is_needed(scenario.job.cluster)
+    calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
     if as_json:
         print_json(outcome.to_json())
@@ -161,16 +159,12 @@ def calibrate_command(
 ) -> int:
     """``simplan calibrate``."""
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
-    if meeting.num_nodes > 1:
+    if meeting.nodes[1] > 1:
         if files:
             rule = "is not timed across nodes: collectives and messages are, for any scenario"
             raise SpecError(Problem(field="SCENARIO", value=str(files[0]), rule=rule, fix="leave it out"))
-        request = request_across(meeting.num_nodes, num_ranks, budget_s, wanted)
-        nodes = nodes_to_time(meeting, request)
-        if nodes.node_rank != 0:
-            join_calibration(nodes)
-            return 0
-        calibration = measure([request], calibration_file, nodes)
+        request = request_across(meeting.nodes[1], num_ranks, budget_s, wanted)
+        calibration = measure([request], calibration_file, nodes_to_time(meeting, request))
     else:
         refuse_without_nodes(meeting)
         calibration = measure(requests_for(scenarios, num_ranks, budget_s, wanted), calibration_file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.output import say
 from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
-from simplan.cli.refusal import refusing_for_all
 from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
 from simplan.errors import NotModelledError, Problem, RunError
@@ -32,6 +32,7 @@ __all__ = [
     "RunOptions",
     "default_folder",
     "execute",
+    "join",
     "refuse_other_software",
     "run_spec_of_scenario",
 ]
@@ -47,7 +48,7 @@ class RunOptions:
         num_steps: Steady steps to measure.
         num_warmup_steps: Steps before them that do not count; None for finding out by the step times.
         timeout_s: A rank that makes no progress for so long ends the run.
-        nodes: How to meet the other nodes, of which this is node 0; None for all ranks on this machine.
+        nodes: How to meet the other nodes; None for all ranks on this machine.
         checkpointing: How the state of the training is kept; None for not at all.
     """
 
@@ -124,13 +125,11 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         SpecError: The scenario cannot be predicted or run here, or a file cannot be written.
         RunError: Ranks failed or hung.
     """
-    with refusing_for_all(options.nodes):
-        prediction, simulated = scenario.predict_step(calibration)
-        job = run_spec_of_scenario(scenario, prediction, options)
-        on_fewer = _steps_on_fewer(scenario, calibration, options)
-        job = job.model_copy(
-            update={"fewer_nodes": fewer_nodes({number: other for number, (other, _) in on_fewer.items()})}
-        )
+    prediction, simulated = scenario.predict_step(calibration)
+    job = run_spec_of_scenario(scenario, prediction, options)
+    on_fewer = _steps_on_fewer(scenario, calibration, options)
+    smaller = fewer_nodes({number: other for number, (other, _) in on_fewer.items()})
+    job = job.model_copy(update={"fewer_nodes": smaller})
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
@@ -145,10 +144,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
             if options.nodes is not None:
                 write_model(folder / "nodes.json", options.nodes)
                 arguments += ["--nodes", str(folder / "nodes.json")]
-            run_executor(
-                arguments,
-                lambda event: _show(event, progress),
-            )
+            run_executor(arguments, lambda event: _show(event, progress))
     except RunError as error:
         raise RunError(f"{error}\nwhat was measured until then is in {folder}") from None
     measurement = read_model(measurement_file, Measurement)
@@ -163,11 +159,27 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     return Outcome(prediction, measurement, comparison, folder, prediction_file)
 
 
+def join(nodes: Nodes, folder: Path) -> None:
+    """Runs this node's ranks of what the node at the endpoint predicts, runs and shows.
+
+    Raises:
+        SpecError: The nodes were not asked the same.
+        RunError: The run failed, on whichever node.
+    """
+    say(f"taking the job from {nodes.endpoint}")
+    folder.mkdir(parents=True, exist_ok=True)
+    request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
+    write_model(request, nodes)
+    out = folder / socket.gethostname()
+    with Progress("running") as progress:
+        run_executor(["run", "--nodes", str(request), "--out", str(out)], lambda event: _show(event, progress))
+
+
 def _steps_on_fewer(
     scenario: Scenario, calibration: Calibration | None, options: RunOptions
 ) -> dict[int, tuple[Prediction, Simulated]]:
     """By number of nodes, the largest first; empty for a run that ends when a node is lost."""
-    if options.nodes is None or options.nodes.min_nodes is None:
+    if options.nodes is None or options.nodes.min_nodes == options.nodes.max_nodes:
         return {}
     scenarios, sentences = scenarios_on_fewer(scenario, options.nodes.min_nodes)
     for sentence in sentences:

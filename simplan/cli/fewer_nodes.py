@@ -1,4 +1,4 @@
-"""What `simplan run --nodes MIN:MAX` goes on with when nodes are lost: checked and predicted before anything starts."""
+"""The plans of `simplan run --nnodes MIN:MAX` for fewer nodes: checked and predicted before anything starts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
 
 
 def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing: Checkpointing | None) -> None:
-    """Checks ``--nodes MIN:MAX``.
+    """Checks ``--nnodes MIN:MAX``.
 
     Raises:
         SpecError: Nothing would be kept to go on with, or so few nodes cannot.
     """
     number = f"{min_nodes}:{scenario.job.cluster.num_nodes}"
     if checkpointing is None or checkpointing.max_restarts == 0:
-        missing = "--checkpoint-dir DIR" if checkpointing is None else "--restarts K"
+        missing = "--checkpoint-dir DIR" if checkpointing is None else "--max-restarts K"
         rule = "goes on without lost nodes from a checkpoint, and each time counts as a restart"
-        raise SpecError(Problem(field="--nodes", value=number, rule=rule, fix=f"add {missing}"))
+        raise SpecError(Problem(field="--nnodes", value=number, rule=rule, fix=f"add {missing}"))
     try:
         scenario_on(scenario, min_nodes)
     except SpecError as error:
         rule = f"{_counted(min_nodes)} cannot go on with this plan: {_said(error)}"
-        fix = f"or use --nodes {scenario.job.cluster.num_nodes}"
-        raise SpecError(Problem(field="--nodes", value=number, rule=rule, fix=fix), file=scenario.file) from None
+        fix = f"or use --nnodes {scenario.job.cluster.num_nodes}"
+        raise SpecError(Problem(field="--nnodes", value=number, rule=rule, fix=fix), file=scenario.file) from None
 
 
 def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Scenario], list[str]]:

@@ -1,55 +1,48 @@
-"""Several nodes, one run: what each is asked, and a node's part in it."""
+"""Several nodes, one run: what torchrun's rendezvous is asked."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import socket
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from simplan.cli.execute import RunOptions
 from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
-from simplan.cli.output import say
-from simplan.cli.processes import run_executor
 from simplan.cost.calibration import CalibrationRequest
 from simplan.errors import Problem, SpecError
-from simplan.io import write_model
 from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario
 
-__all__ = [
-    "Meeting",
-    "join",
-    "join_calibration",
-    "nodes_of",
-    "nodes_to_time",
-    "numbers_of_nodes",
-    "refuse_other_number",
-    "refuse_without_nodes",
-]
+__all__ = ["Meeting", "nodes_of", "nodes_to_time", "numbers_of_nodes", "refuse_other_number", "refuse_without_nodes"]
 
-_LAST_CALL_S = 30.0  # as torchrun
 _NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
+_CONF = {"join_timeout": 300.0, "last_call_timeout": 30.0}  # torchrun's own names
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The options of ``simplan run`` and ``calibrate`` about nodes, as given."""
+    """The options of ``simplan run`` and ``calibrate`` about nodes, as given.
 
-    num_nodes: int = 1
-    rdzv: str | None = None
-    node_rank: int | None = None
-    interface: str | None = None
-    join_timeout_s: float = 300.0
-    min_nodes: int | None = None
-    last_call_timeout_s: float | None = None
+    Attributes:
+        nodes: ``--nnodes``: the fewest and all.
+        endpoint: ``--rdzv-endpoint``.
+        conf: ``--rdzv-conf``.
+    """
+
+    nodes: tuple[int, int] = (1, 1)
+    endpoint: str | None = None
+    conf: str | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether fewer nodes than all may run."""
+        return self.nodes[0] < self.nodes[1]
 
 
-def numbers_of_nodes(text: str) -> tuple[int | None, int]:
-    """What ``N`` or ``MIN:MAX`` says: the fewest that begin and go on (None for ``N``), and all.
+def numbers_of_nodes(text: str) -> tuple[int, int]:
+    """What ``N`` or ``MIN:MAX`` says: the fewest that begin and go on, and all.
 
     Raises:
         SpecError: It is neither.
@@ -58,8 +51,8 @@ def numbers_of_nodes(text: str) -> tuple[int | None, int]:
     least, number = (0, 0) if match is None else (int(match["least"] or match["all"]), int(match["all"]))
     if match is None or not 1 <= least <= number:
         rule = "must be a number of nodes, or MIN:MAX with MIN from 1 to MAX"
-        raise SpecError(Problem(field="--nodes", value=text, rule=rule))
-    return None if match["least"] is None or least == number else least, number
+        raise SpecError(Problem(field="--nnodes", value=text, rule=rule))
+    return least, number
 
 
 def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes | None:
@@ -68,29 +61,22 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes
     Raises:
         SpecError: The options do not fit each other or the scenario.
     """
-    cluster, num_nodes = scenario.job.cluster, meeting.num_nodes
-    if meeting.last_call_timeout_s is not None and meeting.min_nodes is None:
-        value = f"{meeting.last_call_timeout_s:g}"
-        rule = "is about runs that may begin with fewer nodes"
-        raise SpecError(Problem(field="--last-call-timeout", value=value, rule=rule, fix="give --nodes MIN:MAX"))
-    if num_nodes == 1:
+    cluster, (least, number) = scenario.job.cluster, meeting.nodes
+    if number == 1:
         if cluster.num_nodes > 1:
             rule = f"the scenario's cluster has {cluster.num_nodes} nodes"
-            fix = f"give --nodes {cluster.num_nodes} --rdzv HOST:PORT on each of them"
-            raise SpecError(Problem(field="--nodes", value="1", rule=rule, fix=fix), file=scenario.file)
+            fix = f"give --nnodes {cluster.num_nodes} --rdzv-endpoint HOST:PORT on each of them"
+            raise SpecError(Problem(field="--nnodes", value="1", rule=rule, fix=fix), file=scenario.file)
         refuse_without_nodes(meeting)
         return None
-    refuse_other_number(scenario, num_nodes)
-    if meeting.min_nodes is not None:
-        refuse_unless_it_can_go_on(scenario, meeting.min_nodes, options.checkpointing)
-    asked = {"--nodes": f"{meeting.min_nodes or num_nodes}:{num_nodes}", **_asked(scenario, options)}
-    if meeting.last_call_timeout_s is not None:
-        asked["--last-call-timeout"] = f"{meeting.last_call_timeout_s:g}"
-    return _nodes(meeting, cluster.num_devices // num_nodes, asked)
+    refuse_other_number(scenario, number)
+    if meeting.is_elastic:
+        refuse_unless_it_can_go_on(scenario, least, options.checkpointing)
+    return _nodes(meeting, cluster.num_devices // number, _asked(scenario, options))
 
 
 def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
-    """``--nodes`` must be those of the scenario's cluster.
+    """``--nnodes`` must be those of the scenario's cluster.
 
     Raises:
         SpecError: It is another number.
@@ -98,11 +84,11 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
     cluster = scenario.job.cluster
     if cluster.num_devices % num_nodes:
         rule = f"must divide the {cluster.num_devices} devices of the scenario's cluster"
-        raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule), file=scenario.file)
+        raise SpecError(Problem(field="--nnodes", value=str(num_nodes), rule=rule), file=scenario.file)
     if cluster.num_nodes != num_nodes:
         rule = f"the scenario's cluster has {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
-        fix = f"use --nodes {cluster.num_nodes}, or change cluster.num_nodes"
-        raise SpecError(Problem(field="--nodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
+        fix = f"use --nnodes {cluster.num_nodes}, or change cluster.num_nodes"
+        raise SpecError(Problem(field="--nnodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
 
 
 def nodes_to_time(meeting: Meeting, request: CalibrationRequest) -> Nodes:
@@ -121,68 +107,50 @@ def refuse_without_nodes(meeting: Meeting) -> None:
     Raises:
         SpecError: One of them is given.
     """
-    given = {"--rdzv": meeting.rdzv, "--node-rank": meeting.node_rank, "--interface": meeting.interface}
-    for option, value in given.items():
+    for option, value in {"--rdzv-endpoint": meeting.endpoint, "--rdzv-conf": meeting.conf}.items():
         if value is not None:
-            rule = "is about several nodes, and --nodes is 1"
-            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix="give --nodes too"))
+            rule = "is about several nodes, and --nnodes is 1"
+            raise SpecError(Problem(field=option, value=value, rule=rule, fix="give --nnodes too"))
 
 
 def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Nodes:
-    host, port = _endpoint(meeting.rdzv)
-    node_rank = meeting.node_rank
-    if node_rank is not None and node_rank >= meeting.num_nodes:
-        rule = f"must be less than --nodes = {meeting.num_nodes}"
-        raise SpecError(Problem(field="--node-rank", value=str(node_rank), rule=rule))
+    host, port = _endpoint(meeting.endpoint)
+    conf, (least, number) = _conf(meeting.conf), meeting.nodes
     return Nodes(
-        num_nodes=meeting.num_nodes,
-        min_nodes=meeting.min_nodes,
+        min_nodes=least,
+        max_nodes=number,
         ranks_per_node=ranks_per_node,
         host=host,
         port=port,
-        node_rank=0 if node_rank is None and _is_here(host) else node_rank,
-        interface=meeting.interface,
-        join_timeout_s=meeting.join_timeout_s,
-        last_call_timeout_s=_LAST_CALL_S if meeting.last_call_timeout_s is None else meeting.last_call_timeout_s,
-        asked=asked,
+        leads=_is_here(host),
+        join_timeout_s=conf["join_timeout"],
+        last_call_timeout_s=conf["last_call_timeout"],
+        asked={"--nnodes": f"{least}:{number}", **asked},
     )
 
 
-def join(nodes: Nodes, folder: Path) -> None:
-    """Runs this node's part of what node 0 runs; says little, for node 0 shows the result.
+def _conf(text: str | None) -> dict[str, float]:
+    """What ``--rdzv-conf KEY=SECONDS,KEY=SECONDS`` says.
 
     Raises:
-        SpecError: The nodes were not asked the same.
-        RunError: The run failed, on whichever node.
+        SpecError: A key or a value is not understood.
     """
-    say(f"joining node 0 at {nodes.endpoint}")
-    folder.mkdir(parents=True, exist_ok=True)
-    request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
-    write_model(request, nodes)
-    run_executor(["join", str(request), "--out", str(folder)], lambda event: say(f"note: {event['text']}"))
+    conf = dict(_CONF)
+    for entry in (text or "").split(",") if text else ():
+        key, _, value = entry.partition("=")
+        if key not in conf or not value.replace(".", "", 1).isdigit():
+            rule = f"must be of {' and '.join(f'{name}=SECONDS' for name in conf)}"
+            raise SpecError(Problem(field="--rdzv-conf", value=entry, rule=rule))
+        conf[key] = float(value)
+    return conf
 
 
-def join_calibration(nodes: Nodes) -> None:
-    """Runs this node's part of what node 0 calibrates.
-
-    Raises:
-        SpecError: The nodes were not asked the same.
-        RunError: It failed, on whichever node.
-    """
-    say(f"joining node 0 at {nodes.endpoint}")
-    with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
-        request = Path(folder) / "nodes.json"
-        write_model(request, nodes)
-        run_executor(["join-calibration", str(request)], lambda event: None)
-
-
-def _endpoint(rdzv: str | None) -> tuple[str, int]:
-    match = None if rdzv is None else _ENDPOINT.fullmatch(rdzv)
+def _endpoint(text: str | None) -> tuple[str, int]:
+    match = None if text is None else _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match["port"]) < 2**16:
-        rule = "must say where the nodes meet" if rdzv is None else "must be HOST:PORT"
-        raise SpecError(
-            Problem(field="--rdzv", value=rdzv, rule=rule, fix="give a name of node 0 and a free port there")
-        )
+        rule = "must say where the nodes meet" if text is None else "must be HOST:PORT"
+        fix = "give a name of one of the nodes and a free port there"
+        raise SpecError(Problem(field="--rdzv-endpoint", value=text, rule=rule, fix=fix))
     return match["v6"] or match["host"], int(match["port"])
 
 
@@ -204,7 +172,7 @@ def _is_here(host: str) -> bool:
 
 def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
     """What must be equal on all nodes; of machines, their number only."""
-    cluster = scenario.job.cluster
+    cluster, kept = scenario.job.cluster, options.checkpointing
     sections = {
         "model": scenario.job.model.model_dump_json(),
         "training": scenario.job.training.model_dump_json(),
@@ -213,18 +181,12 @@ def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
         "cluster": f"{cluster.num_nodes} x {cluster.ranks_per_node} {cluster.device.id}",
     }
     asked = {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in sections.items()}
-    flags = {"--steps": options.num_steps, "--warmup": options.num_warmup_steps, "--timeout": options.timeout_s}
-    return {"name": scenario.name, **asked, **{flag: str(value) for flag, value in (flags | _kept(options)).items()}}
-
-
-def _kept(options: RunOptions) -> dict[str, object]:
-    """The flags about checkpoints: ranks of all nodes write into one folder and read from it."""
-    kept = options.checkpointing
-    if kept is None:
-        return {"--checkpoint-dir": None}
-    return {
-        "--checkpoint-dir": kept.folder,
-        "--checkpoint-every": kept.every,
-        "--restarts": kept.max_restarts,
-        "--resume": kept.resume,
+    flags: dict[str, object] = {
+        "--steps": options.num_steps,
+        "--warmup": options.num_warmup_steps,
+        "--timeout": options.timeout_s,
     }
+    if kept is not None:
+        flags |= {"--checkpoint-dir": kept.folder, "--checkpoint-every": kept.every}
+        flags |= {"--max-restarts": kept.max_restarts, "--resume": kept.resume}
+    return {"name": scenario.name, **asked, **{flag: str(value) for flag, value in flags.items()}}

@@ -13,11 +13,9 @@ __all__ = [
     "CalibrationFile",
     "CheckpointDir",
     "CheckpointEvery",
-    "Interface",
-    "JoinTimeout",
-    "NodeRank",
-    "Rendezvous",
-    "Restarts",
+    "Endpoint",
+    "MaxRestarts",
+    "RendezvousConf",
     "Resume",
     "ScenarioFile",
     "ScenarioPaths",
@@ -48,18 +46,20 @@ CalibrationFile = Annotated[
         "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
     ),
 ]
-Rendezvous = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: a port of node 0, free there.")
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint", "--rdzv", metavar="HOST:PORT", help="Where they meet: one of the nodes, a port free there."
+    ),
 ]
-NodeRank = Annotated[
-    int | None,
-    typer.Option(min=0, max=999_999, metavar="N", help="Place of this node (default: 0 on HOST, else a free one)."),
-]
-Interface = Annotated[
-    str | None, typer.Option(metavar="IF", help="Network interface of the ranks (default: that towards HOST).")
-]
-JoinTimeout = Annotated[
-    float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="How long to wait for the other nodes.")
+RendezvousConf = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-conf",
+        metavar="KEY=SECONDS,...",
+        show_default="join_timeout=300,last_call_timeout=30",
+        help="How long to wait for MIN nodes, and then for more.",
+    ),
 ]
 CheckpointDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")
@@ -67,8 +67,16 @@ CheckpointDir = Annotated[
 CheckpointEvery = Annotated[
     int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default 10).")
 ]
-Restarts = Annotated[
-    int, typer.Option(min=0, max=1000, metavar="K", help="How often ranks that fail go on from the newest checkpoint.")
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts",
+        "--restarts",
+        min=0,
+        max=1000,
+        metavar="K",
+        help="How often ranks that fail go on from the newest checkpoint.",
+    ),
 ]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")

@@ -1,4 +1,4 @@
-"""How several nodes meet for one run: the same request on each of them, as far as they must agree."""
+"""How several nodes run one job: what torchrun's c10d rendezvous needs to know."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ __all__ = ["Nodes"]
 
 
 class Nodes(Spec):
-    """What a node knows before it has met the others.
+    """The rendezvous, as one node sees it.
 
     Attributes:
-        num_nodes: Nodes of the run, this one included.
-        min_nodes: As few of them begin, and go on when others are lost or leave, and others may come; None when the
-            run begins and ends with all.
-        ranks_per_node: Ranks that each of them runs.
-        host: Name or address of node 0, where all meet.
-        port: Port there.
-        node_rank: Place of this node; None to be given the next free one. Node 0 is the one at ``host``.
-        interface: Network interface that ranks talk over; None for the one on the route to ``host``.
+        min_nodes, max_nodes: torchrun's ``--nnodes MIN:MAX``: as many begin and go on when others are lost or leave,
+            and as many at most.
+        ranks_per_node: torchrun's ``--nproc-per-node``.
+        host, port: torchrun's ``--rdzv-endpoint``, where the store is.
+        leads: Whether this is the node at ``host``, which has the store and the job.
         join_timeout_s: How long to wait for the others.
         last_call_timeout_s: How long to wait for more of them once there are as many as can begin.
-        asked: What was asked, by section; must be equal on all nodes.
+        asked: What was asked, by section or option; must be equal on all nodes.
     """
 
     schema_version: Literal[1] = 1
-    num_nodes: Annotated[int, Field(ge=2, le=10**6)]
-    min_nodes: Count | None = None
+    min_nodes: Count
+    max_nodes: Annotated[int, Field(ge=2, le=10**6)]
     ranks_per_node: Count
     host: str
     port: Annotated[int, Field(ge=1, le=65535)]
-    node_rank: Annotated[int, Field(ge=0)] | None = None
-    interface: str | None = None
+    leads: bool
     join_timeout_s: Positive = 300.0
     last_call_timeout_s: NonNegative = 30.0
     asked: dict[str, str] = Field(default_factory=dict)

@@ -76,6 +76,11 @@ class RunSpec(Spec):
         keys = ("plan", "boundaries", "table", "predicted_memory_bytes")
         return self.model_copy(update={key: getattr(fewer, key) for key in keys})
 
+    def on_ranks(self, num_ranks: int) -> RunSpec | None:
+        """The job on as many of these ranks (torchrun's WORLD_SIZE) as have a plan; None when they are too few."""
+        plans = (self, *map(self.on_nodes, self.fewer_nodes))
+        return next((job for job in plans if job.plan.num_devices <= num_ranks), None)
+
     def parsed_table(self) -> Table:
         """The table as actions.
 

@@ -11,7 +11,7 @@ import torch
 
 from executor.clock import make_clock
 from executor.fake_rank import MakeRecorder, fake_rank
-from executor.heartbeat import Unwatched
+from executor.launch.watchdog import Unwatched
 from executor.recorder import Recorder
 from executor.rehearse import fake_account as account
 from executor.trainer import Trainer

@@ -2,8 +2,7 @@
 
 ``python -m tests.executor.fork_server``: two requests.
 
-- ``{"start": {failures, log, module, args, num_ranks, environment}}`` forks an agent, which forks the ranks and does
-  what ``executor.agent`` does with torchrun; the answer is its process id.
+- ``{"start": {module, args, stdout, stderr, environment}}`` forks a rank; the answer is its process id.
 - ``{"poll": PID}`` is answered by its exit code, negative for a signal, or by null while it runs.
 
 No tensor is computed here: threads of OpenMP or autograd would not exist in the forked ranks.
@@ -13,23 +12,20 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
-import signal
-import socket
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from executor import rank_main
-from executor.processes import PARENT_VARIABLE, die_with_parent
+from executor.launch import rank
+from executor.launch.processes import PARENT_VARIABLE, die_with_parent
 from tests.forking import fork, serve
 
 WARM = (
     "executor.pipeline",
     "executor.trainer",
     "torch._dynamo",  # DDP and checkpoints import it when they are made
+    "torch.distributed.elastic.multiprocessing.errors",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.optim",
@@ -38,64 +34,27 @@ WARM = (
 """What ranks import, executor.worker excepted: it is run as their main program."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def run_rank(rank: int, port: int, request: dict[str, Any]) -> int:
+def run_rank(request: dict[str, Any], parent: int) -> int:
     """One rank, as torchrun would start it."""
-    num_ranks = str(request["num_ranks"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=num_ranks, LOCAL_WORLD_SIZE=num_ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with Path(request[name]).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ[PARENT_VARIABLE] = str(parent)
+    sys.path[:0] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     sys.argv = ["", request["module"], *request["args"]]
-    rank_main.main()
+    rank.main()
     return 0
 
 
-def run_agent(request: dict[str, Any]) -> int:
-    """Forks the ranks and waits; when one fails, the others are asked to end, and all that failed are written down."""
-    with Path(os.devnull).open() as nothing, Path(request["log"]).open("ab") as log:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.environ[PARENT_VARIABLE] = str(os.getppid())
-    die_with_parent()
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    sys.path[:0] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    port = free_port()
-    running = {fork(lambda rank=rank: run_rank(rank, port, request)): rank for rank in range(request["num_ranks"])}  # type: ignore[misc]
-
-    def ask_to_end() -> None:
-        for pid in running:
-            os.kill(pid, signal.SIGTERM)
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        ask_to_end()
-        os._exit(128 + number)
-
-    signal.signal(signal.SIGTERM, interrupted)
-    failures = []
-    while running:
-        pid, status = os.wait()
-        rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-        if code:
-            failures.append({"rank": rank, "exitcode": code})
-            ask_to_end()
-    if failures:
-        Path(request["failures"]).write_text(json.dumps(failures))
-    return 1 if failures else 0
-
-
 def answer(request: dict[str, Any]) -> int | None:
-    """Starts an agent, or tells how it is."""
+    """Starts a rank, or tells how it is."""
     if "start" in request:
-        return fork(lambda: run_agent(request["start"]))
+        parent = os.getpid()
+        return fork(lambda: run_rank(request["start"], parent))
     pid, status = os.waitpid(request["poll"], os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 

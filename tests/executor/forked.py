@@ -1,23 +1,26 @@
 """Ranks that are forked by a process that has imported torch: a second for a launch instead of ten.
 
-All tests of this folder launch so, but those that ask for the fixture ``torchrun``. The launcher watches and ends
-forked ranks as it does torchrun's. What launches in another process (``simplan run``) starts torchrun.
+All tests of this folder launch so, but those that ask for the fixture ``torchrun``. What launches in another process
+(``simplan run``) has torchrun's agent.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
+import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import executor.launch
+import executor.launch.launcher
+from executor.launch.launcher import Agent, Launch, Logs, rank_environment
 from tests.forking import ForkServer
 
 __all__ = ["forked_ranks"]
@@ -28,56 +31,70 @@ POLL_S = 0.01
 @cache
 def server() -> ForkServer:
     """The one of this process."""
-    return ForkServer("tests.executor.fork_server", executor.launch.rank_environment())
+    return ForkServer("tests.executor.fork_server", rank_environment())
 
 
-class ForkedAgent:
-    """What subprocess.Popen is to torchrun."""
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
-    def __init__(
-        self,
-        failures: Path,
-        module: str,
-        args: Sequence[str],
-        num_ranks: int,
-        log: Path,
-        team: None = None,
-        max_restarts: int = 0,
-    ) -> None:
-        assert team is None, "only torchrun meets other nodes"
-        assert max_restarts == 0, "only torchrun restarts"
-        start = {"failures": str(failures), "log": str(log), "module": module, "args": list(args)}
-        environment = executor.launch.rank_environment()
-        self.pid: int = server().ask({"start": {**start, "num_ranks": num_ranks, "environment": environment}})
-        self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        """Its exit code, when it has ended."""
-        if self.returncode is None:
-            self.returncode = server().ask({"poll": self.pid})
-        return self.returncode
+class ForkingAgent(Agent):
+    """Does once what torchrun's agent does on one node without restarts."""
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code.
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
 
-        Raises:
-            subprocess.TimeoutExpired: It has not ended in time.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("forked ranks", timeout or 0.0)
+    def stop(self) -> None:
+        """As said."""
+        self._stopped.set()
+
+    def run(self, launch: Launch, logs: Logs) -> None:
+        """As said."""
+        assert launch.rendezvous is None, "only torchrun meets other nodes"
+        number = str(launch.num_ranks)
+        common = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "TORCHELASTIC_RESTART_COUNT": "0"}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "forked"}
+        envs = {k: {**common, "RANK": str(k), "LOCAL_RANK": str(k)} for k in range(launch.num_ranks)}
+        made = logs.reify(envs)
+        running: dict[int, int] = {}
+        try:
+            for k, env in envs.items():
+                environment = {**rank_environment(), **env, "TORCHELASTIC_ERROR_FILE": made.error_files[k]}
+                program = {"module": launch.module, "args": list(launch.args), "environment": environment}
+                running[k] = server().ask({"start": {**program, "stdout": made.stdouts[k], "stderr": made.stderrs[k]}})
+            self._wait(running, made.error_files)
+        finally:
+            for pid in running.values():
+                os.kill(pid, signal.SIGKILL)
+                while server().ask({"poll": pid}) is None:
+                    time.sleep(POLL_S)
+
+    def _wait(self, running: dict[int, int], error_files: dict[int, str]) -> None:
+        failures: dict[int, ProcessFailure] = {}
+        while running:
+            if self._stopped.is_set():
+                raise SignalException("stopped", signal.SIGTERM)
+            for k, pid in list(running.items()):
+                code = server().ask({"poll": pid})
+                if code is None:
+                    continue
+                del running[k]
+                if code:
+                    failures[k] = ProcessFailure(k, pid, code, error_files[k])
+                    for other in running.values():
+                        os.kill(other, signal.SIGTERM)
             time.sleep(POLL_S)
-        return code
-
-    def terminate(self) -> None:
-        """Asks it to end its ranks and itself."""
-        os.kill(self.pid, signal.SIGTERM)
+        if failures:
+            raise ChildFailedError("forked ranks", failures)
 
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """All launches of this process fork their ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor.launch, "start_agent", ForkedAgent)
+        patch.setattr(executor.launch.launcher, "make_agent", ForkingAgent)
         yield

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from executor.heartbeat import read_beat
-from executor.rank import RankFiles
+from executor.launch.rank import RankFiles
+from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.program.measurement import Measurement
@@ -91,7 +91,8 @@ def test_a_failing_rank_ends_the_run(
     assert len(kept.step_times_s) == 1
     assert len(kept.losses) == 2
     assert [len(rank.actions) for rank in kept.ranks] == [10, 10]
-    assert ("boom" in (tmp_path / "rank1.log").read_text()) == (fault == "raise")
+    (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
+    assert ("boom" in log.read_text()) == (fault == "raise")
     wait_until_gone(tmp_path)
 
 
@@ -135,7 +136,7 @@ def test_interrupting_the_launcher_ends_all(
 
 def test_ranks_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
     wait_for_a_step(endless_run)
-    assert len(processes_of(tmp_path)) >= 4  # launcher, torchrun, two ranks
+    assert len(processes_of(tmp_path)) == 3, "the launcher and two ranks"
     endless_run.kill()
     wait_until_gone(tmp_path)
 
@@ -143,7 +144,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[st
 def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
     """Killed as soon as the ranks exist, so before they have imported torch."""
     end = time.monotonic() + PATIENCE_S
-    while len(processes_of(tmp_path)) < 4 and time.monotonic() < end:
+    while len(processes_of(tmp_path)) < 3 and time.monotonic() < end:
         time.sleep(0.005)
     endless_run.kill()
     wait_until_gone(tmp_path)

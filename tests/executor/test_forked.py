@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from executor.heartbeat import read_beat
-from executor.rank import RankFiles
+from executor.launch.rank import RankFiles
+from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from tests.executor.conftest import RANK_PROGRAMS

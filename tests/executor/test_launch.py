@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from executor.causes import cause_of, read_exits
-from executor.heartbeat import Beat, RankState
-from executor.rank import RankFiles
-from executor.stalls import find_stall
+from executor.launch.errors import RankEnd
+from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective
 
 RUNNING, WAITING, FINISHED = RankState.RUNNING, RankState.WAITING, RankState.FINISHED
 TIMEOUT_S = 10.0
@@ -26,7 +26,8 @@ LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as cl
         ({0: -15, 1: 1}, {1: BOOM}, "rank 1 raised RuntimeError: boom; the traceback is in "),
         ({0: -15, 1: 3}, {}, "rank 1 ended with exit code 3; its output is in "),
         ({0: -15, 1: -9}, {}, "rank 1 was killed by signal 9"),
-        ({0: -15}, {}, "rank 0 was killed by signal 15"),
+        ({0: -15}, {}, "rank 0 was told to end"),
+        ({0: 143, 1: 3}, {}, "rank 1 ended with exit code 3; its output is in "),
         # ranks that lost their peer: victims of a kill, of an error, of a silent exit
         ({0: 1, 1: -9}, {0: LOST}, "rank 1 was killed by signal 9"),
         ({0: 1, 1: 1}, {0: LOST, 1: BOOM}, "rank 1 raised RuntimeError: boom; "),
@@ -36,20 +37,21 @@ LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as cl
         ({0: 1, 1: 1}, {0: (6.0, "later"), 1: BOOM}, "rank 1 raised RuntimeError: boom; "),
         # an error comes before an exit that may be its consequence
         ({0: 1, 1: 1}, {1: BOOM}, "rank 1 raised RuntimeError: boom; "),
-        (None, {}, "torchrun ended without having run the ranks; its output is in "),
+        # before a restart torchrun does not tell exit codes
+        (None, {0: LOST}, "rank 1 was killed"),
+        (None, {0: LOST, 1: BOOM}, "rank 1 raised RuntimeError: boom; "),
+        ({}, {}, "torchrun ended without having run the ranks; their output is in "),
     ],
 )
 def test_the_first_cause_is_told(
     exits: dict[int, int] | None, errors: dict[int, tuple[float, str]], said: str, tmp_path: Path
 ) -> None:
-    failures = tmp_path / "failures.json"
-    if exits is not None:
-        failures.write_text(json.dumps([{"rank": rank, "exitcode": code} for rank, code in exits.items()]))
-    files = [RankFiles(tmp_path, rank) for rank in range(2)]
-    for rank, (time_s, message) in errors.items():
-        files[rank].error.write_text(json.dumps({"time_s": time_s, "type": "RuntimeError", "message": message}))
-    found = (read_exits(failures) or [{}])[0]
-    assert cause_of(found, files, (None, None), tmp_path / "torchrun.log").sentence.startswith(said)
+    files = {rank: tmp_path / f"error{rank}.json" for rank in range(2)}
+    for rank, (time_s, message) in errors.items():  # as torch's ``@record`` writes them
+        files[rank].write_text(json.dumps({"message": {"message": f"RuntimeError: {message}", "extraInfo": {}}}))
+        os.utime(files[rank], (time_s, time_s))
+    end = RankEnd(dict.fromkeys(range(2)), files, {rank: tmp_path / f"{rank}.log" for rank in range(2)}, exits)
+    assert str(end.cause()).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,6 @@ def test_the_first_cause_is_told(
         # silent longer than the timeout, but what it waits for still comes
         (((WAITING, 30.0, "0B1"), (RUNNING, 1.0, "1F1")), None),
         (((WAITING, 30.0, "0B1"), (WAITING, 1.0, "1F1")), None),
-        (((WAITING, 30.0, "0B1"), None), None),
         (((RUNNING, 9.0, "0B1"), (WAITING, 9.0, "1F1")), None),
         (((FINISHED, 30.0, "finished"), (RUNNING, 1.0, "1F1")), None),
         (((FINISHED, 30.0, "finished"), (FINISHED, 30.0, "finished")), None),
@@ -89,13 +90,50 @@ def test_a_hang_is_a_silent_rank_that_does_not_wait_or_silence_of_all(
     ranks: tuple[tuple[RankState, float, str] | None, ...], said: str | None
 ) -> None:
     now_s = time.monotonic()
-    beats = tuple(rank and Beat(1, now_s - rank[1], 2, rank[0], rank[2]) for rank in ranks)
-    stall = find_stall(beats, now_s, TIMEOUT_S)
+    beats = {k: rank and Beat(1, now_s - rank[1], 2, rank[0], rank[2]) for k, rank in enumerate(ranks)}
+    stall = find_stall(beats, now_s - 60.0, TIMEOUT_S)
     assert (stall and stall.sentence) == said
 
 
 def test_a_rank_that_never_starts_is_named() -> None:
     now_s = time.monotonic()
-    beats = (Beat(1, now_s, 0, WAITING, "waiting for step 1 to start"), None)
+    beats = {0: Beat(1, now_s, 0, WAITING, "waiting for step 1 to start"), 1: None}
     said = "rank 1 did not start within 10 s; rank 0 was waiting for step 1 to start"
     assert find_stall(beats, now_s - 11.0, TIMEOUT_S) == (1, said)
+
+
+def test_where_all_ranks_of_a_node_wait_another_node_is_to_act_first() -> None:
+    now_s = time.monotonic()
+    for silent_s, found in ((12.0, False), (16.0, True)):
+        beats = {k: Beat(1, now_s - silent_s, 2, WAITING, "0B1") for k in range(2)}
+        stall = find_stall(beats, now_s - 60.0, TIMEOUT_S, others=True)
+        assert (stall is not None) == found
+    assert stall is not None
+    assert stall.sentence.startswith("no rank of this node made progress for 10 s: ")
+
+
+def dump(*issued: int, retired: bool = True) -> dict[str, Any]:
+    """What torch 2.13's Flight Recorder has on a rank of two groups; the last collective may not have come back."""
+    entries = [
+        {
+            "process_group": (str(group), name),
+            "collective_seq_id": number,
+            "profiling_name": "nccl:all_reduce",
+            "state": "scheduled",
+            "retired": retired or number < issued[-1],
+            "is_p2p": False,
+        }
+        for group, (count, name) in enumerate(zip(issued, ("default_pg", "mesh_dp"), strict=False))
+        for number in range(1, count + 1)
+    ]
+    config = {str(group): {"name": str(group), "desc": "", "ranks": "[0, 1, 2]"} for group in range(len(issued))}
+    return {"version": "2.10", "pg_config": config, "entries": entries}
+
+
+def test_flight_recorder_names_the_rank_that_has_not_issued_a_collective() -> None:
+    """The host of the ranks 0 and 2 runs ahead: their heartbeats say OPTIM, while the device waits in number 7."""
+    late = late_in_collective({0: dump(3, 7, retired=False), 1: dump(3, 6), 2: dump(3, 7, retired=False)})
+    said = "rank 1 has not issued nccl:all_reduce number 7 of group mesh_dp, in which rank 0 waits"
+    assert late == (1, said)
+    assert late_in_collective({0: dump(3, 7), 1: dump(3, 7)}) is None
+    assert late_in_collective({}) is None

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from executor.heartbeat import read_beat
-from executor.rank import RankFiles
+from executor.launch.rank import RankFiles
+from executor.launch.watchdog import read_beat
 from simplan.program.nodes import Nodes
 from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob

@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from executor.exchange import Host as Place
 from executor.failure import Failure, first_cause
-from executor.heartbeat import read_beat
 from executor.host_clock import ClockReading, common_time_s
 from executor.introduction import Introduction, disagreement
 from executor.meeting import meet, refuse
-from executor.rank import RankFiles
+from simplan.program.refusal import Refusal
+
+from executor.launch.rank import RankFiles
+from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest
 from simplan.cost.store import load
 from simplan.errors import SpecError
 from simplan.program.nodes import Nodes
-from simplan.program.refusal import Refusal
 from simplan.program.run_spec import RunSpec
 from simplan.spec.layer import CollectiveKind
 from tests.executor.test_checkpoints import with_checkpoints

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from executor.heartbeat import read_beat
+from executor.launch.rank import RankFiles
+from executor.launch.watchdog import read_beat
 from executor.out_of_memory import RankOutOfMemoryError, asked_for, told_when_out_of_memory
-from executor.rank import RankFiles
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.units import MIB
@@ -36,7 +36,7 @@ def test_a_rank_out_of_memory_is_told_with_its_action_and_its_prediction(
     assert re.fullmatch(
         r"rank 1 ran out of memory in the forward of microbatch 2, stage 1 \(1F2 of step 1\): "
         r"it held [\d.]+ [MG]iB and asked for 7\.3 MiB more, where a process may map \(ulimit -v\) [\d.]+ [MG]iB; "
-        r"a peak of 200\.0 MiB was predicted for it; the traceback is in \S+/rank1\.log",
+        r"a peak of 200\.0 MiB was predicted for it; the traceback is in \S+/1/stderr\.log",
         str(caught.value),
     )
 

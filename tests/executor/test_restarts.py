@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from executor.heartbeat import read_beat
-from executor.rank import RankFiles
+from executor.launch.rank import RankFiles
+from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.program.measurement import Measurement
@@ -61,7 +61,7 @@ def test_a_killed_rank_is_restarted(tmp_path: Path, make_job: Any) -> None:
     assert kept.complete
     assert kept.losses == whole.losses
     (note,) = restarts_of(kept)
-    assert note.startswith("rank 1 was killed by signal 9")
+    assert note.startswith("rank 1 was killed")
     assert note.endswith("; restart 1 of 1")
     assert len(kept.warmup_step_times_s) == 2, "one at the beginning and one after the restart"
     assert kept.checkpoints[-1].step == NUM_STEPS
@@ -92,7 +92,7 @@ def test_every_strategy_survives_two_faults(
     kept = run_and_hit(with_restarts(job, tmp_path / "kept", 2), number, 2, tmp_path / "out", last)
     assert kept.complete
     assert kept.losses == whole.losses
-    said = "was killed by signal 9" if number == signal.SIGKILL else "progress for 60 s"
+    said = "was killed" if number == signal.SIGKILL else "progress for 60 s"
     assert [said in note for note in restarts_of(kept)] == [True, True]
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.rank import RankFiles
+from executor.launch.rank import RankFiles
 from executor.recorder import StepRecord
-from executor.results import gather
+from executor.results import Part, gather_parts
 from executor.steady import LEAST_STEADY, steady_from
 from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob
@@ -59,7 +59,7 @@ def test_a_run_without_a_number_of_warmup_steps_finds_them(make_job: MakeJob, tm
     job = make_job(num_steps=6, num_warmup_steps=None)
     assert job.num_all_steps == 6 + LEAST_STEADY
     write_steps(job, [9.0, 5.0, *noisy(0, 9)], tmp_path)
-    found = gather(job, tmp_path, None)
+    found = gather_parts([Part(job, tmp_path, 1, 0, "")], None)
     assert found.warmup_step_times_s[:2] == (9.0, 5.0)
     assert len(found.step_times_s) >= LEAST_STEADY
     assert found.step_time_s == pytest.approx(1.0, abs=0.03)

@@ -1,16 +1,14 @@
-"""Processes that end with their parent, and groups of them that can be ended."""
+"""What Linux does about processes: ends them with their parent, and kills them for want of memory."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["PARENT_VARIABLE", "die_with_parent", "kill_sessions", "num_kernel_kills"]
+__all__ = ["PARENT_VARIABLE", "die_with_parent", "num_kernel_kills"]
 
 PARENT_VARIABLE = "SIMPLAN_PARENT"
 """Environment variable in which a process tells its children its id."""
@@ -29,14 +27,6 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before we asked
         os.kill(os.getpid(), number)
-
-
-def kill_sessions(leaders: Iterable[int]) -> None:
-    """Kills the process groups led by these processes; ones that are gone already are passed over."""
-    for leader in leaders:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(leader) == leader:
-                os.killpg(leader, signal.SIGKILL)
 
 
 def num_kernel_kills() -> int:

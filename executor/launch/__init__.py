@@ -1,0 +1,1 @@
+"""Starting ranks with torchrun's elastic agent, watching them, and saying why they ended."""

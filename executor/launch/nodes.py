@@ -1,0 +1,187 @@
+"""The other nodes of a run: one store of torch's on the node at the endpoint, which torchrun's rendezvous uses as well.
+
+The leading node puts the job into the store, from where the others take it; at the end all of them leave there what
+their ranks have measured, and why they failed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from executor.launch.errors import RanksError
+from simplan.errors import Problem, RunError, SpecError
+from simplan.program.nodes import Nodes
+
+__all__ = ["Rendezvous", "interface_towards"]
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_NAME_BYTES = 16  # IFNAMSIZ
+_ANYWHERE = "192.0.2.1"  # RFC 5737: nothing is sent there
+_CAUSE_S = 5.0  # for the node where the cause was to tell it
+_COLLECT_S = 30.0
+
+
+class Rendezvous:
+    """This node's line to the others.
+
+    Args:
+        nodes: The request.
+        job: On the leading node, what all run.
+
+    Attributes:
+        job: The same on all nodes, as JSON.
+        address: Of this node, where the others see it.
+        environment: What gloo and NCCL need to talk over the interface with that address.
+
+    Raises:
+        SpecError: The leading node cannot listen there, or was asked something else.
+        RunError: It did not answer in time.
+    """
+
+    def __init__(self, nodes: Nodes, job: str | None) -> None:
+        assert nodes.leads == (job is not None)
+        self.nodes = nodes
+        interface, self.address = interface_towards(nodes)
+        self.environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        try:
+            self._store = TCPStore(
+                nodes.host,
+                nodes.port,
+                is_master=nodes.leads,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=nodes.join_timeout_s),
+            )
+            asked = {**nodes.asked, "torch": str(torch.__version__)}
+            if job is not None:
+                self._store.set("job", json.dumps({"asked": asked, "job": job}))
+            told = json.loads(self._store.get("job"))
+        except (RuntimeError, TimeoutError):
+            if nodes.leads:
+                rule = "cannot be listened on"
+                raise SpecError(
+                    Problem(field="--rdzv-endpoint", value=nodes.endpoint, rule=rule, fix="use another port")
+                ) from None
+            waited = f"no job was found at {nodes.endpoint} within {nodes.join_timeout_s:g} s"
+            raise RunError(f"{waited}; run the same command on {nodes.host} too") from None
+        for section in told["asked"] | asked:
+            if told["asked"].get(section) != asked.get(section):
+                rule = f"is not what {nodes.host} was asked"
+                fix = "copy the scenario from there, and use equal options and versions"
+                raise SpecError(Problem(field=section, value=asked.get(section), rule=rule, fix=fix))
+        self.job: str = told["job"]
+
+    def torchrun_settings(self) -> dict[str, str | int]:
+        """``rdzv_configs`` of torch's launcher; the store is there already."""
+        return {
+            "is_host": "false",
+            "join_timeout": int(self.nodes.join_timeout_s) + 1,
+            "last_call_timeout": int(self.nodes.last_call_timeout_s),
+        }
+
+    def agreed(self, mine: RanksError) -> RunError:
+        """Why the run failed: what another node says where this one saw only a consequence of it."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            if not mine.is_consequence:
+                self._store.compare_set("cause", "", f"{socket.gethostname()}: {mine}")
+            else:
+                self._store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+            return RunError(self._store.get("cause").decode())
+        return mine
+
+    def farewell(self) -> None:
+        """Ends when all nodes have: the leading one has the store."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            left = self._store.add("left", 1)
+            if self.nodes.leads and left < self.nodes.max_nodes:
+                end_s = time.monotonic() + _CAUSE_S
+                while self._store.add("left", 0) < self.nodes.max_nodes and time.monotonic() < end_s:
+                    time.sleep(0.05)
+
+    def leave(self, files: Mapping[int, Mapping[str, str]]) -> None:
+        """Gives the leading node what ranks of this one have written, by rank and name."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            for rank, texts in files.items():
+                told = {"node": f"{socket.gethostname()} {self.address}", "texts": texts}
+                self._store.set(f"rank/{rank}", _packed(json.dumps(told)))
+
+    def collect(self, num_ranks: int, *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
+        """On the leading node: of every rank its node and what it has written, as far as it comes in time."""
+        found = {}
+        end_s = time.monotonic() + (_CAUSE_S if failed else _COLLECT_S)
+        for rank in range(num_ranks):
+            left_s = max(0.01, end_s - time.monotonic())
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._store.wait([f"rank/{rank}"], timedelta(seconds=left_s))
+                told = json.loads(zlib.decompress(base64.b64decode(self._store.get(f"rank/{rank}"))))
+                found[rank] = (told["node"], told["texts"])
+        return found
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def interface_towards(nodes: Nodes) -> tuple[str, str]:
+    """The network interface on the route to the endpoint and this node's address on it.
+
+    ``GLOO_SOCKET_IFNAME`` names another one. The leading node, whose route to itself is the loopback where its name
+    stands for 127.0.1.1, takes the one of its default route then.
+
+    Raises:
+        SpecError: There is none.
+    """
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
+    if wanted is not None:
+        address = _address_of(wanted)
+        if address is None:
+            rule = "is no network interface with an IPv4 address here"
+            raise SpecError(Problem(field="GLOO_SOCKET_IFNAME", value=wanted, rule=rule))
+        return wanted, address
+    try:
+        address = _route_to(nodes.host)
+        if nodes.leads and address.startswith("127.") and not nodes.host.startswith(("127.", "localhost")):
+            with contextlib.suppress(OSError):
+                address = _route_to(_ANYWHERE)
+        found = next((name for _, name in socket.if_nameindex() if _same_net(_address_of(name), address)), None)
+    except OSError as error:
+        rule = f"cannot be reached from here: {error.strerror}"
+        raise SpecError(Problem(field="--rdzv-endpoint", value=nodes.host, rule=rule)) from None
+    if found is None:
+        rule = f"no network interface here has the address {address}, which the route to it starts from"
+        fix = "set GLOO_SOCKET_IFNAME"
+        raise SpecError(Problem(field="--rdzv-endpoint", value=nodes.host, rule=rule, fix=fix))
+    return found, address
+
+
+def _route_to(host: str) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of datagrams: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _same_net(mine: str | None, address: str) -> bool:
+    return mine is not None and (mine == address or (mine.startswith("127.") and address.startswith("127.")))
+
+
+def _address_of(interface: str) -> str | None:
+    request = struct.pack(f"{_NAME_BYTES}s240x", interface.encode()[: _NAME_BYTES - 1])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
