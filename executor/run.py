@@ -165,9 +165,11 @@ class _Run:
         if self._on_progress is None or not beats:
             return
         steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
-        if steps != self._told_steps and steps:
-            self._told_steps = steps
-            self._on_progress(steps, self._job.num_all_steps)
+        # every step that is new; after a restart, where ranks are now
+        for step in range(min(self._told_steps, steps - 1) + 1, steps + 1) if steps != self._told_steps else ():
+            if step:
+                self._on_progress(step, self._job.num_all_steps)
+        self._told_steps = steps
 
     def _on_start(self, start: Start, why: RunError | None) -> None:
         self._start = start

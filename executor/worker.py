@@ -13,7 +13,8 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from executor.clock import make_clock
 from executor.groups import make_groups
@@ -67,12 +68,14 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
         timeout_s: The launcher's patience.
         num_ranks: How many of torchrun's ranks have work; None for all.
     """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        rank=int(os.environ["RANK"]),
-        world_size=num_ranks or int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=2 * timeout_s + 60),
-    )
+    rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=2 * timeout_s + 60)
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
+        store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def main(argv: list[str]) -> None:

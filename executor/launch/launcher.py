@@ -7,6 +7,7 @@ Linux does when this process is killed.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -165,7 +166,7 @@ class Torchrun(Agent):
             shutdown_timeout=_SHUTDOWN_S,
         )
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
-        with _handlers_restored():
+        with _handlers_restored(), _logging_to(launch.out_dir / "logs" / "torchrun.log"):
             launch_agent(config, sys.executable, arguments)
 
     def stop(self) -> None:
@@ -211,6 +212,7 @@ def launch_ranks(
     try:
         agent.run(launch, logs)
     except ChildFailedError as failed:
+        watch.poll()
         raise watch.cause({rank: failure.exitcode for rank, failure in failed.failures.items()}) from None
     except SignalException as error:
         watch.done.set()
@@ -369,3 +371,18 @@ def _handlers_restored() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _logging_to(file: Path) -> Iterator[None]:
+    """What torch's agent logs is none of our messages."""
+    logger = logging.getLogger("torch.distributed")
+    handler = logging.FileHandler(file, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    propagates, logger.propagate = logger.propagate, False
+    previous, logger.handlers = logger.handlers, [handler]
+    try:
+        yield
+    finally:
+        logger.propagate, logger.handlers = propagates, previous
+        handler.close()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import executor.launch.launcher
 from executor.run import run_job
 from simplan.program.action import Action, format_table
 from simplan.program.measurement import Measurement
@@ -24,7 +23,6 @@ from tests.executor import forked
 from tests.hosts import unavailable
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
-TORCHRUN = executor.launch.launcher.make_agent
 NUM_MICROBATCHES = 4
 MICROBATCH_SIZE = 2
 
@@ -92,12 +90,6 @@ def _one_thread() -> None:
 def _hosts_can_be_made() -> None:
     if reason := unavailable():
         pytest.skip(reason)
-
-
-@pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of the test start torchrun, as users' do."""
-    monkeypatch.setattr(executor.launch.launcher, "make_agent", TORCHRUN)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.program.measurement import Measurement
+from tests.executor.apart import run_apart
 from tests.interrupts import heed_interrupts
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
@@ -71,17 +72,15 @@ def test_a_failing_rank_ends_the_run(
     tmp_path: Path,
     make_job: Any,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
 ) -> None:
     """Under torchrun, but for the hang: ranks that import torch on a loaded machine are silent for long, too."""
-    if fault != "hang":
-        request.getfixturevalue("torchrun")
+    run: Any = run_job if fault == "hang" else run_apart
     monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     monkeypatch.setenv("TEST_FAULT", fault)
     told: list[tuple[int, int]] = []
     job = make_job("1f1b", pp=2, num_steps=50, timeout_s=timeout_s)
     with pytest.raises(RunError) as caught:
-        run_job(job, tmp_path, lambda *step: told.append(step), rank_module="failing_worker")
+        run(job, tmp_path, lambda *step: told.append(step), rank_module="failing_worker")
     assert str(caught.value).startswith(said)
     assert told == [(1, 51), (2, 51)]
     kept = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())

@@ -15,11 +15,10 @@ from executor.run import run_job
 from simplan.errors import RunError
 from simplan.program.measurement import Measurement
 from simplan.program.run_spec import RunSpec
-from tests.executor.forked import forked_ranks
+from tests.executor.apart import run_apart
 from tests.executor.test_checkpoints import with_checkpoints
 from tests.executor.test_faults import wait_until_gone
 
-pytestmark = pytest.mark.usefixtures("torchrun")
 NUM_STEPS = 60
 """Enough that a rank which is hit after some of them has not finished."""
 
@@ -30,11 +29,11 @@ def run_and_hit(job: RunSpec, number: signal.Signals, times: int, out_dir: Path,
 
     def hit_it(step: int, of: int) -> None:
         beat = read_beat(RankFiles(out_dir, rank).heartbeat)
-        if len(hit) < times and step == 20 * (len(hit) + 1) and beat is not None:
+        if len(hit) < times and step >= 20 * (len(hit) + 1) and beat is not None:
             os.kill(beat.pid, number)
             hit.append(beat.pid)
 
-    measurement = run_job(job, out_dir, hit_it)
+    measurement = run_apart(job, out_dir, hit_it)
     assert len(set(hit)) == times
     wait_until_gone(out_dir)
     return measurement
@@ -45,8 +44,7 @@ def with_restarts(job: RunSpec, folder: Path, max_restarts: int) -> RunSpec:
 
 
 def undisturbed(job: RunSpec, folder: Path) -> Measurement:
-    with forked_ranks():
-        return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
+    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
 
 
 def restarts_of(run: Measurement) -> list[str]:
