@@ -424,8 +424,11 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to a file (default: print it).")
     ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="N|MIN:MAX", help="As of run; MAX are the nodes of the scenario (default).")
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nnodes", "--nodes", metavar="N|MIN:MAX", help="As of run; MAX are the nodes of the scenario (default)."
+        ),
     ] = None,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
@@ -435,14 +438,14 @@ def export(
 ) -> int:
     """Write what runs the plan on a cluster: a Slurm batch script, or a Kubernetes PyTorchJob.
 
-    Each node then runs `simplan run SCENARIO --nodes N --rdzv HOST:PORT`, with the options about checkpoints that are
-    given here.
+    Each node then runs `simplan run SCENARIO --nnodes N --rdzv-endpoint HOST:PORT`, which starts torchrun's agent,
+    with the options about checkpoints that are given here.
     """
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.export import export_command
 
     kept = checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume)
-    return export_command(scenario, target=to, as_json=json, output=output, nodes=nodes, checkpointing=kept)
+    return export_command(scenario, target=to, as_json=json, output=output, nodes=nnodes, checkpointing=kept)
 
 
 @app.command()

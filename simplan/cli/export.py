@@ -78,10 +78,11 @@ def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointi
         return None
     least, number = numbers_of_nodes(nodes)
     refuse_other_number(scenario, number)
-    if least is not None:
-        refuse_unless_it_can_go_on(scenario, least, checkpointing)
-        for sentence in scenarios_on_fewer(scenario, least)[1]:
-            say(f"note: {sentence}")
+    if least == number:
+        return None
+    refuse_unless_it_can_go_on(scenario, least, checkpointing)
+    for sentence in scenarios_on_fewer(scenario, least)[1]:
+        say(f"note: {sentence}")
     return least
 
 

@@ -18,7 +18,7 @@ __all__ = ["Meeting", "nodes_of", "nodes_to_time", "numbers_of_nodes", "refuse_o
 
 _NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
-_CONF = {"join_timeout": 300.0, "last_call_timeout": 30.0}  # torchrun's own names
+_CONF = {"join_timeout": 300.0, "last_call_timeout": 30.0, "is_host": -1.0}  # torchrun's own names
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Node
         ranks_per_node=ranks_per_node,
         host=host,
         port=port,
-        leads=_is_here(host),
+        leads=_is_here(host) if conf["is_host"] < 0 else conf["is_host"] > 0,
         join_timeout_s=conf["join_timeout"],
         last_call_timeout_s=conf["last_call_timeout"],
         asked={"--nnodes": f"{least}:{number}", **asked},
@@ -130,7 +130,7 @@ def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Node
 
 
 def _conf(text: str | None) -> dict[str, float]:
-    """What ``--rdzv-conf KEY=SECONDS,KEY=SECONDS`` says.
+    """What ``--rdzv-conf KEY=NUMBER,KEY=NUMBER`` says; ``is_host`` is negative for finding out.
 
     Raises:
         SpecError: A key or a value is not understood.
@@ -139,7 +139,7 @@ def _conf(text: str | None) -> dict[str, float]:
     for entry in (text or "").split(",") if text else ():
         key, _, value = entry.partition("=")
         if key not in conf or not value.replace(".", "", 1).isdigit():
-            rule = f"must be of {' and '.join(f'{name}=SECONDS' for name in conf)}"
+            rule = "must be of join_timeout=SECONDS, last_call_timeout=SECONDS and is_host=0 or 1"
             raise SpecError(Problem(field="--rdzv-conf", value=entry, rule=rule))
         conf[key] = float(value)
     return conf

@@ -56,7 +56,7 @@ RendezvousConf = Annotated[
     str | None,
     typer.Option(
         "--rdzv-conf",
-        metavar="KEY=SECONDS,...",
+        metavar="KEY=NUMBER,...",
         show_default="join_timeout=300,last_call_timeout=30",
         help="How long to wait for MIN nodes, and then for more.",
     ),

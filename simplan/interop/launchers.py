@@ -1,10 +1,9 @@
-"""What starts ``simplan run`` on every node of a cluster: a Slurm batch script, a Kubernetes PyTorchJob.
+"""What starts torchrun by ``simplan run`` on every node of a cluster: a Slurm batch script, a Kubernetes PyTorchJob.
 
 Sources: Slurm's sbatch and srun manuals (``SLURM_NODEID`` counts the nodes of a job, ``scontrol show hostnames`` lists
 them in that order; ``--nodes=MIN-MAX`` takes what is free; ``--no-kill`` keeps a job that has lost a node); Kubeflow's
-PyTorchJob v1 (``MASTER_ADDR``, ``MASTER_PORT`` and ``RANK`` are set in every pod, the master's rank is 0; with an
-``elasticPolicy`` there are workers only, ``PET_RDZV_ENDPOINT`` is a port of worker 0, and the job is done when that one
-is; a pod is called NAME-worker-K, which is its ``HOSTNAME``).
+PyTorchJob v1 (``MASTER_ADDR`` and ``MASTER_PORT`` are set in every pod; with an ``elasticPolicy`` there are workers
+only, ``PET_RDZV_ENDPOINT`` is a port of worker 0, and the job is done when that one is).
 """
 
 from __future__ import annotations
@@ -49,20 +48,19 @@ class Launch:
         """How many nodes: ``4``, or ``2:4`` with a colon between."""
         return f"{self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}{between}{self.num_nodes}"
 
-    def command(self, scenario: str, endpoint: str, node_rank: str) -> str:
+    def command(self, scenario: str, endpoint: str) -> str:
         """The command of one node, for a shell.
 
         Args:
             scenario: The scenario file, quoted.
-            endpoint: Where nodes meet.
-            node_rank: Place of the node.
+            endpoint: Where nodes meet, as of torchrun.
         """
         words = [f"simplan run {scenario}"]
         if self.num_nodes > 1:
-            words.append(f"--nodes {self.nodes(':')} --rdzv {endpoint} --node-rank {node_rank}")
+            words.append(f"--nnodes {self.nodes(':')} --rdzv-endpoint {endpoint}")
         if (kept := self.checkpointing) is not None:
             words.append(f"--checkpoint-dir {shlex.quote(kept.folder)} --checkpoint-every {kept.every}")
-            words += [f"--restarts {kept.max_restarts}"] if kept.max_restarts else []
+            words += [f"--max-restarts {kept.max_restarts}"] if kept.max_restarts else []
             words += ["--resume"] if kept.resume else []
         return " ".join(words)
 
@@ -88,7 +86,7 @@ def slurm_script(launch: Launch, scenario: str) -> str:
         "# One task a node: each starts its own ranks. Add the partition, account and time limit of your cluster."
     ]
     lines += ["set -euo pipefail", f"export SIMPLAN_SCENARIO={shlex.quote(scenario)}"]
-    command = launch.command('"$SIMPLAN_SCENARIO"', '"$SIMPLAN_RDZV"', '"$SLURM_NODEID"')
+    command = launch.command('"$SIMPLAN_SCENARIO"', '"$SIMPLAN_RDZV"')
     if launch.num_nodes > 1:
         lines += [
             'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -113,8 +111,8 @@ def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
         image: A container image with simplan and torch.
     """
     name, elastic = _name(launch.name), launch.min_nodes is not None
-    where = ('"$PET_RDZV_ENDPOINT"', '"${HOSTNAME##*-}"') if elastic else ('"$MASTER_ADDR:$MASTER_PORT"', '"$RANK"')
-    command = launch.command(f"{_MOUNT}/{_FILE}", *where)
+    endpoint = '"$PET_RDZV_ENDPOINT"' if elastic else '"$MASTER_ADDR:$MASTER_PORT"'
+    command = launch.command(f"{_MOUNT}/{_FILE}", endpoint)
     resources: dict[str, int] = {}
     if launch.gpus_per_node:
         resources["nvidia.com/gpu"] = launch.gpus_per_node

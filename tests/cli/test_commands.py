@@ -119,16 +119,16 @@ def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tm
     """With what such a run takes; pods that come back always go on from the newest checkpoint."""
     scenario = tmp_path / "four.yaml"
     scenario.write_text(EXPORTED)
-    export = ("export", scenario, "--to", target, "--nodes", "1:4")
+    export = ("export", scenario, "--to", target, "--nnodes", "1:4")
     refused = simplan(*export, "--checkpoint-dir", "/kept")
     assert refused.returncode == 2
-    assert refused.stderr.endswith("each time counts as a restart; add --restarts K\n")
-    written = simplan(*export, "--checkpoint-dir", "/kept", "--restarts", "2")
-    assert "--nodes 1:4 --rdzv " in written.stdout
-    assert ("--restarts 2 --resume" in written.stdout.replace("\n", " ")) == (target == "kubernetes")
+    assert refused.stderr.endswith("each time counts as a restart; add --max-restarts K\n")
+    written = simplan(*export, "--checkpoint-dir", "/kept", "--max-restarts", "2")
+    assert "--nnodes 1:4 --rdzv-endpoint " in written.stdout
+    assert ("--max-restarts 2 --resume" in written.stdout.replace("\n", " ")) == (target == "kubernetes")
     assert "note: 3 nodes could not go on, but fewer of them: training.global_batch_size = 64" in written.stderr
-    other = simplan("export", scenario, "--to", target, "--nodes", "2:8")
-    assert "--nodes = 8: the scenario's cluster has 4 nodes; use --nodes 4, or change cluster.num_nodes" in other.stderr
+    other = simplan("export", scenario, "--to", target, "--nnodes", "2:8")
+    assert "--nnodes = 8: the scenario's cluster has 4 nodes; use --nnodes 4, or change cluster" in other.stderr
 
 
 def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +43,25 @@ def free_port() -> int:
         return port
 
 
+NOWHERE = "--rdzv-endpoint: must say where the nodes meet; give a name of one of the nodes and a free port there"
+ON = ["--rdzv-endpoint", "a:1"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "--nodes = 1: the scenario's cluster has 2 nodes; give --nodes 2 --rdzv HOST:PORT on each of them"),
-        (["--nodes", "3", "--rdzv", "a:1"], "--nodes = 3: must divide the 2 devices of the scenario's cluster"),
-        (["--nodes", "2"], "--rdzv: must say where the nodes meet; give a name of node 0 and a free port there"),
-        (["--nodes", "2", "--rdzv", "a"], "--rdzv = a: must be HOST:PORT; give a name of node 0 and a free port there"),
-        (["--nodes", "2", "--rdzv", "a:1", "--node-rank", "2"], "--node-rank = 2: must be less than --nodes = 2"),
-        (["--rdzv", "a:1"], "--nodes = 1: the scenario's cluster has 2 nodes"),
+        (
+            [],
+            "--nnodes = 1: the scenario's cluster has 2 nodes; give --nnodes 2 --rdzv-endpoint HOST:PORT on each of",
+        ),
+        (["--nnodes", "3", *ON], "--nnodes = 3: must divide the 2 devices of the scenario's cluster"),
+        (["--nnodes", "2"], NOWHERE),
+        (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint = a: must be HOST:PORT; give a name of one of"),
+        (
+            ["--nnodes", "2", *ON, "--rdzv-conf", "timeout=3"],
+            "--rdzv-conf = timeout=3: must be of join_timeout=",
+        ),
+        (ON, "--nnodes = 1: the scenario's cluster has 2 nodes"),
     ],
 )
 def test_options_that_do_not_fit(options: list[str], sentence: str, simplan: Simplan, two: Path) -> None:
@@ -66,12 +74,9 @@ def test_options_that_do_not_fit(options: list[str], sentence: str, simplan: Sim
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--rdzv", "a:1"], "--rdzv = a:1: is about several nodes, and --nodes is 1; give --nodes too"),
-        (["--nodes", "2"], "--rdzv: must say where the nodes meet; give a name of node 0 and a free port there"),
-        (
-            ["--nodes", "2", "--rdzv", "a:1", "--dtype", "bf16"],
-            "--dtype = bf16: is about kernels, and across nodes only",
-        ),
+        (ON, "--rdzv-endpoint = a:1: is about several nodes, and --nnodes is 1; give --nnodes too"),
+        (["--nnodes", "2"], NOWHERE),
+        (["--nnodes", "2", *ON, "--dtype", "bf16"], "--dtype = bf16: is about kernels, and across nodes only"),
     ],
 )
 def test_calibration_options_that_do_not_fit(options: list[str], sentence: str, simplan: Simplan) -> None:
@@ -82,39 +87,22 @@ def test_calibration_options_that_do_not_fit(options: list[str], sentence: str, 
 
 
 def test_scenarios_are_not_timed_across_nodes(simplan: Simplan, two: Path) -> None:
-    result = simplan("calibrate", two, "--nodes", "2", "--rdzv", "a:1")
+    result = simplan("calibrate", two, "--nnodes", "2", *ON)
     assert result.returncode == 2
     assert "is not timed across nodes: collectives and messages are, for any scenario; leave it out" in result.stderr
 
 
 def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    result = simplan("run", two, "--nodes", "2", "--rdzv", endpoint, "--node-rank", "1", "--join-timeout", "1")
+    conf = "join_timeout=1,is_host=0"
+    result = simplan("run", two, "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
     assert result.returncode == 4
-    assert f"error: node 0 did not answer at {endpoint} within 1 s; start the same command there" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_calibration_that_node_0_refuses_ends_all_nodes(tmp_path: Path, two: Path) -> None:
-    """Node 0 alone reads it, before it starts anything; the other one is told and says the same."""
-    (tmp_path / "bad.json").write_text("{}")
-    endpoint = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "simplan", "run", str(two), "--nodes", "2", "--rdzv", endpoint]
-    started = [
-        subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-        for options in (["--node-rank", "0", "--calibration", str(tmp_path / "bad.json")], ["--node-rank", "1"])
-    ]
-    first, second = (process.communicate(timeout=120)[1].splitlines() for process in started)
-    assert [process.returncode for process in started] == [2, 2]
-    assert first[0] == "telling the other nodes that nothing is run"
-    assert second[0] == f"joining node 0 at {endpoint}"
-    assert first[1:] == second[1:]
-    assert "bad.json" in first[1]
+    assert f"error: no job was found at {endpoint} within 1 s; run the same command on 127.0.0.1 too" in result.stderr
 
 
 def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
     """What a node keeps and goes on from is part of what all must agree on."""
-    scenario, meeting = load_scenario(two), Meeting(num_nodes=2, rdzv="a:1", node_rank=1)
+    scenario, meeting = load_scenario(two), Meeting((2, 2), "a:1")
 
     def asked(checkpointing: Checkpointing | None) -> dict[str, str]:
         nodes = nodes_of(scenario, RunOptions(checkpointing=checkpointing), meeting)
@@ -125,37 +113,37 @@ def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
     changes: dict[str, dict[str, Any]] = {
         "--checkpoint-dir": {"folder": "/elsewhere"},
         "--checkpoint-every": {"every": 3},
-        "--restarts": {"max_restarts": 2},
+        "--max-restarts": {"max_restarts": 2},
         "--resume": {"resume": True},
     }
     for flag, change in changes.items():
         differing = {key for key, text in asked(kept.model_copy(update=change)).items() if text != asked(kept)[key]}
         assert differing == {flag}
-    assert asked(None)["--checkpoint-dir"] == "None"
+    assert "--checkpoint-dir" not in asked(None)
 
 
 def test_numbers_of_nodes() -> None:
-    assert [numbers_of_nodes(text) for text in ("4", "2:4", "4:4")] == [(None, 4), (2, 4), (None, 4)]
+    assert [numbers_of_nodes(text) for text in ("4", "2:4", "4:4")] == [(4, 4), (2, 4), (4, 4)]
     for wrong in ("0", "3:2", "0:2", "2:", "two", "1:1:2"):
-        with pytest.raises(SpecError, match=f"^--nodes = {wrong}: must be a number of nodes, or MIN:MAX with MIN from"):
+        with pytest.raises(SpecError, match=f"^--nnodes = {wrong}: must be a number of nodes, or MIN:MAX with MIN"):
             numbers_of_nodes(wrong)
 
 
 def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> None:
     """It needs a checkpoint, a restart, and a plan for fewer nodes."""
     kept = Checkpointing(folder="/kept", max_restarts=1)
-    meeting = Meeting(num_nodes=2, rdzv="a:1", node_rank=1, min_nodes=1)
+    meeting = Meeting((1, 2), "a:1")
 
     def asked(file: Path, checkpointing: Checkpointing | None) -> Nodes:
         nodes = nodes_of(load_scenario(file), RunOptions(checkpointing=checkpointing), meeting)
         assert nodes is not None
         return nodes
 
-    assert (asked(two, kept).min_nodes, asked(two, kept).asked["--nodes"]) == (1, "1:2")
-    rule = "--nodes = 1:2: goes on without lost nodes from a checkpoint, and each time counts as a restart; add "
+    assert (asked(two, kept).min_nodes, asked(two, kept).asked["--nnodes"]) == (1, "1:2")
+    rule = "--nnodes = 1:2: goes on without lost nodes from a checkpoint, and each time counts as a restart; add "
     with pytest.raises(SpecError, match=f"^{rule}--checkpoint-dir DIR$"):
         asked(two, None)
-    with pytest.raises(SpecError, match=f"^{rule}--restarts K$"):
+    with pytest.raises(SpecError, match=f"^{rule}--max-restarts K$"):
         asked(two, kept.model_copy(update={"max_restarts": 0}))
     assert asked(two, kept).last_call_timeout_s == 30, "as torchrun's last_call_timeout"
     split = two.with_name("split.yaml")
@@ -165,18 +153,12 @@ def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> Non
         asked(split, kept)
 
 
-def test_the_last_call_is_about_runs_that_may_begin_with_fewer_nodes(two: Path) -> None:
-    """All nodes must be told the same: they wait for as long as node 0 may."""
-    scenario = load_scenario(two)
-    options = RunOptions(checkpointing=Checkpointing(folder="/kept", max_restarts=1))
-    meeting = Meeting(num_nodes=2, rdzv="a:1", node_rank=1, min_nodes=1, last_call_timeout_s=5.0)
-    nodes = nodes_of(scenario, options, meeting)
+def test_torchruns_own_settings_of_the_rendezvous(two: Path) -> None:
+    meeting = Meeting((2, 2), "a:1", "last_call_timeout=5,join_timeout=7.5")
+    nodes = nodes_of(load_scenario(two), RunOptions(), meeting)
     assert nodes is not None
-    assert (nodes.last_call_timeout_s, nodes.asked["--last-call-timeout"]) == (5.0, "5")
-    rule = "--last-call-timeout = 5: is about runs that may begin with fewer nodes; give --nodes MIN:MAX"
-    for number, least in ((2, None), (1, None)):
-        with pytest.raises(SpecError, match=f"^{rule}$"):
-            nodes_of(scenario, options, replace(meeting, num_nodes=number, min_nodes=least))
+    assert (nodes.last_call_timeout_s, nodes.join_timeout_s, nodes.leads) == (5.0, 7.5, False)
+    assert (nodes.endpoint, nodes.ranks_per_node) == ("a:1", 1)
 
 
 def test_numbers_of_nodes_that_the_batch_does_not_divide_are_passed_over(two: Path) -> None:

@@ -108,7 +108,7 @@ def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
         started = []
         for k, host in enumerate(made):
             nodes = tmp_path / f"nodes{k}.json"
-            where = {"host": made[0].address, "port": PORT, "leads": k == 0}
+            where: dict[str, Any] = {"host": made[0].address, "port": PORT, "leads": k == 0}
             nodes.write_text(Nodes(min_nodes=2, max_nodes=2, ranks_per_node=1, **where).model_dump_json())
             out = tmp_path / f"found{k}.json"
             started.append(start(host, "calibrate", tmp_path / "request.json", "--out", out, "--nodes", nodes))

@@ -37,7 +37,12 @@ for task in "${tasks[@]}"; do wait "$task" || code=$?; done
 exit $code
 """
 STUB_SCONTROL = '#!/bin/bash\n[ "$*" = "show hostnames stub-nodes" ] && printf "localhost\\nlocalhost\\n"\n'
-STUB_SIMPLAN = '#!/bin/bash\nexec {python} -m simplan "$@" --json --steps 2 --warmup 1 -o "$STUB_OUT/$SLURM_NODEID"\n'
+STUB_SIMPLAN = """\
+#!/bin/bash
+# On one machine both nodes would take themselves for that of the endpoint.
+where="--rdzv-conf is_host=$((SLURM_NODEID == 0))"
+exec {python} -m simplan "$@" $where --json --steps 2 --warmup 1 -o "$STUB_OUT/$SLURM_NODEID"
+"""
 
 
 def job(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -73,12 +78,11 @@ def test_the_kubernetes_job_has_the_documented_shape() -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert pod["volumes"][0]["configMap"]["name"] == config["metadata"]["name"]
         assert container["command"][2].startswith(
-            "exec simplan run /scenario/scenario.yaml --nodes 2 "
-            '--rdzv "$MASTER_ADDR:$MASTER_PORT" --node-rank "$RANK" --output '
+            'exec simplan run /scenario/scenario.yaml --nnodes 2 --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --output '
         )
 
 
-RUN = "--checkpoint-dir '/kept here' --checkpoint-every 7 --restarts 3"
+RUN = "--checkpoint-dir '/kept here' --checkpoint-every 7 --max-restarts 3"
 
 
 def test_a_kubernetes_job_of_some_to_all_nodes_has_workers_only() -> None:
@@ -89,22 +93,12 @@ def test_a_kubernetes_job_of_some_to_all_nodes_has_workers_only() -> None:
     ((role, worker),) = found["spec"]["pytorchReplicaSpecs"].items()
     assert (role, worker["replicas"], worker["restartPolicy"]) == ("Worker", 4, "OnFailure")
     (container,) = worker["template"]["spec"]["containers"]
-    run = f'--nodes 2:4 --rdzv "$PET_RDZV_ENDPOINT" --node-rank "${{HOSTNAME##*-}}" {RUN} --output '
+    run = f'--nnodes 2:4 --rdzv-endpoint "$PET_RDZV_ENDPOINT" {RUN} --output '
     assert run in container["command"][2]
     assert {"name": "checkpoints", "mountPath": "/kept here"} in container["volumeMounts"]
     claim = {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "some-checkpoints"}}
     assert claim in worker["template"]["spec"]["volumes"]
     assert config["metadata"]["name"] == "some"
-
-
-def test_a_pod_finds_its_place_in_its_name() -> None:
-    """By what every POSIX shell can do."""
-    _, found = job(ELASTIC)
-    text = found["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"][2]
-    place = text.split("--node-rank ")[1].split()[0]
-    environment = {**os.environ, "HOSTNAME": "some-4-nodes-worker-3"}
-    said = subprocess.run(["sh", "-c", f"echo {place}"], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout == "3\n"
 
 
 @pytest.mark.parametrize(("node", "code", "expected"), [(0, 0, 0), (0, 4, 4), (1, 0, 0), (1, 4, 0), (1, 143, 0)])
@@ -126,9 +120,7 @@ def test_a_slurm_job_of_some_to_all_nodes_ends_as_node_0_does(
     environment["SLURM_JOB_ID"] = "123456"
     done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == expected
-    assert (
-        done.stdout == f"run s.yaml --nodes 2:4 --rdzv localhost:23456 --node-rank {node} {RUN.replace(chr(39), '')}\n"
-    )
+    assert done.stdout == f"run s.yaml --nnodes 2:4 --rdzv-endpoint localhost:23456 {RUN.replace(chr(39), '')}\n"
 
 
 def test_one_node_meets_nobody() -> None:
