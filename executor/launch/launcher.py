@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -41,6 +41,7 @@ __all__ = ["Agent", "Launch", "Start", "Torchrun", "launch_ranks", "rank_environ
 
 _POLL_S = 0.1
 _DUMP_S = 2.0  # for Flight Recorder's dumps
+_HEED_S = 30.0  # for torchrun to see that a rank was killed
 _SHUTDOWN_S = 20  # a rank that is told to stop takes 15 s at most
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -143,6 +144,10 @@ class Agent:
         """Has ``run`` end the ranks and raise; called from another thread."""
         raise NotImplementedError
 
+    def abandon(self, error: RunError) -> NoReturn:
+        """Ends this process and its ranks at once: ``run`` waits for a store that does not answer."""
+        raise NotImplementedError
+
 
 class Torchrun(Agent):
     """torchrun's elastic agent."""
@@ -172,6 +177,12 @@ class Torchrun(Agent):
     def stop(self) -> None:
         """As said."""
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def abandon(self, error: RunError) -> NoReturn:
+        """As said; Linux ends the ranks with this process."""
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(error.exit_code)
 
 
 make_agent: Callable[[], Agent] = Torchrun
@@ -258,6 +269,7 @@ class _Watch:
     _started_s: float = 0.0
     _kills: int = 0
     _stall: Stall | None = None
+    _stalled_s: float = 0.0
     _before: RanksError | None = None
     _error_files: dict[int, Path] = field(default_factory=dict)
     _logs: dict[int, Path] = field(default_factory=dict)
@@ -330,19 +342,26 @@ class _Watch:
 
     def _end_a_stall(self, start: Start) -> None:
         if self._stall is not None:
+            rendezvous = self.launch.rendezvous
+            if rendezvous is not None and time.monotonic() > self._stalled_s + _HEED_S:
+                at = rendezvous.nodes.endpoint
+                self.agent.abandon(RunError(f"{self._stall.sentence}; the store at {at} does not answer"))
             return
         beats = self._beats()
         others = len(start.ranks) < self.launch.num_active(start.num_ranks)
         stall = find_stall(beats, self._started_s, self.launch.timeout_s, others=others)
         if stall is None:
             return
+        pids = [beat.pid for beat in beats.values() if beat is not None]
+        if pids and not any(_is_there(pid) for pid in pids):
+            return  # torchrun has ended them, and waits for other nodes
         stall = self._by_flight_recorder(start, beats) or stall
         beat = beats[stall.rank]
         if beat is None:
             raise RanksError(stall.sentence)
-        self._stall = stall
         with suppress(ProcessLookupError):
             os.kill(beat.pid, signal.SIGKILL)
+            self._stall, self._stalled_s = stall, time.monotonic()
 
     def _by_flight_recorder(self, start: Start, beats: Beats) -> Stall | None:
         """What the ranks' dumps say, where they record collectives: always on CUDA, else with TORCH_FR_BUFFER_SIZE."""
@@ -359,6 +378,14 @@ class _Watch:
         if late is None:
             return None
         return Stall(late.rank, f"no progress for {self.launch.timeout_s:g} s: {late.sentence}")
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @contextmanager

@@ -32,6 +32,7 @@ _NAME_BYTES = 16  # IFNAMSIZ
 _ANYWHERE = "192.0.2.1"  # RFC 5737: nothing is sent there
 _CAUSE_S = 5.0  # for the node where the cause was to tell it
 _COLLECT_S = 30.0
+_ANSWER_S = 15  # of the store; without one, the leading node is lost
 
 
 class Rendezvous:
@@ -82,6 +83,7 @@ class Rendezvous:
                 fix = "copy the scenario from there, and use equal options and versions"
                 raise SpecError(Problem(field=section, value=asked.get(section), rule=rule, fix=fix))
         self.job: str = told["job"]
+        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
 
     def torchrun_settings(self) -> dict[str, str | int]:
         """``rdzv_configs`` of torch's launcher; the store is there already."""
@@ -89,6 +91,7 @@ class Rendezvous:
             "is_host": "false",
             "join_timeout": int(self.nodes.join_timeout_s) + 1,
             "last_call_timeout": int(self.nodes.last_call_timeout_s),
+            "read_timeout": _ANSWER_S,
         }
 
     def agreed(self, mine: RanksError) -> RunError:
