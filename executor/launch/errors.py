@@ -75,7 +75,9 @@ class RankEnd:
         Errors about communication come after ranks that left without a word, whose peers raise them.
         """
         exits = self._silent() if self.exits is None else self.exits
-        terminated = [rank for rank in sorted(exits) if exits[rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)]
+        told = (-signal.SIGTERM, 128 + signal.SIGTERM)
+        # also who was ended while it wrote its error: it had one because of others, who came first
+        terminated = [rank for rank in sorted(exits) if exits[rank] in told or self._was_writing(rank)]
         signalled = [rank for rank in sorted(exits) if exits[rank] < 0]
         by_time = sorted(self._errors, key=lambda rank: self._errors[rank][0])
         consequences = [rank for rank in by_time if any(text in self._errors[rank][1] for text in _SECONDARY)]
@@ -96,6 +98,9 @@ class RankEnd:
             f"torchrun ended without having run the ranks; their output is in {next(iter(self.logs.values()), '-')}",
         )
         return RanksError(others[0], is_consequence=True)
+
+    def _was_writing(self, rank: int) -> bool:
+        return rank not in self._errors and self.error_files[rank].is_file()
 
     def _silent(self) -> dict[int, int]:
         """Before a restart: ranks that left no error were killed, unless torchrun has asked them to end."""

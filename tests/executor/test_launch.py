@@ -15,6 +15,7 @@ from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collec
 
 RUNNING, WAITING, FINISHED = RankState.RUNNING, RankState.WAITING, RankState.FINISHED
 TIMEOUT_S = 10.0
+CUT_SHORT = -6
 BOOM = (5.0, "boom")
 LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as clocks and files may have it
 
@@ -37,6 +38,8 @@ LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as cl
         ({0: 1, 1: 1}, {0: (6.0, "later"), 1: BOOM}, "rank 1 raised RuntimeError: boom; "),
         # an error comes before an exit that may be its consequence
         ({0: 1, 1: 1}, {1: BOOM}, "rank 1 raised RuntimeError: boom; "),
+        # ended while it wrote down that it had lost its peer
+        ({0: CUT_SHORT, 1: 3}, {}, "rank 1 ended with exit code 3; "),
         # before a restart torchrun does not tell exit codes
         (None, {0: LOST}, "rank 1 was killed"),
         (None, {0: LOST, 1: BOOM}, "rank 1 raised RuntimeError: boom; "),
@@ -50,6 +53,9 @@ def test_the_first_cause_is_told(
     for rank, (time_s, message) in errors.items():  # as torch's ``@record`` writes them
         files[rank].write_text(json.dumps({"message": {"message": f"RuntimeError: {message}", "extraInfo": {}}}))
         os.utime(files[rank], (time_s, time_s))
+    for rank in range(2):
+        if (exits or {}).get(rank) == CUT_SHORT:
+            files[rank].touch()
     end = RankEnd(dict.fromkeys(range(2)), files, {rank: tmp_path / f"{rank}.log" for rank in range(2)}, exits)
     assert str(end.cause()).startswith(said)
 

@@ -239,7 +239,7 @@ def test_one_host_after_the_other_is_lost(make_job: MakeJob, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_host_leaves_and_comes_back(make_job: MakeJob, tmp_path: Path) -> None:
     """Three hosts, two, and three again: each time after the very step that was done."""
-    job = elastic(make_job(plan={"dp_shard": 3}), tmp_path / "kept", 3, [2, 1], every=NEVER, num_steps=1500)
+    job = elastic(make_job(plan={"dp_shard": 3}), tmp_path / "kept", 3, [2, 1], every=NEVER, num_steps=400)
     whole = undisturbed(job, tmp_path / "whole")
     with hosts(3, cores=cores_of(3)) as made:
         started = start_on(made, job, tmp_path)
@@ -307,7 +307,7 @@ def test_a_host_that_stands_still_is_given_up_and_let_in_again(make_job: MakeJob
 @pytest.mark.slow
 def test_a_run_begins_with_the_hosts_that_are_there(make_job: MakeJob, tmp_path: Path) -> None:
     """Two of four, after the last call; two more come, without which four cannot go on."""
-    job = elastic(make_job(plan={"dp_shard": 4}), tmp_path / "kept", 4, [2], every=NEVER, num_steps=1500)
+    job = elastic(make_job(plan={"dp_shard": 4}), tmp_path / "kept", 4, [2], every=NEVER, num_steps=400)
     whole = undisturbed(job, tmp_path / "whole")
     with hosts(4, cores=cores_of(4)) as made:
         started = start_on(made, job, tmp_path, number=2, last_call_timeout_s=5.0)
