@@ -109,6 +109,7 @@ class _Run:
         self._notes: list[str] = []
         self._parts: list[Part] = []
         self._start: Start | None = None
+        self._rendezvous: Rendezvous | None = None
         self._told_steps = 0
         self.measurement: Measurement | None = None
 
@@ -120,7 +121,7 @@ class _Run:
 
     def launch(self, rendezvous: Rendezvous | None) -> None:
         """Runs this node's ranks, and gathers what all have measured."""
-        job, out_dir = self._job, self._out_dir
+        job, out_dir, self._rendezvous = self._job, self._out_dir, rendezvous
         out_dir.mkdir(parents=True, exist_ok=True)
         job_file = out_dir / "job.json"
         write_whole(job_file, job.model_dump_json(indent=1))
@@ -173,6 +174,8 @@ class _Run:
 
     def _on_start(self, start: Start, why: RunError | None) -> None:
         self._start = start
+        if self._rendezvous is not None:
+            self._rendezvous.begin(start.ranks)
         asked, job = self._job.checkpointing, self._job_on(start.num_ranks)
         done = _steps_done(job)
         if why is not None:

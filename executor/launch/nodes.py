@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -32,6 +32,7 @@ _NAME_BYTES = 16  # IFNAMSIZ
 _ANYWHERE = "192.0.2.1"  # RFC 5737: nothing is sent there
 _CAUSE_S = 5.0  # for the node where the cause was to tell it
 _COLLECT_S = 30.0
+_FAILED_S = 12.0  # ranks that another node has stopped wait 5 s for a signal of their own
 _ANSWER_S = 15  # of the store; without one, the leading node is lost
 
 
@@ -113,6 +114,12 @@ class Rendezvous:
                 while self._store.add("left", 0) < self.nodes.max_nodes and time.monotonic() < end_s:
                     time.sleep(0.05)
 
+    def begin(self, ranks: Iterable[int]) -> None:
+        """These ranks begin here: what a node has left that had them before is of no more use."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            for rank in ranks:
+                self._store.delete_key(f"rank/{rank}")
+
     def leave(self, files: Mapping[int, Mapping[str, str]]) -> None:
         """Gives the leading node what ranks of this one have written, by rank and name."""
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -123,7 +130,7 @@ class Rendezvous:
     def collect(self, num_ranks: int, *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
         """On the leading node: of every rank its node and what it has written, as far as it comes in time."""
         found = {}
-        end_s = time.monotonic() + (_CAUSE_S if failed else _COLLECT_S)
+        end_s = time.monotonic() + (_FAILED_S if failed else _COLLECT_S)
         for rank in range(num_ranks):
             left_s = max(0.01, end_s - time.monotonic())
             with contextlib.suppress(RuntimeError, TimeoutError):
