@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from executor.clock import make_clock
@@ -39,6 +41,7 @@ _AFTER_RESTART = 2
 """Uncounted steps in the middle of a training, whose times say nothing about where they end."""
 
 _DONE = "simplan/done"
+_FAREWELL_S = 1.0
 
 
 def use_device(device: str, num_ranks: int) -> torch.device:
@@ -56,7 +59,7 @@ def use_device(device: str, num_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None) -> None:
+def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None) -> Store:
     """Joins the default process group: NCCL on CUDA devices, gloo on the CPU.
 
     torch's own timeout is longer than the launcher's patience, so that the launcher says who hangs. NCCL makes its
@@ -67,15 +70,19 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
         device: Where this rank computes.
         timeout_s: The launcher's patience.
         num_ranks: How many of torchrun's ranks have work; None for all.
+
+    Returns:
+        The store that these share, which rank 0 or the agent has.
     """
     rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=2 * timeout_s + 60)
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
-        store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        common = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", common)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=common, rank=rank, world_size=world_size, timeout=timeout)
+    return common
 
 
 def main(argv: list[str]) -> None:
@@ -93,14 +100,15 @@ def _run(job: RunSpec, folder: Path, heartbeat: Heartbeat, stop: StopRequest, ra
         return
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     allow_tf32(allowed=job.training.precision == "tf32")
-    start_rank(device, job.timeout_s, job.plan.num_devices)
+    store = start_rank(device, job.timeout_s, job.plan.num_devices)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     with told_when_out_of_memory(device, predicted_bytes):
         _train(job, folder, device, heartbeat, stop, rank)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
-    if rank == 0:
-        dist.distributed_c10d._get_default_store().set(_DONE, "")
+    if rank == 0 and job.plan.num_devices < int(os.environ["WORLD_SIZE"]):
+        store.set(_DONE, "")
+        time.sleep(_FAREWELL_S)  # this process has the store
     dist.destroy_process_group()
 
 

