@@ -76,6 +76,7 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
     """
     rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=2 * timeout_s + 60)
+    common: Store
     common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
