@@ -1,7 +1,5 @@
-"""Runs a plan with torch.distributed and measures it: gloo on the CPU, NCCL on CUDA devices.
+"""Runs plans on real devices with torch.distributed, and measures them.
 
-``run.run_job`` checks a job, ``launch.launch_ranks`` starts its ranks with torchrun (``agent``, ``rank_main``) and
-watches them, ``worker`` is one rank, ``trainer`` executes the Level 1 table (``loop``, or ``pipeline`` through torch's
-pipelining runtime; ``ddp``, ``fsdp`` and ``zero`` are data parallelism), ``recorder`` writes down what happened and
-``results`` gathers it into a Measurement.
+``run.run_job`` checks a job, ``launch.launcher`` starts its ranks with torchrun's elastic agent and watches them; each
+rank is ``worker``, in which ``trainer`` holds the stages and takes the steps; ``results`` gathers the measurement.
 """
