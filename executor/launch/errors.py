@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from executor.launch.rank import unfinished_error_file
 from executor.launch.watchdog import Beat, Beats, RankState, is_action
 from executor.out_of_memory import RankOutOfMemoryError, predicted_peak
 from simplan.errors import RunError
@@ -100,7 +101,9 @@ class RankEnd:
         return RanksError(others[0], is_consequence=True)
 
     def _was_writing(self, rank: int) -> bool:
-        return rank not in self._errors and self.error_files[rank].is_file()
+        beat = self.beats.get(rank)
+        could_write = beat is None or beat.state is not RankState.FAILED
+        return could_write and rank not in self._errors and unfinished_error_file(self.error_files[rank]).is_file()
 
     def _silent(self) -> dict[int, int]:
         """Before a restart: ranks that left no error were killed, unless torchrun has asked them to end."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from executor.launch.processes import die_with_parent
 from executor.launch.watchdog import Heartbeat, RankState
 
-__all__ = ["RankFiles", "StopRequest", "folder_of", "live_as_rank", "main"]
+__all__ = ["RankFiles", "StopRequest", "folder_of", "live_as_rank", "main", "unfinished_error_file"]
 
 _STOP_S = 15.0  # for a step and a checkpoint; torchrun kills after 30 s, Kubernetes and Slurm too
 _TERMINATED = 128 + signal.SIGTERM
@@ -48,6 +48,11 @@ def folder_of(out_dir: Path, num_asked: int, num_ranks: int) -> Path:
     folder = out_dir / f"on-{num_ranks}-ranks"
     folder.mkdir(exist_ok=True, parents=True)
     return folder
+
+
+def unfinished_error_file(file: Path) -> Path:
+    """Where a rank begins its error file, which has its name when it is whole."""
+    return file.with_suffix(".unfinished")
 
 
 class StopRequest:
@@ -116,14 +121,27 @@ def live_as_rank(folder: Path, body: Callable[[Heartbeat, StopRequest, int], Non
         folder: For the rank's files.
         body: What it does.
     """
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class WholeErrorFile(ErrorHandler):
+        """Puts a whole file in its place: torch's agent fails on an empty one, as of a full disk or a kill."""
+
+        def record_exception(self, e: BaseException) -> None:
+            """As said."""
+            super().record_exception(e)
+            if (file := super()._get_error_file_path()) is not None:
+                unfinished_error_file(Path(file)).rename(file)
+
+        def _get_error_file_path(self) -> str | None:
+            file = super()._get_error_file_path()
+            return None if file is None else str(unfinished_error_file(Path(file)))
 
     rank = int(os.environ["RANK"])
     files = RankFiles(folder, rank)
     heartbeat = Heartbeat(files.heartbeat)
     stop = StopRequest(heartbeat, files.dump)
     try:
-        record(lambda: body(heartbeat, stop, rank))()
+        record(lambda: body(heartbeat, stop, rank), WholeErrorFile())()
     except BaseException as error:  # also SystemExit: whatever ends a rank early is told
         if not _is_told(error):  # the heartbeat has its place on the disk already
             full = isinstance(error, OSError) and error.strerror
@@ -139,7 +157,7 @@ def live_as_rank(folder: Path, body: Callable[[Heartbeat, StopRequest, int], Non
 def _is_told(error: BaseException) -> bool:
     """Whether torchrun's error file has what ended this rank."""
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
-    return isinstance(error, Exception) and file.is_file() and file.stat().st_size > 0
+    return isinstance(error, Exception) and file.is_file()
 
 
 def main() -> None:

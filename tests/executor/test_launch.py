@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from executor.launch.errors import RankEnd
+from executor.launch.rank import unfinished_error_file
 from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective
 
 RUNNING, WAITING, FINISHED = RankState.RUNNING, RankState.WAITING, RankState.FINISHED
@@ -55,7 +56,7 @@ def test_the_first_cause_is_told(
         os.utime(files[rank], (time_s, time_s))
     for rank in range(2):
         if (exits or {}).get(rank) == CUT_SHORT:
-            files[rank].touch()
+            unfinished_error_file(files[rank]).touch()
     end = RankEnd(dict.fromkeys(range(2)), files, {rank: tmp_path / f"{rank}.log" for rank in range(2)}, exits)
     assert str(end.cause()).startswith(said)
 
