@@ -23,6 +23,7 @@ from benchmarks.predict_speed import predict_speed
 from benchmarks.search_speed import search_speed
 from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, Row, to_markdown
+from benchmarks.transformers_models import transformers_models
 from benchmarks.workbench import WORKBENCH
 from simplan.cli.processes import ending_signals_raise
 
@@ -37,6 +38,7 @@ _ALL: dict[str, Callable[[], Iterable[Row]]] = {
     "cold-start": cold_start,
     "accuracy": accuracy,
     "shaped-hosts": shaped_hosts,
+    "transformers-models": transformers_models,
     **WORKBENCH,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")

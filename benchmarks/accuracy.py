@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_cases import MICROBATCH_SIZE, TRAINING, Case, cases
 from benchmarks.table import Row
-from executor.calibrate import calibrate
+from executor.calibration.calibrate import calibrate
 from executor.run import run_job
 from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
 from simplan.cost.kinds import kinds_needed

@@ -5,7 +5,7 @@ A round has every way twice, the second time in the opposite order, and begins w
 (root on Linux), ranks run before the programs of all other sessions.
 
 The hand-written trainings have the executor's modules, loss, data and fused AdamW; all else is torch's: DDP, FSDP2 and
-``torch.distributed.pipelining`` as their tutorials have them.
+``torch.distributed.pipelining`` as their tutorials have them. Tensor parallelism has torch's own modules and loss.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from executor.clock import make_clock
-from executor.groups import make_groups
+from benchmarks.torch_llama import tensor_parallel_llama
+from executor.distributed.mesh import ParallelDims
 from executor.launch.rank import live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
-from executor.loss import cross_entropy
-from executor.model import Stage, build_stage
-from executor.recorder import Recorder
-from executor.trainer import Trainer
+from executor.models.model import Stage, build_stage
+from executor.profiling.recorder import Recorder, make_clock
+from executor.train.loss import cross_entropy
+from executor.train.trainer import Trainer
 from executor.worker import start_rank, use_device
 from simplan.program.action import Action, format_table
 from simplan.program.measurement import IssuedKind
@@ -87,6 +89,10 @@ CASES = {
     "2 ranks, FSDP": Case(ParallelPlan(dp_shard=2, microbatch_size=_MICROBATCH_SIZE), "fully_shard of every layer"),
     "2 ranks, pipeline": Case(
         ParallelPlan(pp=2, schedule="1f1b", microbatch_size=_MICROBATCH_SIZE), "Schedule1F1B of two PipelineStages"
+    ),
+    "2 ranks, tensor parallelism": Case(
+        ParallelPlan(tp=2, sequence_parallel=True, microbatch_size=_MICROBATCH_SIZE),
+        "parallelize_module and loss_parallel",
     ),
 }
 
@@ -143,6 +149,8 @@ def _plain(job: RunSpec, device: torch.device) -> Step:
     """The training by hand."""
     if job.plan.pp > 1:
         return _plain_pipeline(job, device)
+    if job.plan.tp > 1:
+        return _plain_tensor_parallel(job, device)
     model: nn.Module = build_stage(MODEL, range(len(MODEL.layers)), torch.float32, device, job.seed)
     assert isinstance(model, Stage)
     if job.plan.dp_shard > 1:
@@ -190,6 +198,21 @@ def _plain_pipeline(job: RunSpec, device: torch.device) -> Step:
     return step
 
 
+def _plain_tensor_parallel(job: RunSpec, device: torch.device) -> Step:
+    model = tensor_parallel_llama(MODEL, init_device_mesh(device.type, (job.plan.tp,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        for x, y in zip(tokens.chunk(_MICROBATCHES), targets.chunk(_MICROBATCHES), strict=True):
+            with loss_parallel():
+                loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / _MICROBATCHES
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
 def _before_others() -> None:
     """The scheduler shares cores among sessions (``man 7 sched``, autogroups), each of which has its own niceness."""
     with suppress(OSError):
@@ -203,12 +226,11 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     start_rank(device, _TIMEOUT_S)
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     table = job.parsed_table()
-    groups = make_groups(job.plan, table, rank, tied=False, experts=False)
     row = table[RankMapping.of(job.plan).place(rank).pp]
 
     def executor(kind: type[Recorder]) -> tuple[Trainer, Step]:
         recorder = kind(row, make_clock(device), heartbeat)
-        trainer = Trainer(job, rank, device, groups, recorder)
+        trainer = Trainer(job, rank, device, ParallelDims.of(job, rank, recorder), recorder)
 
         def step(tokens: Tensor, targets: Tensor) -> None:
             recorder.begin_step(0)

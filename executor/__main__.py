@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from executor.launch.processes import die_with_parent
+from executor.launch.rank import die_with_parent
 from simplan.errors import Problem, SimplanError, SpecError
 
 _INTERRUPTED = 130
@@ -88,7 +88,7 @@ def _run(file: Path | None, out_dir: Path, nodes_file: Path | None) -> None:
 
 
 def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
-    from executor.rehearse import rehearse
+    from executor.dry_run.rehearse import rehearse
     from simplan.files import write_whole
     from simplan.program.run_spec import RunSpec
 
@@ -107,7 +107,7 @@ def _environment(out: Path) -> None:
 
 
 def _calibrate(file: Path, out: Path, nodes_file: Path | None) -> None:
-    from executor.calibrate import calibrate
+    from executor.calibration.calibrate import calibrate
     from simplan.cost.calibration import CalibrationRequest
     from simplan.program.nodes import Nodes
 

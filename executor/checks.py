@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
-from executor.recompute_rules import unmodelled_recompute
+from executor.distributed.recompute import unmodelled_recompute
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
 from simplan.program.executable import check_executable
@@ -69,7 +70,11 @@ def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
         NotModelledError, SpecError, ProgramError: As ``check_job``, however many ranks the job has; there is no such
             rank, or no such device here.
     """
-    not_modelled = [*violations(_asked(job), _NOT_MODELLED), *_not_modelled(job), *_compiled_rehearsal(job, fake=fake)]
+    not_modelled = [
+        *violations(_asked(job), _NOT_MODELLED),
+        *_not_modelled(job),
+        *_unmodelled_rehearsal(job, fake=fake),
+    ]
     if not_modelled:
         raise NotModelledError(not_modelled)
     problems = [*_inconsistent(job), *_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
@@ -125,20 +130,27 @@ def _not_modelled(job: RunSpec) -> Iterator[Problem]:
             rule="the executor does not run this precision",
             fix="use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
         )
-    if job.checkpointing is not None and plan.offload_optimizer:
+    if plan.offload_optimizer:
         yield Problem(
             field="plan.offload_optimizer",
             value="true",
-            rule="the executor takes no checkpoints of optimizer states in the host's memory",
-            fix="use false, or no --checkpoint-dir",
+            rule="is predicted only: the executor does not stream optimizer states through the device",
+            fix="use false, or FSDP over more ranks (plan.dp_shard)",
         )
     yield from _unmodelled_fp8(job)
-    if job.software.id != "torch":
+    if not job.software.executable:
         yield Problem(
             field="software",
             value=job.software.id,
             rule="the executor runs plain torch, not another framework",
-            fix="use torch",
+            fix="use torch, or transformers for its models",
+        )
+    if job.software.layers.model_code == "transformers" and find_spec("transformers") is None:
+        yield Problem(
+            field="software",
+            value=job.software.id,
+            rule="needs Hugging Face transformers, which is not installed",
+            fix="pip install 'simplan[transformers]', or use torch",
         )
 
 
@@ -192,8 +204,11 @@ def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
         )
 
 
-def _compiled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
+def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     """A rehearsal follows every tensor, for which torch must run every operation by itself."""
+    if job.software.layers.model_code != "framework":
+        rule = "has modules whose tensors a rehearsal cannot tell apart"
+        yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")
     if job.software.compiled:
         rule = "makes kernels that need tensors with data" if fake else "makes tensors that a rehearsal cannot follow"
         fix = "use false, which keeps a little more, or `simplan run`"

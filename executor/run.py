@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.checkpoint_folder import check_resume, newest_checkpoint
 from executor.checks import check_job
 from executor.launch.errors import RanksError
 from executor.launch.launcher import Launch, Start, launch_ranks
 from executor.launch.nodes import Rendezvous
 from executor.launch.rank import RankFiles, folder_of
 from executor.launch.watchdog import Beats
-from executor.results import Part, gather_parts
+from executor.profiling.results import Part, gather_parts
+from executor.train.checkpoint_folder import check_resume, newest_checkpoint
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
 from simplan.program.measurement import Measurement

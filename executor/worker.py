@@ -1,16 +1,21 @@
-"""One rank of a job: ``python -m executor.worker JOB.json OUT_DIR``, started by torchrun."""
+"""One rank of a job: ``torchrun ... -m executor.worker JOB.json OUT_DIR``.
+
+``simplan run`` starts its ranks with torchrun's agent, too, but watches them and gathers what they have measured. Where
+nobody does, rank 0 writes ``OUT_DIR/measurement.json`` itself.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,22 +23,24 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from executor.clock import make_clock
-from executor.groups import make_groups
-from executor.keeping import Keeper
-from executor.launch.rank import RankFiles, StopRequest, folder_of, live_as_rank
+from executor.calibration.timing import Reference
+from executor.distributed.mesh import ParallelDims
+from executor.distributed.precision import allow_tf32
+from executor.launch.out_of_memory import told_when_out_of_memory
+from executor.launch.rank import PARENT_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
-from executor.memory import forget_peaks, peak_allocated_bytes, peak_memory
-from executor.out_of_memory import told_when_out_of_memory
-from executor.precision import allow_tf32
-from executor.recorder import Recorder
-from executor.reference import Reference
-from executor.stopping import PeerStoppedError
-from executor.trainer import Trainer
+from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
+from executor.profiling.recorder import Recorder, make_clock
+from executor.train.trainer import Trainer
+from simplan.errors import Problem, SpecError
 from simplan.files import write_whole
 from simplan.program.measurement import PeakMemory
 from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
+from simplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from executor.train.keeping import Keeper
 
 __all__ = ["main", "start_rank", "use_device"]
 
@@ -89,13 +96,16 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
 def main(argv: list[str]) -> None:
     """Runs the job of ``argv[0]`` with its files in ``argv[1]``."""
     asked = RunSpec.model_validate_json(Path(argv[0]).read_bytes())
-    job = asked.on_ranks(int(os.environ["WORLD_SIZE"]))
-    assert job is not None, "the launcher has looked"
+    job = asked.on_ranks(int(os.environ["WORLD_SIZE"])) or asked
     folder = folder_of(Path(argv[1]), asked.plan.num_devices, job.plan.num_devices)
-    live_as_rank(folder, lambda heartbeat, stop, rank: _run(job, folder, heartbeat, stop, rank))
+    folder.mkdir(parents=True, exist_ok=True)
+    live_as_rank(folder, lambda heartbeat, stop, rank: _run(job, folder, Path(argv[1]), heartbeat, stop, rank))
 
 
-def _run(job: RunSpec, folder: Path, heartbeat: Heartbeat, stop: StopRequest, rank: int) -> None:
+def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: StopRequest, rank: int) -> None:
+    is_watched = PARENT_VARIABLE in os.environ  # by the launcher, which has looked at all this before
+    if not is_watched:
+        _check(job)
     if rank >= job.plan.num_devices:
         _idle(heartbeat)
         return
@@ -107,14 +117,60 @@ def _run(job: RunSpec, folder: Path, heartbeat: Heartbeat, stop: StopRequest, ra
         _train(job, folder, device, heartbeat, stop, rank)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
+    if not is_watched:
+        _gather(job, RankFiles(folder, rank), out_dir)
     if rank == 0 and job.plan.num_devices < int(os.environ["WORLD_SIZE"]):
         store.set(_DONE, "")
         time.sleep(_FAREWELL_S)  # this process has the store
     dist.destroy_process_group()
 
 
+def _check(job: RunSpec) -> None:
+    """What the launcher does before it starts ranks.
+
+    Raises:
+        SpecError: torchrun has started too few ranks, or the job cannot be run, or not gone on with.
+    """
+    from executor.checks import check_job
+    from executor.train.checkpoint_folder import check_resume
+
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    if job.plan.num_devices > num_ranks:
+        rule = f"times --nproc-per-node are {num_ranks} ranks, and the plan is for {job.plan.num_devices}"
+        raise SpecError(Problem(field="--nnodes", rule=rule))
+    check_job(job, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+        for note in check_resume(job):
+            sys.stdout.write(f"note: {note}\n")
+
+
+def _gather(job: RunSpec, files: RankFiles, out_dir: Path) -> None:
+    """Rank 0 writes the measurement of all ranks, and says in a line what it has."""
+    from executor.profiling.results import Part, gather_parts
+
+    texts = {path.name: path.read_text() for path in (files.steps, files.checkpoints) if path.exists()}
+    everyone: list[tuple[str, dict[str, str]]] | None = None
+    leads = dist.get_rank() == 0
+    if leads:
+        everyone = [("", {})] * job.plan.num_devices
+    dist.gather_object((socket.gethostname(), texts), everyone)
+    if everyone is None:
+        return
+    num_nodes = len({node for node, _ in everyone})
+    measurement = gather_parts([Part(job, files.steps.parent, num_nodes, 0, "")], None, dict(enumerate(everyone)))
+    file = out_dir / "measurement.json"
+    write_whole(file, measurement.model_dump_json(indent=1))
+    peaks = [max(filter(None, rank.peak_memory.model_dump().values()), default=0) for rank in measurement.ranks]
+    sys.stdout.write(
+        f"step time {1e3 * measurement.step_time_s:.1f} ms, median of {len(measurement.step_times_s)} steps; "
+        f"peak memory {format_bytes(max(peaks))} on rank {peaks.index(max(peaks))}; wrote {file}\n"
+    )
+
+
 def _idle(heartbeat: Heartbeat) -> None:
     """Of a rank that no plan needs: ends with the others, or fails as they do, so that torchrun starts all again."""
+    from executor.train.keeping import PeerStoppedError
+
     heartbeat.beat(RankState.WAITING, "no plan needs this rank")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, wait_for_workers=False)
@@ -131,23 +187,25 @@ def _train(
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     mapping = RankMapping.of(job.plan)
     table = job.parsed_table()
-    groups = make_groups(job.plan, table, rank, tied=job.model.tied_embeddings, experts=job.model.num_experts > 0)
     recorder = Recorder(table[mapping.place(rank).pp], make_clock(device), heartbeat)
+    dims = ParallelDims.of(job, rank, recorder)
 
     def build() -> Trainer:
-        return Trainer(job, rank, device, groups, recorder)
+        return Trainer(job, rank, device, dims, recorder)
 
     files = RankFiles(folder, rank)
     trainer, first, keeper = build(), 0, None
     forget_peaks(device)
     if job.checkpointing is not None:
+        from executor.train.keeping import Keeper
+
         keeper = Keeper(job, trainer.state(), files, stop, leads=rank == 0)
         heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
         first = keeper.restore()  # the launcher refuses a folder that has some where a run is not to resume
     _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
-        from executor.compiling import watched_compilation
+        from executor.distributed.compiling import watched_compilation
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as steps, watched:

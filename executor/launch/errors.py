@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from executor.launch.out_of_memory import RankOutOfMemoryError, predicted_peak
 from executor.launch.rank import unfinished_error_file
 from executor.launch.watchdog import Beat, Beats, RankState, is_action
-from executor.out_of_memory import RankOutOfMemoryError, predicted_peak
 from simplan.errors import RunError
 from simplan.program.action import Action
 

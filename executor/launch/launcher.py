@@ -32,8 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from executor.launch.errors import RankEnd, RanksError
 from executor.launch.nodes import Rendezvous
-from executor.launch.processes import PARENT_VARIABLE, num_kernel_kills
-from executor.launch.rank import RankFiles
+from executor.launch.rank import PARENT_VARIABLE, RankFiles, num_kernel_kills
 from executor.launch.watchdog import Beats, Stall, find_stall, late_in_collective, read_beat, read_dump
 from simplan.errors import RunError
 

@@ -6,6 +6,7 @@ parent may be killed. That is why this module imports next to nothing.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -15,10 +16,47 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from executor.launch.processes import die_with_parent
 from executor.launch.watchdog import Heartbeat, RankState
 
-__all__ = ["RankFiles", "StopRequest", "folder_of", "live_as_rank", "main", "unfinished_error_file"]
+__all__ = [
+    "PARENT_VARIABLE",
+    "RankFiles",
+    "StopRequest",
+    "die_with_parent",
+    "folder_of",
+    "live_as_rank",
+    "main",
+    "num_kernel_kills",
+    "unfinished_error_file",
+]
+
+PARENT_VARIABLE = "SIMPLAN_PARENT"
+"""Environment variable in which a process tells its children its id."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks Linux to send this process a signal when its parent ends, however that happens; elsewhere does nothing.
+
+    A parent that has told its id in ``PARENT_VARIABLE`` may have ended before this call: then the signal comes now.
+    """
+    if sys.platform != "linux":
+        return
+    parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we asked
+        os.kill(os.getpid(), number)
+
+
+def num_kernel_kills() -> int:
+    """How many processes Linux has killed on this host for want of memory since it started; elsewhere 0."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))
+
 
 _STOP_S = 15.0  # for a step and a checkpoint; torchrun kills after 30 s, Kubernetes and Slurm too
 _TERMINATED = 128 + signal.SIGTERM

@@ -430,22 +430,32 @@ def export(
             "--nnodes", "--nodes", metavar="N|MIN:MAX", help="As of run; MAX are the nodes of the scenario (default)."
         ),
     ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Steady steps to measure.")] = 10,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
     max_restarts: MaxRestarts = 0,
     resume: Resume = False,
     json: AsJson = False,
+    calibration: CalibrationFile = None,
 ) -> int:
     """Write what runs the plan on a cluster: a Slurm batch script, or a Kubernetes PyTorchJob.
 
-    Each node then runs `simplan run SCENARIO --nnodes N --rdzv-endpoint HOST:PORT`, which starts torchrun's agent,
-    with the options about checkpoints that are given here.
+    Each node runs `torchrun ... -m executor.worker JOB OUT`; the job is in the file. Rank 0 writes
+    OUT/measurement.json, which `simplan compare` shows beside a prediction.
     """
     from simplan.cli.checkpointing import checkpointing
     from simplan.cli.export import export_command
 
-    kept = checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume)
-    return export_command(scenario, target=to, as_json=json, output=output, nodes=nnodes, checkpointing=kept)
+    return export_command(
+        scenario,
+        target=to,
+        as_json=json,
+        output=output,
+        num_steps=steps,
+        calibration_file=calibration,
+        nodes=nnodes,
+        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume),
+    )
 
 
 @app.command()

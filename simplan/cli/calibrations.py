@@ -6,13 +6,21 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
+from simplan.cli.output import say
 from simplan.cli.processes import require_executor, run_executor
 from simplan.cli.progress import Progress
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest, way_of_mixing
+from simplan.cost.calibration import (
+    Calibration,
+    CalibrationRequest,
+    ShapeRequest,
+    pace_in_words,
+    way_of_mixing,
+)
 from simplan.cost.kinds import kinds_needed
 from simplan.cost.store import default_path, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
@@ -25,6 +33,7 @@ from simplan.spec.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 
 __all__ = [
     "Wanted",
+    "at_the_pace_of_now",
     "covers",
     "ensure",
     "is_needed",
@@ -36,6 +45,8 @@ __all__ = [
 ]
 
 QUICK_BUDGET_S = 30.0
+_TRUSTED = timedelta(minutes=10)
+_MOST_PACE = 2.0  # beyond it, either way, timings are no measure of now
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +217,10 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
     total = load(target)
     for asked in requests:
         request = asked.model_copy(update={"pending": total.pending if total is not None else ()})
-        with tempfile.TemporaryDirectory(prefix="simplan-") as folder, Progress(_title(request)) as progress:
-            request_file, result_file = Path(folder) / "request.json", Path(folder) / "calibration.json"
-            write_model(request_file, request)
-            arguments = ["calibrate", str(request_file), "--out", str(result_file)]
-            if nodes is not None:
-                write_model(Path(folder) / "nodes.json", nodes)
-                arguments += ["--nodes", str(Path(folder) / "nodes.json")]
+        with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
+            result_file = Path(folder) / "calibration.json"
             try:
-                run_executor(
-                    arguments,
-                    lambda event: progress.update(event["done"], event["of"], event.get("what", "")),
-                )
+                _run(request, result_file, _title(request), nodes)
             finally:  # what an interrupted calibration has measured is kept
                 found = load(result_file)
                 if found is not None:
@@ -227,13 +230,54 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
     return total
 
 
+def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Nodes | None = None) -> None:
+    """Measures what is asked into a file in a folder for such."""
+    request_file, nodes_file = result_file.with_name("request.json"), result_file.with_name("nodes.json")
+    write_model(request_file, request)
+    arguments = ["calibrate", str(request_file), "--out", str(result_file)]
+    if nodes is not None:
+        write_model(nodes_file, nodes)
+        arguments += ["--nodes", str(nodes_file)]
+    with Progress(title) as progress:
+        run_executor(arguments, lambda event: progress.update(event["done"], event["of"], event.get("what", "")))
+
+
+def at_the_pace_of_now(calibration: Calibration, scenario: Scenario) -> Calibration:
+    """A calibration of this machine's cores, corrected for how fast they are now; younger than 10 minutes, as it is.
+
+    Raises:
+        RunError: A rank failed.
+    """
+    age = datetime.now(UTC) - datetime.fromisoformat(calibration.created)
+    cluster = scenario.job.cluster
+    if cluster.cores_per_node is None or age < _TRUSTED:
+        return calibration
+    request = CalibrationRequest(shapes=(), num_ranks=cluster.ranks_per_node, communication=())
+    with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
+        result_file = Path(folder) / "calibration.json"
+        _run(request, result_file, "timing a product, to see how fast this machine is now")
+        found = load(result_file)
+    if found is None or found.reference_s is None:
+        return calibration
+    return calibration.at_pace(found.reference_s, cluster.ranks_per_node)
+
+
 def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | None:
-    """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one."""
+    """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one.
+
+    An old one is corrected for the machine's pace, or, where that is another by a factor of 2, taken anew.
+    """
     if not any(is_needed(scenario.job.cluster) for scenario in scenarios):
         return None
     calibration = load(file or default_path())
     missing = [scenario for scenario in scenarios if not covers(calibration, scenario)]
-    return measure(requests_for(missing, None, QUICK_BUDGET_S), file) if missing else calibration
+    if calibration is None or missing:
+        return measure(requests_for(missing, None, QUICK_BUDGET_S), file)
+    paced = at_the_pace_of_now(calibration, scenarios[0])
+    if paced.pace is None or 1 / _MOST_PACE <= paced.pace <= _MOST_PACE:
+        return paced
+    say(f"note: this machine computes {pace_in_words(paced.pace)} than when it was calibrated: calibrating again")
+    return measure(requests_for(scenarios, None, QUICK_BUDGET_S), file)
 
 
 def _copies_to_host(scenario: Scenario) -> bool:
@@ -256,6 +300,7 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         dtype=precision,
         optimizer=training.update,
         compiled=scenario.job.software.compiled,
+        model_code=scenario.job.software.layers.model_code,
     )
 
 

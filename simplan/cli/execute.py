@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
@@ -32,6 +34,7 @@ __all__ = [
     "RunOptions",
     "default_folder",
     "execute",
+    "exported_job",
     "join",
     "refuse_other_software",
     "run_spec_of_scenario",
@@ -126,10 +129,9 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         RunError: Ranks failed or hung.
     """
     prediction, simulated = scenario.predict_step(calibration)
-    job = run_spec_of_scenario(scenario, prediction, options)
-    on_fewer = _steps_on_fewer(scenario, calibration, options)
-    smaller = fewer_nodes({number: other for number, (other, _) in on_fewer.items()})
-    job = job.model_copy(update={"fewer_nodes": smaller})
+    least = None if options.nodes is None else options.nodes.min_nodes
+    on_fewer = _steps_on_fewer(scenario, calibration, least)
+    job = run_spec_of_scenario(scenario, prediction, options, {number: of for number, (of, _) in on_fewer.items()})
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
@@ -175,13 +177,32 @@ def join(nodes: Nodes, folder: Path) -> None:
         run_executor(["run", "--nodes", str(request), "--out", str(out)], lambda event: _show(event, progress))
 
 
+def exported_job(
+    scenario: Scenario, calibration: Calibration | None, options: RunOptions, min_nodes: int | None
+) -> RunSpec:
+    """What ranks run elsewhere.
+
+    Args:
+        scenario: On all nodes.
+        calibration: Predicts it; None for the catalogue.
+        options: How to run.
+        min_nodes: As few nodes begin or go on without others; None for all.
+
+    Raises:
+        SpecError: The scenario cannot be predicted or run.
+    """
+    on_fewer = _steps_on_fewer(scenario, calibration, min_nodes)
+    predictions = {number: prediction for number, (prediction, _) in on_fewer.items()}
+    return run_spec_of_scenario(scenario, scenario.predict(calibration), options, predictions)
+
+
 def _steps_on_fewer(
-    scenario: Scenario, calibration: Calibration | None, options: RunOptions
+    scenario: Scenario, calibration: Calibration | None, min_nodes: int | None
 ) -> dict[int, tuple[Prediction, Simulated]]:
     """By number of nodes, the largest first; empty for a run that ends when a node is lost."""
-    if options.nodes is None or options.nodes.min_nodes == options.nodes.max_nodes:
+    if min_nodes is None or min_nodes == scenario.job.cluster.num_nodes:
         return {}
-    scenarios, sentences = scenarios_on_fewer(scenario, options.nodes.min_nodes)
+    scenarios, sentences = scenarios_on_fewer(scenario, min_nodes)
     for sentence in sentences:
         say(f"note: {sentence}")
     found = {number: fewer.predict_step(calibration) for number, fewer in scenarios.items()}
@@ -198,8 +219,19 @@ def _show(event: dict[str, Any], progress: Progress) -> None:
         progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}")
 
 
-def run_spec_of_scenario(scenario: Scenario, prediction: Prediction, options: RunOptions) -> RunSpec:
+def run_spec_of_scenario(
+    scenario: Scenario,
+    prediction: Prediction,
+    options: RunOptions,
+    on_fewer: Mapping[int, Prediction] = MappingProxyType({}),
+) -> RunSpec:
     """What is handed to the executor.
+
+    Args:
+        scenario: What was asked.
+        prediction: Of it.
+        options: How to run.
+        on_fewer: Predictions of it by smaller numbers of nodes that go on with it.
 
     Raises:
         NotModelledError: The executor does not run such devices, precisions or stages.
@@ -222,7 +254,7 @@ def run_spec_of_scenario(scenario: Scenario, prediction: Prediction, options: Ru
         problems.append(Problem(field="plan.stage_layers", value=value, rule=rule, fix=fix))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
-    return run_spec_of(
+    job = run_spec_of(
         prediction,
         num_steps=options.num_steps,
         num_warmup_steps=options.num_warmup_steps,
@@ -230,3 +262,4 @@ def run_spec_of_scenario(scenario: Scenario, prediction: Prediction, options: Ru
         checkpointing=options.checkpointing,
         device=_DEVICES[device.kind],
     )
+    return job.model_copy(update={"fewer_nodes": fewer_nodes(dict(on_fewer))})

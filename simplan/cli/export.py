@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import simplan
-from simplan.cli.execute import refuse_other_software
-from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on, scenarios_on_fewer
+from simplan.cli.calibrations import is_needed, read
+from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
+from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.output import print_json, print_result, say
-from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.cost.calibration import Calibration
+from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
-from simplan.io import read_yaml, write_text
+from simplan.io import write_text
 from simplan.program.checkpoint import Checkpointing
 from simplan.scenario import Scenario, load_scenario
-from simplan.spec.schedules import is_own_schedule
 
 __all__ = ["export_command"]
 
@@ -27,6 +28,8 @@ def export_command(
     target: str,
     as_json: bool,
     output: Path | None,
+    num_steps: int,
+    calibration_file: Path | None,
     nodes: str | None = None,
     checkpointing: Checkpointing | None = None,
 ) -> int:
@@ -34,27 +37,25 @@ def export_command(
     if target not in TARGETS:
         problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
         raise SpecError(problem)
-    if file.exists() and not file.resolve().is_file():  # a pipe, or what a shell has deleted already
-        raise SpecError(
-            Problem(field="", rule="is not a file that the job can read later", fix="save it"), file=str(file)
-        )
     scenario = load_scenario(file)
     refuse_other_software(scenario)
     cluster = scenario.job.cluster
     if cluster.num_devices % cluster.num_nodes:
         rule = f"must be a multiple of the {cluster.num_nodes} nodes, as all run as many ranks"
         raise SpecError(Problem(field="cluster.num_devices", value=str(cluster.num_devices), rule=rule), file=str(file))
-    gpus = cluster.num_devices // cluster.num_nodes if cluster.device.kind == "gpu" else 0
+    gpus = cluster.ranks_per_node if cluster.device.kind == "gpu" else 0
     least = _min_nodes(scenario, nodes, checkpointing)
     if least is not None and checkpointing is not None and target == "kubernetes":
         checkpointing = checkpointing.model_copy(update={"resume": True})  # containers that failed begin again
-    launch = Launch(scenario.name, cluster.num_nodes, gpus, cluster.cores_per_node, least, checkpointing)
+    job = exported_job(
+        scenario, _calibration(scenario, calibration_file), RunOptions(num_steps, checkpointing=checkpointing), least
+    )
+    launch = Launch(job, cluster.num_nodes, cluster.ranks_per_node, gpus, cluster.cores_per_node, least)
     if target == "slurm":
-        text = slurm_script(launch, str(file.resolve()))
+        text = slurm_script(launch)
     else:
-        _refuse_other_files(scenario, file)
         image = f"simplan:{simplan.__version__}"
-        text = kubernetes_job(launch, file.read_text(encoding="utf-8"), image)
+        text = kubernetes_job(launch, image)
         say(f"note: the image {image} is yours to make, with simplan[executor] in it")
         if checkpointing is not None:
             say(f"note: so is the volume claim {claim_of(launch)}, which all pods write to (ReadWriteMany)")
@@ -66,6 +67,10 @@ def export_command(
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
     return 0
+
+
+def _calibration(scenario: Scenario, file: Path | None) -> Calibration | None:
+    return read(file) if file is not None or is_needed(scenario.job.cluster) else None
 
 
 def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointing | None) -> int | None:
@@ -81,17 +86,4 @@ def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointi
     if least == number:
         return None
     refuse_unless_it_can_go_on(scenario, least, checkpointing)
-    for sentence in scenarios_on_fewer(scenario, least)[1]:
-        say(f"note: {sentence}")
     return least
-
-
-def _refuse_other_files(scenario: Scenario, file: Path) -> None:
-    """A pod has the scenario's file only."""
-    refers = "plan.schedule" if is_own_schedule(scenario.job.plan.schedule) else ""
-    model = read_yaml(file).data.get("model")
-    if isinstance(model, dict) and "hf_config" in model:
-        refers = "model.hf_config"
-    if refers:
-        rule = "names another file, which the job's pods do not have"
-        raise NotModelledError(Problem(field=refers, rule=rule, fix="write it into the scenario"), file=str(file))

@@ -6,13 +6,15 @@ over a grid of sizes, collectives and sends; never a stage, a schedule or a step
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
 from simplan.spec.base import Count, NonNegative, Positive, Spec
 from simplan.spec.layer import CollectiveKind, LayerSpec
-from simplan.spec.layer_style import LayerStyle, styled_layers
+from simplan.spec.layer_style import LayerStyle, ModelCode, styled_layers
 from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import UpdateName
 from simplan.spec.shard import Shard
@@ -30,6 +32,7 @@ __all__ = [
     "Sample",
     "ShapeRequest",
     "TimedDtype",
+    "pace_in_words",
     "way_of_mixing",
 ]
 
@@ -79,6 +82,10 @@ def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
     return "cast" if sharded and dtype in ("bf16", "fp16", "fp8") else "autocast"
 
 
+_SAME_PACE = 0.05
+_PACE_STD = 0.25  # of the change, as a logarithm: what is not bound by the cores' clock changes by less
+
+
 class Sample(Spec):
     """Repeated timings of one thing.
 
@@ -100,6 +107,17 @@ class Sample(Spec):
     high_s: NonNegative
     round_std: NonNegative
     num_repeats: Count
+
+    def times(self, factor: float) -> Sample:
+        """On a machine that is so much slower; where it would end up between the two paces is not sure."""
+        return self.model_copy(
+            update={
+                "mean_s": self.mean_s * factor,
+                "low_s": self.low_s * factor,
+                "high_s": self.high_s * factor,
+                "round_std": math.hypot(self.round_std, _PACE_STD * abs(math.log(factor))),
+            }
+        )
 
 
 class LayerTiming(Spec):
@@ -226,6 +244,7 @@ class ShapeRequest(Spec):
         mixed: How half precision comes about; see ``way_of_mixing``.
         optimizer: Whose step is timed, over fp32 weights.
         compiled: Blocks are compiled.
+        model_code: Whose modules are timed.
     """
 
     model: ModelSpec
@@ -235,11 +254,13 @@ class ShapeRequest(Spec):
     dtype: TimedDtype = "fp32"
     optimizer: UpdateName = "adamw"
     compiled: bool = False
+    model_code: ModelCode = "framework"
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each rank has, with the keys by which they are priced."""
-        return styled_layers(self.model.layers_of(self.shard), LayerStyle(compiled=self.compiled), self.model.family)
+        style = LayerStyle(compiled=self.compiled, model_code=self.model_code)
+        return styled_layers(self.model.layers_of(self.shard), style, self.model.family)
 
 
 class CalibrationRequest(Spec):
@@ -288,6 +309,9 @@ class Calibration(Spec):
         layers, kernels, communication, host_copies, overlaps: The timings.
         pending: Parts that were to be measured and have not been, where a calibration was interrupted; the next one
             goes on with them.
+        reference_s: What the executor's reference product took, where nothing else was measured.
+        pace: What the timings of computing were multiplied by, in the median, for a machine whose pace has changed
+            since; None where they are as measured.
     """
 
     schema_version: Literal[1] = 1
@@ -303,6 +327,40 @@ class Calibration(Spec):
     host_copies: tuple[HostCopyTiming, ...] = ()
     overlaps: tuple[OverlapTiming, ...] = ()
     pending: tuple[str, ...] = ()
+    reference_s: Positive | None = None
+    pace: Positive | None = None
+
+    def at_pace(self, reference_s: float, num_ranks: int) -> Calibration:
+        """For a machine on which the reference product now takes another time than when this was measured.
+
+        Each timing of computing has the time that the product took meanwhile, so that what was measured while the
+        machine was busy is corrected by itself. Changes below 5 % are those of the product's own timings.
+
+        Args:
+            reference_s: Of so many ranks at once, now.
+            num_ranks: Timings of other numbers of ranks stay.
+        """
+        factors: list[float] = []
+
+        def factor_of(timing: LayerTiming | KernelTiming) -> float:
+            if timing.num_ranks != num_ranks or timing.reference_s is None:
+                return 1.0
+            factors.append(reference_s / timing.reference_s)
+            return factors[-1] if abs(factors[-1] - 1) > _SAME_PACE else 1.0
+
+        def paced(timing: _Timing, factor: float) -> _Timing:
+            if factor == 1.0:
+                return timing
+            samples = {name: getattr(timing, name) for name in type(timing).model_fields}
+            scaled = {name: value.times(factor) for name, value in samples.items() if isinstance(value, Sample)}
+            return timing.model_copy(update={**scaled, "reference_s": reference_s})
+
+        layers = tuple(paced(timing, factor_of(timing)) for timing in self.layers)
+        kernels = tuple(paced(timing, factor_of(timing)) for timing in self.kernels)
+        pace = statistics.median(factors) if factors else 1.0
+        return self.model_copy(
+            update={"layers": layers, "kernels": kernels, "pace": pace if abs(pace - 1) > _SAME_PACE else None}
+        )
 
     def merged(self, newer: Calibration) -> Calibration:
         """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts.
@@ -332,3 +390,8 @@ def _merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset
         return repr([(name, getattr(timing, name)) for name in type(timing).model_fields if name not in values])
 
     return tuple({identity(timing): timing for timing in (*old, *new)}.values())
+
+
+def pace_in_words(pace: float) -> str:
+    """How much slower, or faster, a machine has become."""
+    return f"{pace:.2f} times slower" if pace > 1 else f"{1 / pace:.2f} times faster"

@@ -1,27 +1,35 @@
-"""What starts torchrun by ``simplan run`` on every node of a cluster: a Slurm batch script, a Kubernetes PyTorchJob.
+"""What starts torchrun on every node of a cluster: a Slurm batch script, a Kubernetes PyTorchJob.
 
 Sources: Slurm's sbatch and srun manuals (``SLURM_NODEID`` counts the nodes of a job, ``scontrol show hostnames`` lists
-them in that order; ``--nodes=MIN-MAX`` takes what is free; ``--no-kill`` keeps a job that has lost a node); Kubeflow's
-PyTorchJob v1 (``MASTER_ADDR`` and ``MASTER_PORT`` are set in every pod; with an ``elasticPolicy`` there are workers
-only, ``PET_RDZV_ENDPOINT`` is a port of worker 0, and the job is done when that one is).
+them in that order; ``--nodes=MIN-MAX`` takes what is free; ``--no-kill`` keeps a job that has lost a node); torchrun's
+documentation; Kubeflow's PyTorchJob v1 (``MASTER_ADDR`` and ``MASTER_PORT`` are set in every pod; with an
+``elasticPolicy`` there are workers only, ``PET_RDZV_ENDPOINT`` is a port of worker 0, and the job is done when that one
+is).
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from simplan.program.checkpoint import Checkpointing
+from simplan.errors import NotModelledError, Problem
+from simplan.program.run_spec import RunSpec
+from simplan.units import MIB
 
 __all__ = ["Launch", "claim_of", "kubernetes_job", "slurm_script"]
 
-_MOUNT = "/scenario"
-_FILE = "scenario.yaml"
+_MOUNT = "/job"
+_FILE = "job.json"
+_POD_OUT = "/tmp/simplan-out"
 _LONGEST_NAME = 50  # a pod's name adds its role and number, and has at most 63 characters
+_LARGEST_CONFIG_MAP = 1 * MIB
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # torchrun would set and announce it; ranks set their own number
+_CPU_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # freed tensors stay, as on a GPU
+_NODES_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks look for a rank 0 that may have left
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +37,59 @@ class Launch:
     """What is to be started.
 
     Attributes:
-        name: Of the scenario.
+        job: What the ranks run.
         num_nodes: Nodes.
+        ranks_per_node: Ranks of each.
         gpus_per_node: Devices of each, where they are GPUs; else 0.
         cores_per_node: Cores that ranks of each share, where they compute on the CPU; else None.
         min_nodes: As few of them begin or go on without others; None for all.
-        checkpointing: How the state of the training is kept; None for not at all.
     """
 
-    name: str
+    job: RunSpec
     num_nodes: int
+    ranks_per_node: int
     gpus_per_node: int
     cores_per_node: int | None
     min_nodes: int | None = None
-    checkpointing: Checkpointing | None = None
 
     def nodes(self, between: str) -> str:
         """How many nodes: ``4``, or ``2:4`` with a colon between."""
         return f"{self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}{between}{self.num_nodes}"
 
-    def command(self, scenario: str, endpoint: str) -> str:
-        """The command of one node, for a shell.
+    @property
+    def job_text(self) -> str:
+        """The job as JSON, in one line."""
+        return self.job.model_dump_json(exclude_defaults=True, exclude={"software": {"sources"}})
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every node."""
+        found = dict(_ENVIRONMENT)
+        found |= {} if self.gpus_per_node else _CPU_ENVIRONMENT
+        return found | (_NODES_ENVIRONMENT if self.num_nodes > 1 else {})
+
+    def torchrun(self, job_file: str, out_dir: str, endpoint: str, run_id: str) -> list[str]:
+        """The command of one node for a shell, in lines that belong together.
 
         Args:
-            scenario: The scenario file, quoted.
-            endpoint: Where nodes meet, as of torchrun.
+            job_file, out_dir: Quoted.
+            endpoint, run_id: Where nodes meet, quoted.
         """
-        words = [f"simplan run {scenario}"]
+        kept = self.job.checkpointing
+        lines = [f"torchrun --nnodes {self.nodes(':')} --nproc-per-node {self.ranks_per_node}"]
+        if kept is not None and kept.max_restarts:
+            lines[0] += f" --max-restarts {kept.max_restarts}"
         if self.num_nodes > 1:
-            words.append(f"--nnodes {self.nodes(':')} --rdzv-endpoint {endpoint}")
-        if (kept := self.checkpointing) is not None:
-            words.append(f"--checkpoint-dir {shlex.quote(kept.folder)} --checkpoint-every {kept.every}")
-            words += [f"--max-restarts {kept.max_restarts}"] if kept.max_restarts else []
-            words += ["--resume"] if kept.resume else []
-        return " ".join(words)
+            lines.append(f"--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {run_id}")
+        else:
+            lines[0] = lines[0].replace("--nnodes 1", "--standalone")
+        return [*lines, f"-m executor.worker {job_file} {out_dir}"]
 
 
-def slurm_script(launch: Launch, scenario: str) -> str:
-    """A batch script for ``sbatch``.
-
-    Args:
-        launch: What to start.
-        scenario: Path of the scenario on all nodes.
-    """
+def slurm_script(launch: Launch) -> str:
+    """A batch script for ``sbatch``; the job is in it."""
     header = [
-        f"--job-name={_name(launch.name)}",
+        f"--job-name={_name(launch.job.name)}",
         f"--nodes={launch.nodes('-')}",
         *(["--no-kill"] if launch.min_nodes else []),
         "--ntasks-per-node=1",
@@ -83,58 +99,80 @@ def slurm_script(launch: Launch, scenario: str) -> str:
     ]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in header)]
     lines += [
-        "# One task a node: each starts its own ranks. Add the partition, account and time limit of your cluster."
+        "# One task a node: torchrun starts its ranks. Add the partition, account and time limit of your cluster.",
+        "set -euo pipefail",
+        f'out="$PWD/simplan-out/{_name(launch.job.name)}"  # all nodes must see this folder',
+        'mkdir -p "$out"',
+        *(f"export {name}={value}" for name, value in launch.environment.items()),
     ]
-    lines += ["set -euo pipefail", f"export SIMPLAN_SCENARIO={shlex.quote(scenario)}"]
-    command = launch.command('"$SIMPLAN_SCENARIO"', '"$SIMPLAN_RDZV"')
     if launch.num_nodes > 1:
         lines += [
             'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            'export SIMPLAN_RDZV="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+            'endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))"',
         ]
+    lines += ["", f"cat >\"$out/{_FILE}\" <<'JOB'", launch.job_text, "JOB", ""]
+    command = launch.torchrun(f'"$out/{_FILE}"', '"$out"', '"$endpoint"', '"$SLURM_JOB_ID"')
     if launch.min_nodes is None:
-        lines += [f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'exec {command}')}"]
+        lines.append(" \\\n  ".join(["srun --kill-on-bad-exit=1 \\\n  " + command[0], *command[1:]]))
     else:
-        # bash waits for a node that is told to leave (SIGTERM)
-        only_first = f'trap : TERM; {command}; exit "$((SLURM_NODEID ? 0 : $?))"'
-        lines += ["# The others go on without a node that ends; the exit code is that of node 0."]
-        lines += [f"srun --kill-on-bad-exit=0 --no-kill --wait=0 bash -c {shlex.quote(only_first)}"]
+        lines += [
+            "# The others go on without a node that ends; the exit code is that of node 0.",
+            "one_node() {",
+            "  trap : TERM  # bash waits for a node that is told to leave",
+            "  " + " \\\n    ".join(command),
+            "}",
+            "export -f one_node",
+            "export out endpoint",
+            "srun --kill-on-bad-exit=0 --no-kill --wait=0 \\",
+            "  bash -c 'one_node; exit \"$((SLURM_NODEID ? 0 : $?))\"'",
+        ]
+    lines += [
+        'echo "beside the prediction: simplan predict SCENARIO --json >prediction.json &&'
+        ' simplan compare prediction.json $out/measurement.json"'
+    ]
     return "\n".join(lines) + "\n"
 
 
-def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
-    """A ConfigMap with the scenario and a PyTorchJob (kubeflow.org/v1), as one YAML file for ``kubectl apply``.
+def kubernetes_job(launch: Launch, image: str) -> str:
+    """A ConfigMap with the job and a PyTorchJob (kubeflow.org/v1), as one YAML file for ``kubectl apply``.
 
     Args:
         launch: What to start.
-        scenario_text: The scenario file's text; it must refer to no other file.
         image: A container image with simplan and torch.
+
+    Raises:
+        NotModelledError: The job is larger than a ConfigMap may be.
     """
-    name, elastic = _name(launch.name), launch.min_nodes is not None
+    name, elastic = _name(launch.job.name), launch.min_nodes is not None
+    text = launch.job_text
+    if len(text) > _LARGEST_CONFIG_MAP:
+        rule = f"makes a job of {len(text) / MIB:.1f} MiB, and a ConfigMap holds 1 MiB"
+        raise NotModelledError(Problem(field="plan", rule=rule, fix="use fewer microbatches"))
     endpoint = '"$PET_RDZV_ENDPOINT"' if elastic else '"$MASTER_ADDR:$MASTER_PORT"'
-    command = launch.command(f"{_MOUNT}/{_FILE}", endpoint)
+    command = launch.torchrun(f"{_MOUNT}/{_FILE}", _POD_OUT, endpoint, name)
     resources: dict[str, int] = {}
     if launch.gpus_per_node:
         resources["nvidia.com/gpu"] = launch.gpus_per_node
     if launch.cores_per_node:
         resources["cpu"] = launch.cores_per_node
     mounts = [
-        {"name": "scenario", "mountPath": _MOUNT},
+        {"name": "job", "mountPath": _MOUNT},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
     ]
     volumes: list[dict[str, Any]] = [
-        {"name": "scenario", "configMap": {"name": name}},
+        {"name": "job", "configMap": {"name": name}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL between GPUs of a node
     ]
-    if launch.checkpointing is not None:
-        mounts.append({"name": "checkpoints", "mountPath": launch.checkpointing.folder})
+    if (kept := launch.job.checkpointing) is not None:
+        mounts.append({"name": "checkpoints", "mountPath": kept.folder})
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim_of(launch)}})
     pod = {
         "containers": [
             {
                 "name": "pytorch",  # the name that the operator looks for
                 "image": image,
-                "command": ["sh", "-c", f"exec {command} --output /tmp/simplan-out"],
+                "command": ["sh", "-c", " \\\n  ".join(["exec " + command[0], *command[1:]])],
+                "env": [{"name": key, "value": value} for key, value in launch.environment.items()],
                 "resources": {"limits": resources},
                 "volumeMounts": mounts,
             }
@@ -148,9 +186,9 @@ def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
 
     spec: dict[str, Any] = {}
     if elastic:
-        assert launch.checkpointing is not None
+        assert kept is not None
         # a container that ends with an error comes back to the run, or all begin again where it was
-        spec["runPolicy"] = {"backoffLimit": launch.checkpointing.max_restarts * launch.num_nodes}
+        spec["runPolicy"] = {"backoffLimit": kept.max_restarts * launch.num_nodes}
         limits = {"minReplicas": launch.min_nodes, "maxReplicas": launch.num_nodes}
         spec["elasticPolicy"] = {"rdzvBackend": "c10d", **limits}
         roles = {"Worker": replicas(launch.num_nodes)}
@@ -159,7 +197,7 @@ def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
         if launch.num_nodes > 1:
             roles["Worker"] = replicas(launch.num_nodes - 1)
     documents = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_FILE: scenario_text}},
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_FILE: text}},
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
@@ -172,7 +210,7 @@ def kubernetes_job(launch: Launch, scenario_text: str, image: str) -> str:
 
 def claim_of(launch: Launch) -> str:
     """The volume claim that pods of a Kubernetes job keep checkpoints in."""
-    return f"{_name(launch.name)}-checkpoints"
+    return f"{_name(launch.job.name)}-checkpoints"
 
 
 class _Plain(yaml.SafeDumper):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration import Calibration, pace_in_words
 from simplan.job import Job
 from simplan.predict.assumptions import assumptions
 from simplan.predict.build import expands_all, folding_of
@@ -99,9 +99,17 @@ def predict_step(
             *assumptions(job, simulated.pricing, max(m.short_bytes for m in memory) if fits else 0),
             *packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_truncation_assumptions(extent),
+            *_pace_assumptions(calibration),
         ),
     )
     return prediction, simulated
+
+
+def _pace_assumptions(calibration: Calibration | None) -> tuple[str, ...]:
+    if calibration is None or calibration.pace is None:
+        return ()
+    slower = pace_in_words(calibration.pace)
+    return (f"this machine computes {slower} now than when it was calibrated: timings of computing are scaled by that",)
 
 
 def _truncation_assumptions(extent: Extent) -> tuple[str, ...]:

@@ -39,13 +39,11 @@ class CheckpointTiming(Spec):
 
     Attributes:
         step: Steps done when it was taken.
-        blocked_s: Training stood still while the state was copied, and while an earlier checkpoint was not yet written.
-        written_s: From the copy to the whole checkpoint on the disk; training went on meanwhile.
+        written_s: From the end of the step to the whole checkpoint on the disk; training waits for it.
         failure: Why it was not written; None when it was.
     """
 
     step: int
-    blocked_s: NonNegative
     written_s: NonNegative
     failure: str | None = None
 

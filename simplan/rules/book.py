@@ -16,6 +16,7 @@ from simplan.rules import (
     schedule,
     sharding,
     training,
+    transformers,
 )
 from simplan.rules.rule import Rule
 
@@ -138,6 +139,11 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     schedule.split_backward_of_mtp,
     offload.offload_with_mtp,
     training.low_attention_modelled,
+    transformers.transformers_model,
+    transformers.transformers_whole_layers,
+    transformers.transformers_recompute,
+    transformers.transformers_split_backward,
+    transformers.transformers_experts_autocast,
     training.cp_of_low_attention,
 )
 

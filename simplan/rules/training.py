@@ -15,7 +15,7 @@ from simplan.spec.numbers import either
 from simplan.spec.optimizer import LAYERWISE
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
-_TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025"})
+_TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transformers"})
 """Software whose optimizers are torch.optim's."""
 
 _NOT_IN_LOW_PRECISION = {

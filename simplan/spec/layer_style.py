@@ -34,11 +34,13 @@ from simplan.spec.models.expert_dispatch import (
     with_biases_apart,
     with_fused_experts,
 )
+from simplan.spec.models.transformers_code import as_transformers
 
-__all__ = ["LayerStyle", "Loss", "SplitBackward", "styled", "styled_layers"]
+__all__ = ["LayerStyle", "Loss", "ModelCode", "SplitBackward", "styled", "styled_layers"]
 
 Loss = Literal["log_probabilities", "log_probabilities_of_parts", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "products"]
+ModelCode = Literal["framework", "transformers"]
 
 _FP32_BYTES = 4
 _MASK_BYTES = 1
@@ -56,6 +58,8 @@ class LayerStyle(Spec):
     """What differs.
 
     Attributes:
+        model_code: Whose modules the model is built from: the framework's (torch's: those of simplan's executor), or
+            those of Hugging Face transformers (``models.transformers_code``).
         attention: ``unfused``: scores are a tensor, their scaling, mask and softmax one kernel that keeps its result in
             the precision of activations (Megatron-LM's masked_softmax_fusion).
         dropout: Families whose models train with dropout after the embedding, after both branches of a block, and,
@@ -92,6 +96,7 @@ class LayerStyle(Spec):
             (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is needed.
     """
 
+    model_code: ModelCode = "framework"
     attention: Literal["fused", "unfused"] = "fused"
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
     joined_products: bool = False
@@ -136,6 +141,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         style: Of the framework.
         dropout: The model trains with dropout.
     """
+    if style.model_code == "transformers":
+        layer = as_transformers(layer)
     operators = dispatched(layer.operators, style.expert_dispatch)
     if style.fused_experts:
         operators = with_fused_experts(operators)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simplan.cli import calibrations
-from simplan.cli.calibrations import Wanted, measure, requests_for
+from simplan.cli.calibrations import Wanted, ensure, measure, requests_for
 from simplan.cost.calibration import Calibration, CalibrationRequest
 from simplan.cost.store import load
 from simplan.io import read_model, write_model
+from simplan.scenario import load_scenario
 from simplan.spec.layer import CollectiveKind
 from tests.cost.test_calibrated import CALIBRATION
 
@@ -52,3 +54,47 @@ def test_without_a_scenario_all_that_prices_any_model_is_asked_for() -> None:
     assert request.overlap
     (request,) = requests_for([], None, 240.0, Wanted("cpu"))
     assert request.grid == ("fp32",)
+
+
+@pytest.mark.parametrize(
+    ("created", "slower", "asked", "said"),
+    [
+        ("2026-01-01T00:00:00+00:00", 1.5, 1, ""),
+        ("2026-01-01T00:00:00+00:00", 3.0, 2, "computes 3.00 times slower than when it was calibrated"),
+        (datetime.now(UTC).isoformat(), 3.0, 0, ""),
+    ],
+    ids=["scaled", "taken anew", "believed"],
+)
+def test_an_old_calibration_is_compared_with_the_machine_of_now(
+    created: str,
+    slower: float,
+    asked: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requests: list[CalibrationRequest] = []
+    timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.001})
+    old = CALIBRATION.model_copy(update={"layers": (timing,), "created": created})
+    new = old.model_copy(update={"reference_s": 0.001 * slower, "created": datetime.now(UTC).isoformat()})
+
+    def run(args: list[str], on_event: Callable[[Any], None]) -> None:
+        requests.append(read_model(args[1], CalibrationRequest))
+        write_model(args[3], new)
+
+    monkeypatch.setattr(calibrations, "run_executor", run)
+    monkeypatch.setattr(calibrations, "covers", lambda calibration, scenario: True)
+    file, scenario_file = tmp_path / "calibration.json", tmp_path / "s.yaml"
+    write_model(file, old)
+    scenario_file.write_text(
+        "model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 96,"
+        " seq_len: 32}\ncluster: {preset: this-machine, num_devices: 2}\n"
+        "training: {global_batch_size: 4, precision: fp32}\nplan: {dp_replicate: 2}\n"
+    )
+    found = ensure([load_scenario(scenario_file)], file)
+    assert found is not None
+    assert len(requests) == asked
+    assert found.pace == (1.5 if slower == 1.5 else None)
+    assert said in capsys.readouterr().err
+    assert load(file) == (new if asked == 2 else old), "prices are scaled for this run only"

@@ -124,8 +124,8 @@ def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tm
     assert refused.returncode == 2
     assert refused.stderr.endswith("each time counts as a restart; add --max-restarts K\n")
     written = simplan(*export, "--checkpoint-dir", "/kept", "--max-restarts", "2")
-    assert "--nnodes 1:4 --rdzv-endpoint " in written.stdout
-    assert ("--max-restarts 2 --resume" in written.stdout.replace("\n", " ")) == (target == "kubernetes")
+    assert "torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 2" in written.stdout
+    assert ('"resume":true' in written.stdout) == (target == "kubernetes")
     assert "note: 3 nodes could not go on, but fewer of them: training.global_batch_size = 64" in written.stderr
     other = simplan("export", scenario, "--to", target, "--nnodes", "2:8")
     assert "--nnodes = 8: the scenario's cluster has 4 nodes; use --nnodes 4, or change cluster" in other.stderr
@@ -244,12 +244,8 @@ def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environmen
     assert result.stderr == ""
     assert result.stdout.startswith("small: one step")
     exported = way.format(scenario, f"{sys.executable} -m simplan export --to slurm")
-    later = subprocess.run(["bash", "-c", exported], capture_output=True, text=True, env=environment, check=False)
-    assert (later.returncode == 0) == (" < " in way), "a script names the file, which has to be there later"
-    if later.returncode == 0:
-        assert str(scenario) in later.stdout
-    else:
-        assert later.stderr.endswith("is not a file that the job can read later; save it\n")
+    script = subprocess.run(["bash", "-c", exported], capture_output=True, text=True, env=environment, check=True)
+    assert "torchrun" in script.stdout
 
 
 @pytest.mark.parametrize(("way", "named"), [("cat {0} | {1} -", "-"), ("{1} <(cat {0})", "FILE")])

@@ -283,3 +283,27 @@ def test_store_reads_what_it_wrote_and_refuses_what_it_did_not(tmp_path: Path) -
     path.write_text('{"schema_version": 7}')
     with pytest.raises(SpecError, match="delete the file and run `simplan calibrate`"):
         load(path)
+
+
+@pytest.mark.parametrize(("now_s", "factor"), [(0.012, 2.0), (0.003, 0.5), (0.0061, 1.0)])
+def test_timings_of_a_busy_machine_are_those_of_now(now_s: float, factor: float) -> None:
+    """The product took 6 ms while the block was timed; what a twentieth changes is noise."""
+    timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.006})
+    four = timing.model_copy(update={"num_ranks": 4})
+    calibration = CALIBRATION.model_copy(update={"layers": (timing, four)})
+    paced = calibration.at_pace(now_s, 2)
+    assert paced.pace == (None if factor == 1.0 else pytest.approx(factor))
+    assert paced.layers[0].backward_s.mean_s == pytest.approx(0.020 * factor)
+    assert paced.layers[0].backward_s.high_s == pytest.approx(0.022 * factor)
+    assert paced.layers[0].reference_s == (0.006 if factor == 1.0 else now_s)
+    assert paced.layers[1] == four, "timed on other ranks"
+    wider = paced.layers[0].forward_s.round_std / timing.forward_s.round_std
+    assert (wider > 1.5) == (factor != 1.0)
+    assert paced.communication == CALIBRATION.communication
+
+
+def test_what_was_scaled_already_stays() -> None:
+    now_s = 0.012
+    timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.006})
+    paced = CALIBRATION.model_copy(update={"layers": (timing,)}).at_pace(now_s, 2)
+    assert paced.at_pace(now_s, 2).layers == paced.layers

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from executor.clock import make_clock
-from executor.fake_rank import MakeRecorder, fake_rank
+from executor.dry_run.fake_rank import MakeRecorder, fake_rank
+from executor.dry_run.rehearse import fake_account as account
 from executor.launch.watchdog import Unwatched
-from executor.recorder import Recorder
-from executor.rehearse import fake_account as account
-from executor.trainer import Trainer
+from executor.profiling.recorder import Recorder, make_clock
+from executor.train.trainer import Trainer
 from simplan.program.action import Action, format_table
 from simplan.program.lower import Lowering, lower
 from simplan.program.program import Program

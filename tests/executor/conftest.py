@@ -244,12 +244,12 @@ CASES: dict[str, Callable[[], RunSpec]] = {
         model=_model("llama"), plan={"dp_shard": 2, "recompute": "selective_op"}, dtype="fp64"
     ),
     "one-device-offload-gpt-tied": lambda: _job(
-        model=_model(num_hidden_layers=4), plan={"offload_optimizer": True, "offload_activations": True}, dtype="fp64"
+        model=_model(num_hidden_layers=4), plan={"offload_activations": True}, dtype="fp64"
     ),
     "ddp2-offload-llama-recompute": lambda: _job(
         dp=2,
         model=_model("llama", num_hidden_layers=4),
-        plan={"bucket_bytes": 40_000, "recompute": "full", "offload_optimizer": True, "offload_activations": True},
+        plan={"bucket_bytes": 40_000, "recompute": "full", "offload_activations": True},
         dtype="fp64",
     ),
     "zero1-2-offload-gpt-tied": lambda: _job(
@@ -257,21 +257,20 @@ CASES: dict[str, Callable[[], RunSpec]] = {
             "dp_shard": 2,
             "zero_stage": 1,
             "bucket_bytes": 40_000,
-            "offload_optimizer": True,
             "offload_activations": True,
         },
         dtype="fp64",
     ),
     "zero3-2-offload-llama": lambda: _job(
         model=_model("llama", num_hidden_layers=3),
-        plan={"dp_shard": 2, "offload_optimizer": True, "offload_activations": True},
+        plan={"dp_shard": 2, "offload_activations": True},
         dtype="fp64",
     ),
     "1f1b-pp2-offload-gpt-tied": lambda: _job(
         "1f1b",
         pp=2,
         model=_model(num_hidden_layers=6),
-        plan={"offload_optimizer": True, "offload_activations": True},
+        plan={"offload_activations": True},
         dtype="fp64",
     ),
     "interleaved-pp2-v2-offload-llama-recompute": lambda: _job(
@@ -283,7 +282,7 @@ CASES: dict[str, Callable[[], RunSpec]] = {
     ),
     "tp2-offload-llama": lambda: _job(
         model=_model("llama", vocab_size=96),
-        plan={"tp": 2, "offload_optimizer": True, "offload_activations": True},
+        plan={"tp": 2, "offload_activations": True},
         dtype="fp64",
     ),
 }

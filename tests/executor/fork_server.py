@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from executor.launch import rank
-from executor.launch.processes import PARENT_VARIABLE, die_with_parent
+from executor.launch.rank import PARENT_VARIABLE, die_with_parent
 from tests.forking import fork, serve
 
 WARM = (
-    "executor.pipeline",
-    "executor.trainer",
+    "executor.distributed.pipeline",
+    "executor.train.trainer",
     "torch._dynamo",  # DDP and checkpoints import it when they are made
     "torch.distributed.elastic.multiprocessing.errors",
     "torch.distributed.fsdp",

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from executor import mla, moe, t5, tensor_parallel
-from executor.data import model_batch
-from executor.loss import cross_entropy
-from executor.model import Stage, build_stage
-from executor.parallel import Parallel
+from executor.distributed import tensor_parallel
+from executor.distributed.mesh import ParallelDims
+from executor.models import mla, moe, t5
+from executor.models.model import Stage, build_stage
+from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
 from simplan.program.footprint import LayerFootprint, layer_footprint
 from simplan.program.uncollected import uncollected
 from simplan.spec.layer import LayerKind, LayerSpec
@@ -89,7 +90,7 @@ class LayerRun:
         state: StateBytes | None = None,
         prepare: Callable[[Stage], object] = lambda _: None,
     ) -> None:
-        layers, self._precision, self._parallel = spec.layers_of(shard), precision, Parallel.silent(shard)
+        layers, self._precision, self._parallel = spec.layers_of(shard), precision, ParallelDims.silent(shard)
         index %= len(layers)
         self.layer, self.state, self._recompute = layers[index], state or STATES[precision], recompute
         narrow_weights = self.state.residual == 2 and precision != "autocast"

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from executor.calibrate import calibrate
-from executor.layer_timing import time_layers
-from executor.link_timing import Link, group_shapes, receiving_s, warmed_up
-from executor.timing import Stopwatch, sample_of, wide
+from executor.calibration.calibrate import calibrate
+from executor.calibration.layer_timing import time_layers
+from executor.calibration.link_timing import Link, group_shapes, receiving_s, warmed_up
+from executor.calibration.timing import Stopwatch, sample_of, wide
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
 from simplan.cost.store import load
@@ -242,3 +242,11 @@ def test_drift_shows_in_the_rounds() -> None:
     """Rounds at 1 and at 1.2 by turns: mean 1.1, p10 to p90 is 0.2."""
     seconds = [1.0 + 0.2 * ((i // 5) % 2) for i in range(100)]
     assert sample_of(seconds, 5).round_std == pytest.approx(0.2 / 2.563 / 1.1, rel=1e-6)
+
+
+def test_a_request_of_nothing_tells_how_fast_the_machine_is() -> None:
+    """2 * 384^3 operations: no core of today does a thousand times as many in a second, or as few, as one."""
+    found = calibrate(CalibrationRequest(shapes=(), num_ranks=2, communication=()))
+    assert found.reference_s is not None
+    assert 1e9 < 2 * 384**3 / found.reference_s < 1e13
+    assert not found.layers

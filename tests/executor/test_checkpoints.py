@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from executor.checkpoint_folder import newest_checkpoint
 from executor.run import run_job
+from executor.train.checkpoint_folder import newest_checkpoint
 from simplan.errors import RunError, SpecError
 from simplan.program.checkpoint import CheckpointHeader, Checkpointing
 from simplan.program.measurement import Measurement

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from executor import compiling
-from executor.compiling import compile_blocks
+from executor.distributed import compiling
+from executor.distributed.compiling import compile_blocks
 from executor.run import run_job
 from simplan.program.run_spec import RunSpec
 from simplan.spec import catalogue

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from executor.activation_offload import _Kept, _Saved
-from executor.host_link import HostLink
-from executor.precision import allow_tf32
-from executor.timing import Stopwatch
-from executor.training_state import _made
+from executor.calibration.timing import Stopwatch
+from executor.distributed.activation_offload import HostLink, _Kept, _Saved
+from executor.distributed.precision import allow_tf32
+from executor.profiling.memory import peak_memory
+from executor.train.training_state import _made
 from executor.worker import use_device
 
 META = torch.device("meta")
@@ -62,6 +66,51 @@ def test_nothing_waits_between_collectives_and_the_products_beside_them(monkeypa
     middle = ["event 0", "begin", "run", "event 1", "wait", "event 2"]
     assert calls == ["synchronize", *middle, "synchronize"]
     assert found == (1.0, 2.0)
+
+
+def test_layers_in_a_row_are_timed_without_waiting_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of a device that is kept busy first, so that launching does not count."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.number = sum(call.startswith("event") for call in calls)
+
+        def record(self) -> None:
+            calls.append(f"event {self.number}")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 500.0 * float(other.number - self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
+    found = Stopwatch(torch.device("cuda")).each(partial(calls.append, name) for name in ("first", "second"))
+    middle = ["event 0", "first", "event 1", "second", "event 2"]
+    assert calls == ["synchronize", "sleep", *middle, "synchronize"]
+    assert found == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("is_known", "wanted"), [(True, 700), (False, 900)])
+def test_memory_of_other_processes_is_not_counted_where_nvml_tells(
+    is_known: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container NVML has other process ids: then all that is used on the device counts."""
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [
+            SimpleNamespace(pid=os.getpid() if is_known else 1, usedGpuMemory=700)
+        ],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="some"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 600)
+    assert peak_memory(torch.device("cuda")).device_bytes == wanted
 
 
 @pytest.mark.parametrize(("options", "place"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])

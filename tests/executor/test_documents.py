@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.data import IGNORED, model_batch
-from executor.model import build_stage
+from executor.models.model import build_stage
+from executor.train.data import IGNORED, model_batch
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute

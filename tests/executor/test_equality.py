@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from executor.data import model_batch
-from executor.loss import cross_entropy
-from executor.model import build_stage, own_weights
-from executor.parallel import Parallel, Peers
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.models.model import build_stage, own_weights
 from executor.run import run_job
+from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
 from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 from simplan.spec.training import TrainingSpec
@@ -57,7 +57,7 @@ def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, found: tor
     """What a rank has of a gradient, where tensors are split or experts are dealt out."""
     plan, mapping = job.plan, RankMapping.of(job.plan)
     tp = Peers(plan.tp, mapping.place(rank).tp)
-    parallel = Parallel(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.ep_group(rank).index(rank)))
+    parallel = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.ep_group(rank).index(rank)))
     return own_weights(whole, name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
 
 

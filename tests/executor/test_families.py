@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.attention_cores import alibi_slopes
-from executor.data import IGNORED, model_batch
-from executor.loss import cross_entropy
-from executor.model import build_stage
+from executor.models.attention_cores import alibi_slopes
+from executor.models.model import build_stage
+from executor.train.data import IGNORED, model_batch
+from executor.train.loss import cross_entropy
 from tests.executor.conftest import MakeJob
 from tests.executor.family_models import VARIANTS, variant
 from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from executor.data import model_batch
-from executor.model import build_stage
-from executor.parallel import Parallel
+from executor.distributed.mesh import ParallelDims
+from executor.models.model import build_stage
+from executor.train.data import model_batch
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from tests.executor.family_models import PLAIN, VARIANTS, variant
@@ -111,7 +111,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
 @pytest.mark.parametrize("name", ["mpt", "window"])
 def test_tables_of_scores_are_the_constants_of_the_layer(name: str, shard: str) -> None:
     """One for all blocks of a stage, with a row for every query and, with ALiBi, for every head."""
-    spec, parallel = variant(name), Parallel.silent(SHARDS[shard])
+    spec, parallel = variant(name), ParallelDims.silent(SHARDS[shard])
     stage: Any = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, 0, parallel)
     inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=1)
     stage(parallel.local_tokens(inputs))

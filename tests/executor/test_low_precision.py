@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from executor.checks import check_job
-from executor.data import make_batch
-from executor.loss import cross_entropy
-from executor.low_precision import Fp8Linear
-from executor.model import build_stage
-from executor.precision import Autocast
+from executor.distributed.low_precision import Fp8Linear
+from executor.distributed.precision import Autocast
+from executor.models.model import build_stage
 from executor.run import run_job
+from executor.train.data import make_batch
+from executor.train.loss import cross_entropy
 from simplan.errors import NotModelledError
 from simplan.program.run_spec import RunSpec
 from simplan.program.table import plan_table

@@ -7,7 +7,7 @@ from threading import Thread
 
 import torch
 
-from executor.memory import peak_allocated_bytes, peak_memory
+from executor.profiling.memory import peak_allocated_bytes, peak_memory
 
 
 def test_peak_of_known_allocations() -> None:

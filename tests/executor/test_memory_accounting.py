@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from executor.dry_run.fake_rank import fake_rank
+from executor.profiling.ledger import Ledger
 from executor.run import run_job
 from simplan.program.program import MemoryCategory
 from simplan.program.run_spec import RunSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
 from tests.executor.accounting import SilentRecorder, account, fake_trainer, job_of, predicted_peak, predicted_program
-from tests.executor.conftest import MakeJob
+from tests.executor.conftest import MakeJob, MakeModel
 
 TOTAL, CATEGORY = 0.03, 0.06
 NOTEWORTHY = 0.03  # of the peak: smaller categories are not compared
@@ -45,7 +49,7 @@ FSDP = {"dp_shard": 4}
 HSDP = {"dp_shard": 2, "dp_replicate": 2}
 GATHER, ALL_TO_ALL = {"cp": 2, "cp_comm": "all_gather"}, {"cp": 2, "cp_comm": "a2a"}
 PP = {"pp": 2}
-OFFLOAD = {"offload_optimizer": True, "offload_activations": True}
+OFFLOAD = {"offload_activations": True}
 INTERLEAVED = {"pp": 2, "virtual_stages": 2}
 
 # plan, microbatches, pipeline rank
@@ -250,3 +254,15 @@ def test_real_ranks_allocate_what_is_predicted(
         measured = measurement.ranks[rank].peak_memory.allocated_bytes
         assert measured is not None
         assert peak.total_bytes * (1 - TOTAL) <= measured <= peak.total_bytes * (1 + TOTAL) + block_bytes
+
+
+def test_a_sharded_stage_is_never_whole_while_it_is_built(make_job: MakeJob, make_model: MakeModel) -> None:
+    """Each layer is sharded before the next is made, so that what fits sharded can be built."""
+    spec = make_model("llama", num_hidden_layers=12, tied_embeddings=False)
+    job = make_job(model=spec, plan={"dp_shard": 8}, training=TrainingSpec(global_batch_size=8, precision="fp32"))
+    ledger = Ledger()
+    with fake_rank(job, 0, SilentRecorder, ledger):
+        pass
+    layer_bytes = max(sum(4 * math.prod(p.shape) for p in layer.parameters) for layer in spec.layers)
+    model_bytes = sum(sum(4 * math.prod(p.shape) for p in layer.parameters) for layer in spec.layers)
+    assert model_bytes / 8 < ledger.peak_bytes < 2 * model_bytes / 8 + 3 * layer_bytes < model_bytes

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor import mla, moe
-from executor.model import Stage, build_stage
-from executor.moe import route
+from executor.distributed import gradients
+from executor.models import mla, moe
+from executor.models.model import Stage, build_stage
+from executor.models.moe import route
 from simplan.spec.layer import Attention
 from simplan.spec.model import ModelSpec
 from simplan.spec.models.experts import places_of
@@ -72,7 +73,7 @@ def variant(name: str, **fields: Any) -> ModelSpec:
 
 def block_run(spec: ModelSpec, shard: Shard, index: int, recompute: Recompute, precision: str) -> LayerRun:
     def whole_experts(stage: Stage) -> None:
-        for parameter in moe.expert_parameters(stage, spec, shard) if precision == "whole beside FSDP" else ():
+        for parameter in gradients.expert_parameters(stage, spec, shard) if precision == "whole beside FSDP" else ():
             parameter.data = parameter.data.float()
 
     state = STATES_OF_EXPERTS[precision]

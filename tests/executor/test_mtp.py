@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor.checks import check_job
-from executor.norms import RMSNorm
+from executor.models.norms import RMSNorm
 from simplan.errors import NotModelledError
 from simplan.spec.model import ModelSpec
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from executor.checkpoint_folder import newest_checkpoint
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
 from executor.run import run_job
+from executor.train.checkpoint_folder import newest_checkpoint
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest
 from simplan.cost.store import load

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.activation_offload import ActivationOffload
-from executor.host_link import HostLink
-from executor.loss import cross_entropy
-from executor.model import Stage, build_stage
-from executor.optimizers import make_optimizer
-from executor.streamed_optimizer import StreamedOptimizer, by_layer
+from executor.distributed.activation_offload import ActivationOffload, HostLink
+from executor.models.model import Stage, build_stage
+from executor.train.loss import cross_entropy
 from simplan.program.action import Action, ActionKind
 from tests.executor.accounting import SilentRecorder
 
@@ -52,26 +49,3 @@ def test_gradients_are_the_same_to_the_bit(make_model: Any, family: str, recompu
     issued = [c.kind for c in recorder.record(0.0, 1.0, []).collectives]
     # without the last block, or with it: then the last one's copy, and no other, is in vain
     assert issued == ["to_host"] * (3 if at_once else 4) + ["from_host"] * 3
-
-
-def test_updates_are_the_same_to_the_bit_and_states_are_on_the_host(make_model: Any) -> None:
-    here, there = stage_of(make_model, "gpt"), stage_of(make_model, "gpt")
-    recorder = SilentRecorder(ROW)
-    recorder.begin_step(0)
-    groups = by_layer(there.parameters(), there.layers.values())
-    streamed = StreamedOptimizer(groups, lambda some: make_optimizer("adamw", some), HostLink(CPU), recorder, 0)
-    plain = make_optimizer("adamw", list(here.parameters()))
-    for _ in range(3):
-        for stage, optimizer in ((here, plain), (there, streamed)):
-            loss_of(stage).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    for wanted, found in zip(here.parameters(), there.parameters(), strict=True):
-        assert torch.equal(wanted, found)
-    moments = [state[name] for state in streamed.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert len(moments) == 2 * len(list(there.parameters()))
-    assert all(moment.untyped_storage().nbytes() == 0 for moment in moments)
-    parameters = sum(parameter.numel() for parameter in there.parameters())
-    moved = recorder.record(0.0, 1.0, []).collectives
-    assert sum(c.num_bytes for c in moved if c.kind == "to_host") == 3 * 8 * parameters
-    assert sum(c.num_bytes for c in moved if c.kind == "from_host") == 2 * 8 * parameters  # made in the first step

@@ -139,16 +139,10 @@ def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: M
     [
         ({"clip_grad_norm": 1.0}, {"ep": 2, "dp_replicate": 2}, "training.clip_grad_norm = 1: clipping with experts"),
         ({"optimizer": "lamb"}, {"ep": 1, "tp": 2}, "training.optimizer = lamb: with experts that tensor-parallel"),
-        ({"optimizer": "lamb"}, {"offload_optimizer": True}, "training.optimizer = lamb: with states of one layer"),
         (
             {"optimizer": "lamb", "fused_optimizer": True},
             {},
             "training.fused_optimizer = true: is of torch's optimizers",
-        ),
-        (
-            {"fused_optimizer": False},
-            {"offload_optimizer": True},
-            "training.fused_optimizer = false: with states of one",
         ),
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from executor.launch.out_of_memory import RankOutOfMemoryError, asked_for, told_when_out_of_memory
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
-from executor.out_of_memory import RankOutOfMemoryError, asked_for, told_when_out_of_memory
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.units import MIB

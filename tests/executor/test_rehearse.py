@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from executor.rehearse import rehearse
+from executor.dry_run.rehearse import rehearse
 from executor.run import run_job
 from simplan.errors import NotModelledError, SpecError
 from simplan.program.measurement import MeasuredCollective

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.checks import check_job
-from executor.data import model_batch
-from executor.loss import cross_entropy
-from executor.model import build_stage
+from executor.models.model import build_stage
+from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
 from simplan.errors import NotModelledError
 from simplan.spec import catalogue
 from simplan.spec.model import ModelSpec

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.recorder import StepRecord
+from executor.profiling.recorder import StepRecord
+from executor.profiling.slow_ranks import LEAST_FACTOR, compute_s, find_slow_ranks, told
 from executor.run import run_job
-from executor.slow_ranks import LEAST_FACTOR, compute_s, find_slow_ranks, told
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind

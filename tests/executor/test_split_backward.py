@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.profiler import ProfilerActivity, profile
 
-from executor.ddp import wrap_ddp
-from executor.groups import Group
-from executor.loss import cross_entropy
-from executor.model import build_stage
-from executor.parallel import Parallel
+from executor.distributed.ddp import wrap_ddp
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.models.model import build_stage
+from executor.train.loss import cross_entropy
 from simplan.program.footprint import layer_footprint
 from simplan.program.program import MemoryEffect, Phase
 from simplan.program.split_footprint import split_effects, split_footprint
@@ -87,7 +86,7 @@ class StageRun:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._precision = precision
-        self._parallel = Parallel.silent(shard)
+        self._parallel = ParallelDims.silent(shard)
         layers = model.layers_of(shard)
         self.layers = [layers[index] for index in indices]
         self.has_loss = self.layers[-1].kind is LayerKind.HEAD
@@ -269,7 +268,7 @@ def test_ddp_never_reduces_gradients_of_a_split_backward() -> None:
     listener: Any = _Listener()
     world = dist.group.WORLD
     assert world is not None
-    module = wrap_ddp(nn.Linear(2, 2), Group(world, (0,)), None, listener)
+    module = wrap_ddp(nn.Linear(2, 2), Peers.of(world, (0,), 0, listener), None)
     x = torch.ones(1, 2, requires_grad=True)
     module(x).sum().backward()
     assert listener.issued == ["all_reduce"]
@@ -284,7 +283,7 @@ class _Listener:
     def __init__(self) -> None:
         self.issued: list[str] = []
 
-    def issue(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> int:
+    def issue(self, kind: str, ranks: tuple[int, ...], num_bytes: int, action: object = None) -> int:
         self.issued.append(kind)
         return 0
 

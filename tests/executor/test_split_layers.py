@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from executor.model import build_stage
-from executor.parallel import Parallel, Peers, partial_parameters
+from executor.distributed.gradients import partial_parameters
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.models.model import build_stage
 from simplan.spec.shard import Shard
 from tests.executor.family_models import variant
 from tests.executor.splits import (
@@ -100,7 +101,7 @@ def test_partial_gradients_are_summed_in_one_message(name: str, results: dict[st
 def test_partial_gradients_are_of_what_every_rank_has_whole() -> None:
     """Norms, positions and biases added after a sum (Korthikanti et al. 2022, section 4.2.2)."""
     model = small_model("gpt")
-    stage = build_stage(model, range(2), torch.float32, torch.device("cpu"), 0, Parallel.silent(SEQUENCE))
+    stage = build_stage(model, range(2), torch.float32, torch.device("cpu"), 0, ParallelDims.silent(SEQUENCE))
     partial = partial_parameters(stage, model, SEQUENCE)
     names = {name for name, parameter in stage.named_parameters() if any(parameter is p for p in partial)}
     block = {"norm1.weight", "norm1.bias", "proj.bias", "norm2.weight", "norm2.bias", "down.bias"}
@@ -113,7 +114,7 @@ def test_context_parallel_ranks_have_all_tokens_and_equal_work(cp: int) -> None:
     """Work of causal attention: each token meets as many keys as its position says."""
     seq_len = 4 * cp * 3
     tokens = torch.arange(2 * seq_len).view(2, -1)
-    parts = [Parallel(Shard(cp=cp), cp=Peers(cp, rank)).local_tokens(tokens) for rank in range(cp)]
+    parts = [ParallelDims(Shard(cp=cp), cp=Peers(cp, rank)).local_tokens(tokens) for rank in range(cp)]
     assert sorted(torch.cat(parts, dim=1)[0].tolist()) == list(range(seq_len))
     assert len({int((part[0] + 1).sum()) for part in parts}) == 1
     for part in parts:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.launch.rank import RankFiles
-from executor.recorder import StepRecord
-from executor.results import Part, gather_parts
-from executor.steady import LEAST_STEADY, steady_from
+from executor.profiling.recorder import StepRecord
+from executor.profiling.results import Part, gather_parts
+from executor.profiling.steady import LEAST_STEADY, steady_from
 from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob
 

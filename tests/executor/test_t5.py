@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.data import model_batch
-from executor.model import build_stage
-from executor.t5 import relative_buckets
+from executor.models.model import build_stage
+from executor.models.t5 import relative_buckets
+from executor.train.data import model_batch
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, Recompute

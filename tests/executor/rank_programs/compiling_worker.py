@@ -7,10 +7,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import executor.compiling
+import executor.distributed.compiling
 
 if __name__ == "__main__":
-    executor.compiling.BACKEND = "aot_eager_decomp_partition"
+    executor.distributed.compiling.BACKEND = "aot_eager_decomp_partition"
     try:
         runpy.run_module("dumping_worker", run_name="__main__")
     finally:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import executor.worker
-from executor.trainer import Trainer
+from executor.train.trainer import Trainer
 
 PROFILED_STEP = 2  # DDP has settled its buckets by then
 KINDS = {

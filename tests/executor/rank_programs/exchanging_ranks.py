@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor.data import model_batch
-from executor.groups import Group
-from executor.loss import cross_entropy
-from executor.model import build_stage
-from executor.parallel import Parallel, partial_parameters, sum_partial_gradients
+from executor.distributed.gradients import partial_parameters, sum_partial_gradients
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.models.model import build_stage
+from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from simplan.spec.shard import Shard
@@ -36,7 +36,7 @@ class Listener:
         self.issued: list[tuple[str, tuple[int, ...], int]] = []
         self.completed: list[int] = []
 
-    def issue(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> int:
+    def issue(self, kind: str, ranks: tuple[int, ...], num_bytes: int, action: object = None) -> int:
         """Remembers a collective."""
         self.issued.append((kind, ranks, num_bytes))
         return len(self.issued) - 1
@@ -46,10 +46,13 @@ class Listener:
         self.completed.append(handle)
 
 
-def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype, rank: int, group: Group) -> Any:
+def run(
+    model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype, rank: int, group: dist.ProcessGroup
+) -> Any:
     """One forward and backward of the rank's share of a model."""
     listener: Any = Listener()
-    parallel = Parallel.of(shard, group if shard.tp > 1 else None, group if shard.cp > 1 else None, rank, listener)
+    peers = Peers.of(group, tuple(range(NUM_RANKS)), rank, listener)
+    parallel = ParallelDims(shard, tp=peers if shard.tp > 1 else Peers(), cp=peers if shard.cp > 1 else Peers())
     stage = build_stage(model, range(len(model.layers)), dtype, CPU, SEED, parallel, recompute)
     batch = model_batch(model, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES)
     inputs, targets = (parallel.local_tokens(x) for x in batch)
@@ -85,9 +88,8 @@ def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
     handle = dist.new_group(list(range(NUM_RANKS)))
     assert isinstance(handle, dist.ProcessGroup)
-    group = Group(handle, tuple(range(NUM_RANKS)))
     cases: list[tuple[ModelSpec, Shard, Recompute, torch.dtype]] = torch.load(folder / "cases.pt", weights_only=False)
-    torch.save([run(*case, rank=rank, group=group) for case in cases], folder / f"rank{rank}.pt")
+    torch.save([run(*case, rank=rank, group=handle) for case in cases], folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

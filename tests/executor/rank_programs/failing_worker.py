@@ -8,7 +8,7 @@ import sys
 import time
 
 import executor.worker
-from executor.recorder import Recorder
+from executor.profiling.recorder import Recorder
 from simplan.program.action import Action
 
 

@@ -7,8 +7,8 @@ import resource
 import sys
 
 import executor.worker
-from executor.memory import process_bytes
-from executor.recorder import Recorder
+from executor.profiling.memory import process_bytes
+from executor.profiling.recorder import Recorder
 from simplan.program.action import Action
 
 ROOM_BYTES = 2**20

@@ -1,0 +1,124 @@
+"""Calibrates this machine: starts ranks that time layers, kernels and links, and gathers a Calibration."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from executor.launch.errors import RanksError
+from executor.launch.launcher import Launch, launch_ranks
+from executor.launch.nodes import Rendezvous
+from executor.launch.watchdog import Beats
+from simplan.cost.calibration import Calibration, CalibrationRequest
+from simplan.errors import Problem, RunError, SpecError
+from simplan.program.nodes import Nodes
+
+__all__ = ["Progress", "calibrate"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with per cent done, 100, and what is being timed."""
+
+_PATIENCE_S = 120.0
+
+
+def calibrate(
+    request: CalibrationRequest,
+    on_progress: Progress | None = None,
+    result_file: Path | None = None,
+    *,
+    nodes: Nodes | None = None,
+) -> Calibration:
+    """Times what the request names on ``num_ranks`` ranks at once; with ``nodes``, on each of them at once.
+
+    Args:
+        request: What to measure.
+        on_progress: Is told how far it is.
+        result_file: Gets what was measured so far after every part, so that an interruption loses only one of them.
+        nodes: How to meet the other nodes, all of which get the same; None for a request about this machine alone.
+
+    Raises:
+        SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started. Or the
+            nodes were not asked the same.
+        RunError: A rank failed or hung, or nodes did not come; all are ended.
+    """
+    assert (nodes is not None) == (request.num_nodes > 1)
+    _check(request)
+    rendezvous = None if nodes is None else Rendezvous(nodes, request.model_dump_json() if nodes.leads else None)
+    if rendezvous is not None:
+        request = CalibrationRequest.model_validate_json(rendezvous.job)
+    with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
+        result_file = (result_file or Path(folder) / "calibration.json").resolve()
+        try:
+            _measure(request, Path(folder), result_file, on_progress, rendezvous)
+        except RanksError as error:
+            raise error if rendezvous is None else rendezvous.agreed(error) from None
+        finally:
+            if rendezvous is not None:
+                rendezvous.farewell()
+        if not result_file.exists():
+            raise RunError("the ranks ended without a calibration")
+        return Calibration.model_validate_json(result_file.read_bytes())
+
+
+def _measure(
+    request: CalibrationRequest,
+    out_dir: Path,
+    result_file: Path,
+    on_progress: Progress | None,
+    rendezvous: Rendezvous | None,
+) -> None:
+    """Runs the ranks of this machine."""
+    told: tuple[str, int] | None = None
+
+    def on_poll(beats: Beats) -> None:
+        nonlocal told
+        beat = next(iter(beats.values()), None)
+        if on_progress is None or beat is None or (beat.doing, beat.step) == told:
+            return
+        told = beat.doing, beat.step
+        on_progress(min(100, beat.step), 100, beat.doing)
+
+    request_file = out_dir / "request.json"
+    request_file.write_text(request.model_dump_json())
+    launch = Launch(
+        "executor.calibration.calibrate_worker",
+        (str(request_file), str(result_file)),
+        request.num_ranks,
+        out_dir,
+        _PATIENCE_S + request.budget_s,
+        rendezvous,
+    )
+    launch_ranks(launch, on_poll)
+
+
+def _check(request: CalibrationRequest) -> None:
+    problems = list(_problems(request))
+    if problems:
+        raise SpecError(problems)
+
+
+def _problems(request: CalibrationRequest) -> Iterator[Problem]:
+    num_gpus = torch.cuda.device_count()
+    if request.device == "cuda" and request.num_ranks > num_gpus:
+        yield Problem(
+            field="device",
+            value="cuda",
+            rule=f"{request.num_ranks} ranks need as many CUDA devices; this machine has {num_gpus}",
+            fix="use device cpu" if num_gpus == 0 else f"use num_ranks = {num_gpus}, or device cpu",
+        )
+    if request.num_nodes > 1 and (request.shapes or request.grid or request.host_copies or request.overlap):
+        rule = "times collectives and messages between nodes, and nothing else"
+        yield Problem(field="num_nodes", value=str(request.num_nodes), rule=rule, fix="leave the rest to one node")
+    for index, shape in enumerate(request.shapes):
+        if request.device == "cpu" and shape.dtype == "tf32":
+            yield Problem(field=f"shapes.{index}.dtype", value="tf32", rule="needs CUDA devices", fix="use fp32")
+        if shape.shard.cp > 1 and shape.shard.cp_comm == "ring":
+            yield Problem(
+                field=f"shapes.{index}.shard.cp_comm",
+                value="ring",
+                rule="cannot be timed: the executor has no ring attention",
+                fix="use all_gather or a2a",
+            )

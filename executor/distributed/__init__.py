@@ -1,0 +1,1 @@
+"""How a training is split over ranks: one file an axis, and what is exchanged along it."""

@@ -1,0 +1,259 @@
+"""What blocks keep for backward, in memory of the host between a block's forward and its backward.
+
+When activations leave, are let go of and come back is said by ``simplan.program.offload.ActivationOffload``, which
+counts them in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from executor.profiling.recorder import Recorder
+from simplan.program.action import Action
+
+__all__ = ["ActivationOffload", "HostLink", "Moved"]
+
+
+class Moved(NamedTuple):
+    """A copy that was issued.
+
+    Attributes:
+        tensor: Where it goes.
+        event: Happens when it is there; None for a copy that is done.
+    """
+
+    tensor: Tensor
+    event: torch.cuda.Event | None
+
+
+class HostLink:
+    """The link of one device. Both directions have a stream of their own.
+
+    Buffers on the host are pinned, from torch's caching host allocator, which gives one out again only when copies on
+    all streams that used it have ended (``torch/csrc``, CachingHostAllocator). On a CPU, host and device are one
+    memory: a copy is a memcpy into a buffer apart.
+
+    Args:
+        device: Whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.device = device
+        self.outgoing = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self.incoming = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def host_buffer(self, like: Tensor) -> Tensor:
+        """A buffer on the host."""
+        return torch.empty_like(like, device="cpu", pin_memory=self.outgoing is not None)
+
+    def send(self, source: Tensor, to: Tensor) -> Moved:
+        """Copies to the host what the current stream has computed so far.
+
+        The caller holds ``source`` until the current stream has waited for the copy.
+        """
+        return self._copy(source, to, self.outgoing)
+
+    def fetch(self, source: Tensor, to: Tensor) -> Moved:
+        """Copies from the host, after what the current stream has been given so far: ``to`` may be memory it used."""
+        return self._copy(source, to, self.incoming)
+
+    def wait(self, moved: Moved) -> None:
+        """The current stream waits for a copy."""
+        if moved.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(moved.event)
+
+    def _copy(self, source: Tensor, to: Tensor, stream: torch.cuda.Stream | None) -> Moved:
+        if stream is None:
+            to.copy_(source)
+            return Moved(to, None)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return Moved(to, event)
+
+
+class ActivationOffload:
+    """Of one rank.
+
+    Args:
+        link: To the host.
+        recorder: Knows the action, and gets the copies.
+        rank: The global rank.
+        blocks: Which of the model's layers are blocks.
+        at_once: Forwards after which the backward of the same microbatch follows at once.
+    """
+
+    def __init__(
+        self, link: HostLink, recorder: Recorder, rank: int, blocks: Collection[int], at_once: Collection[Action]
+    ) -> None:
+        self._link, self._recorder, self._rank = link, recorder, rank
+        self._blocks, self._at_once = blocks, at_once
+        self._leaving: deque[_Kept | None] = deque()  # one for each layer, the newest last
+
+    def forward(self, layers: Sequence[tuple[int, nn.Module]], x: Tensor) -> Tensor:
+        """Forward of a stage.
+
+        Args:
+            layers: Its layers, with their index in the model.
+            x: Its input: tokens, or a receive buffer, which stays.
+        """
+        blocks = [place for place, (index, _) in enumerate(layers) if index in self._blocks]
+        below: _Kept | None = None
+        for place, (_, layer) in enumerate(layers):
+            is_block = place in blocks
+            while len(self._leaving) > 1:
+                self._let_go(self._leaving.popleft())
+            kept = None
+            if not is_block or (place == blocks[-1] and self._recorder.current in self._at_once):
+                x = layer(x)
+            else:
+                kept = _Kept(layer, self._link, [x] if place == 0 else [])
+                with saved_tensors_hooks(kept.pack, _unpack):
+                    x = layer(x)
+                self._record("to_host", kept.send())
+            self._leaving.append(kept)
+            if is_block:
+                x.register_hook(partial(self._begin_backward, kept, below))  # type: ignore[no-untyped-call]
+            below = kept
+        return x
+
+    def _begin_backward(self, kept: _Kept | None, below: _Kept | None, gradient: Tensor) -> None:
+        """The gradient of a block's output is there."""
+        del gradient
+        while self._leaving:
+            other = self._leaving.popleft()
+            if other is None or other is not kept:
+                self._let_go(other)
+            else:
+                other.keep()
+        if kept is not None:
+            self._fetch(kept)
+            kept.wait()
+        if below is not None:
+            self._fetch(below)
+
+    def _let_go(self, kept: _Kept | None) -> None:
+        if kept is not None:
+            kept.let_go()
+
+    def _fetch(self, kept: _Kept) -> None:
+        num_bytes = kept.fetch()
+        if num_bytes:
+            self._record("from_host", num_bytes)
+
+    def _record(self, kind: Any, num_bytes: int) -> None:
+        self._recorder.complete(self._recorder.issue(kind, (self._rank,), num_bytes))
+
+
+class _Buffer:
+    """One storage that a block has kept, on the device, on the host, or for a while on both, as flat tensors."""
+
+    __slots__ = ("host", "on_device")
+
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device: Tensor | None = on_device
+        self.host: Tensor | None = None
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd has saved: a view of a buffer."""
+
+    buffer: _Buffer
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Kept:
+    """What one block keeps of one microbatch.
+
+    Autograd saves a tensor once for each operation that needs it, and views of one storage apart; storages are moved,
+    each once. Only autograd holds them once they have come back, so that each is freed after its last use.
+
+    Args:
+        layer: The block, whose weights and tables stay.
+        link: To the host.
+        stays: Other tensors that do.
+    """
+
+    def __init__(self, layer: nn.Module, link: HostLink, stays: Iterable[Tensor]) -> None:
+        self._layer, self._link, self._others = layer, link, [_storage(tensor) for tensor in stays]
+        self._stays: frozenset[tuple[int, torch.dtype]] | None = None
+        self._buffers: dict[tuple[int, torch.dtype], _Buffer] = {}
+        self._moved: list[Moved] = []
+
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        """Notes what autograd saves."""
+        if self._stays is None:  # only now has FSDP put whole weights in place of its shards
+            tables = [*self._layer.parameters(), *self._layer.buffers()]
+            self._stays = frozenset([*self._others, *map(_storage, tables)])
+        key = _storage(tensor)
+        elsewhere = tensor.device != self._link.device  # numbers on the host, which come back as they are
+        if elsewhere or key in self._stays or not tensor.untyped_storage().nbytes():
+            return tensor
+        if key not in self._buffers:
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self._buffers[key] = _Buffer(tensor.detach().as_strided((elements,), (1,), 0))
+        return _Saved(self._buffers[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def send(self) -> int:
+        """Copies to the host, after what was computed so far; gives bytes."""
+        num_bytes = 0
+        for buffer in self._buffers.values():
+            assert buffer.on_device is not None
+            buffer.host = self._link.host_buffer(buffer.on_device)
+            self._moved.append(self._link.send(buffer.on_device, buffer.host))
+            num_bytes += buffer.host.nbytes
+        return num_bytes
+
+    def let_go(self) -> None:
+        """Waits for the copies, and frees the device."""
+        self.wait()
+        for buffer in self._buffers.values():
+            buffer.on_device = None
+
+    def keep(self) -> None:
+        """Backward comes before that: the copies were in vain."""
+        self.wait()
+        for buffer in self._buffers.values():
+            buffer.host = None
+        self._buffers.clear()
+
+    def fetch(self) -> int:
+        """Copies back, unless that was asked for before; gives bytes."""
+        num_bytes = 0
+        for buffer in self._buffers.values():
+            assert buffer.host is not None
+            buffer.on_device = torch.empty_like(buffer.host, device=self._link.device)
+            self._moved.append(self._link.fetch(buffer.host, buffer.on_device))
+            num_bytes += buffer.host.nbytes
+            buffer.host = None
+        self._buffers.clear()
+        return num_bytes
+
+    def wait(self) -> None:
+        """The current stream waits for all copies that were issued."""
+        for moved in self._moved:
+            self._link.wait(moved)
+        self._moved.clear()
+
+
+def _unpack(saved: Tensor | _Saved) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    assert saved.buffer.on_device is not None
+    return saved.buffer.on_device.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _storage(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage()._cdata, tensor.dtype

@@ -1,0 +1,105 @@
+"""Causal attention of a rank that has a part of the tokens of every sequence.
+
+Keys and values are gathered from all ranks (as in Llama 3's training, arXiv:2407.21783, section 3.3.2), or tokens are
+exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.tensor_parallel import gather_parts
+
+__all__ = ["AttentionCore", "ContextAttention", "causal_attention", "exchange"]
+
+AttentionCore = Callable[..., Tensor]
+_HEADS, _TOKENS = 1, 2  # the dimensions
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of (batch, heads, tokens, head_dim) each; keys and values of fewer heads are shared by groups.
+
+    Args:
+        q, k, v: Queries, keys and values.
+        mask: Added to the scores, (queries, keys); without it each query meets the keys up to its own.
+    """
+    grouped = q.shape[_HEADS] != k.shape[_HEADS]
+    return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+class ContextAttention:
+    """Attention over the tokens of all context-parallel ranks; all layers of a stage share one.
+
+    Args:
+        core: ``causal_attention``, perhaps recomputed in backward.
+        parallel: The ranks.
+        seq_len: Tokens of all of them.
+        device: Where.
+    """
+
+    def __init__(self, core: AttentionCore, parallel: ParallelDims, seq_len: int, device: torch.device) -> None:
+        self._core, self._cp = core, parallel.cp
+        self._by_heads = parallel.shard.cp_comm == "a2a"
+        assert self._cp.size == 1 or parallel.shard.cp_comm != "ring"
+        positions = parallel.all_positions(seq_len).flatten().to(device)
+        self._to_ranks, self._to_sequence = positions, positions.argsort()
+        self._own = parallel.positions(seq_len).to(device)
+        self._mask: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the own queries to all keys; (batch, heads, own tokens, head_dim) each, as is the result."""
+        if self._cp.size == 1:
+            return self._core(q, k, v)
+        if self._by_heads:
+            return self._exchanged(q, k, v)
+        keys = gather_parts(torch.cat((k, v), _HEADS), self._cp, _TOKENS)
+        return self._core(q, *keys.chunk(2, _HEADS), self._mask_like(q))
+
+    def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All tokens, in the order of the sequence, of some heads."""
+        by_rank = [torch.unflatten(x, _HEADS, (self._cp.size, -1)) for x in (q, k, v)]
+        widths = [x.shape[_HEADS + 1] for x in by_rank]
+        packed = torch.cat(by_rank, _HEADS + 1).flatten(_HEADS, _HEADS + 1)
+        packed = exchange(packed, self._cp, _HEADS, _TOKENS).index_select(_TOKENS, self._to_sequence)
+        out = self._core(*torch.split(packed, widths, _HEADS)).index_select(_TOKENS, self._to_ranks)
+        return exchange(out, self._cp, _TOKENS, _HEADS)
+
+    def _mask_like(self, q: Tensor) -> Tensor:
+        """Zero where a query meets a gathered key, else minus infinity; made once, in the precision of the queries."""
+        if self._mask is None or self._mask.dtype is not q.dtype:
+            later = self._own.unsqueeze(1) < self._to_ranks.unsqueeze(0)
+            self._mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
+        return self._mask
+
+
+def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int, *, keeps: bool = False) -> Tensor:
+    """Gives every rank its part of ``x`` along one dimension and lines up what comes along another; gradients go back.
+
+    Args:
+        x: What the ranks exchange.
+        peers: The ranks.
+        split_dim: Each rank gets a part along this dimension.
+        gather_dim: Parts are lined up along this one.
+        keeps: Blocks of ``selective_op`` keep what comes.
+    """
+    exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim, keeps)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """All-to-all in forward, its inverse in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers, split_dim: int, gather_dim: int, keeps: bool) -> Tensor:
+        ctx.peers, ctx.dims = peers, (gather_dim, split_dim)
+        return peers.all_to_all(x, split_dim, gather_dim, keeps=keeps)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None]:
+        return ctx.peers.all_to_all(grad_outputs[0], *ctx.dims), None, None, None, None

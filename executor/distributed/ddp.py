@@ -1,0 +1,67 @@
+"""Data parallelism with torch's DistributedDataParallel, every bucket recorded.
+
+Annotations are not postponed here: torch compares those of the communication hook.
+"""
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from executor.distributed.mesh import Peers
+from simplan.units import MIB
+
+__all__ = ["wrap_ddp"]
+
+# Rotary tables are equal on all ranks; torch 2.13 has a new name for not sending them before every forward.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+
+def wrap_ddp(
+    module: nn.Module,
+    peers: Peers,
+    bucket_bytes: int | None,
+    ignored: Collection[nn.Parameter] = (),
+) -> DistributedDataParallel:
+    """Wraps a stage so that its gradients are averaged over a group, in buckets, while backward still runs.
+
+    Args:
+        module: The stage.
+        peers: Ranks that hold the same stage; every bucket is recorded.
+        bucket_bytes: Limit of every bucket; None for torch's own limits (1 MiB for the first, 25 MiB for the others).
+        ignored: Parameters that are none of its business.
+    """
+    names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
+    wrapped = DistributedDataParallel(
+        module,
+        process_group=peers.group,
+        bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / MIB,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # weights are equal by their seed, and positions of context-parallel ranks must not become so
+        **_KEEP_BUFFERS,
+    )
+
+    def average(state: None, bucket: GradBucket) -> Future[Tensor]:
+        """The arithmetic of torch's default: divide, then sum."""
+        gradients = bucket.buffer().div_(peers.size)
+        handle = peers.issue("all_reduce", gradients)
+        work = dist.all_reduce(gradients, group=peers.group, async_op=True)
+        assert work is not None
+
+        def done(future: Future[list[Tensor]]) -> Tensor:
+            del future  # the same tensor: it was reduced in place
+            peers.complete(handle)
+            return gradients
+
+        averaged: Future[Tensor] = work.get_future().then(done)
+        return averaged
+
+    wrapped.register_comm_hook(None, average)
+    return wrapped

@@ -1,0 +1,174 @@
+"""Sharded data parallelism with torch's FSDP2, every gather and reduction recorded.
+
+torch lets a module's all-gather and reduce-scatter be replaced; ours are torch's own and tell the recorder. Their base
+classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/executor/test_pipeline.py`` pins them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import Shard
+
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.recompute import hide_hooks
+from executor.models.model import Stage
+from simplan.program.action import Action
+from simplan.program.units import shard_dimension
+
+__all__ = ["StageSharding"]
+
+
+class StageSharding:
+    """Shards a stage layer by layer: every layer is a unit, and what is left is one of the root.
+
+    Experts of which other ranks have others are a unit inside of their layer's, asked for with it (torchtitan,
+    torchtitan/models/llama4/infra/parallelize.py).
+
+    Args:
+        dims: Its ``fsdp`` has the ranks over which parameters, gradients and optimizer states are sharded, its
+            ``replicate`` those that hold the same shard (hybrid sharding). Every collective is recorded.
+        device_type: Of the parameters.
+        compute_dtype: Parameters are cast to it before they are gathered, and gradients back before they are reduced.
+            None for computing with parameters as they are.
+        unshard: The action that gathers the stage in a pipeline; None where its layers' hooks do.
+        experts: Experts are sharded over ``dims.experts`` instead.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device_type: str,
+        *,
+        compute_dtype: torch.dtype | None,
+        unshard: Action | None,
+        experts: bool = False,
+    ) -> None:
+        policy = MixedPrecisionPolicy()
+        if compute_dtype is not None:
+            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        self._units = _Units(dims, policy, device_type, unshard)
+        self._of_experts = _Units(dims, policy, device_type, unshard, experts=True) if experts else None
+
+    def shard(self, layer: nn.Module, *, reshards: bool, ignored: Collection[nn.Parameter] = ()) -> None:
+        """Shards a layer in place.
+
+        Args:
+            layer: With whole parameters.
+            reshards: Free its gathered parameters between its forward and its backward.
+            ignored: Parameters that stay whole and as they are.
+        """
+        self._units.ignored.update(ignored)
+        inner, matrices = None, []
+        if self._of_experts is not None:
+            from executor.models.moe import expert_matrices
+
+            matrices = expert_matrices(layer)
+            inner = self._of_experts.make(matrices, reshards=reshards) if matrices else None
+        outer = self._units.make([layer], reshards=reshards)
+        if inner is not None:
+            hide_hooks(matrices)
+            outer.set_modules_to_forward_prefetch([inner])
+
+    def finish(self, stage: Stage) -> None:
+        """Shards what is left: layers that share a weight."""
+        self._units.make([stage], reshards=False)
+
+
+class _Units:
+    """Makes units over the ranks of one axis.
+
+    Args:
+        dims, unshard: As for ``StageSharding``.
+        policy: Which precisions they have.
+        device_type: Of their parameters.
+        experts: They hold experts. Tokens of other ranks are in their gradients already, so that sums are divided by
+            the ranks that average everything else.
+
+    Attributes:
+        ignored: Parameters that stay whole.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        policy: MixedPrecisionPolicy,
+        device_type: str,
+        unshard: Action | None,
+        *,
+        experts: bool = False,
+    ) -> None:
+        self._peers, self._replicate = dims.experts if experts else dims.fsdp, dims.replicate
+        self._policy, self._unshard = policy, unshard
+        self.ignored: set[nn.Parameter] = set()
+        self._divides_by = dims.fsdp.size * dims.replicate.size if experts else None
+        self._mesh = dims.fsdp_mesh(device_type, experts=experts)
+
+    def make(self, modules: list[nn.Module], *, reshards: bool) -> FSDPModule:
+        """Makes one unit of modules, without what is in units already."""
+        fully_shard(
+            modules,
+            mesh=self._mesh,
+            reshard_after_forward=reshards,
+            mp_policy=self._policy,
+            ignored_params=self.ignored,
+            shard_placement_fn=lambda parameter: Shard(shard_dimension(parameter.shape, self._peers.size)),
+        )
+        unit = modules[0]  # all have the same state
+        assert isinstance(unit, FSDPModule)
+        reduction = _Reduction(self._peers, self._replicate)
+        unit.set_custom_all_gather(_AllGather(self._peers, self._unshard))
+        unit.set_custom_reduce_scatter(reduction)
+        if self._replicate.size > 1:
+            unit.set_all_reduce_hook(reduction.all_reduced)
+        if self._divides_by is not None:
+            unit.set_gradient_divide_factor(self._divides_by)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale what it sums
+        return unit
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, peers: Peers, unshard: Action | None) -> None:
+        super().__init__()
+        self._peers, self._unshard = peers, unshard
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        handle = self._peers.issue("all_gather", output_tensor, self._unshard)
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        if work is None:
+            self._peers.complete(handle)
+        else:
+            work.get_future().then(lambda _: self._peers.complete(handle))
+        return work
+
+
+class _Reduction(DefaultReduceScatter):
+    """A reduce-scatter, followed by torch's all-reduce of its result where there are replicas."""
+
+    def __init__(self, peers: Peers, replicate: Peers) -> None:
+        super().__init__()
+        self._peers, self._replicate = peers, replicate
+        self._all_reduce = -1
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        handle = self._peers.issue("reduce_scatter", input_tensor)
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self._peers.complete(handle)
+        if self._replicate.size > 1:
+            self._all_reduce = self._replicate.issue("all_reduce", output_tensor)
+        return work
+
+    def all_reduced(self, gradients: Tensor) -> None:
+        """The all-reduce that torch asks for after the reduce-scatter is done."""
+        del gradients
+        self._replicate.complete(self._all_reduce)

@@ -1,0 +1,169 @@
+"""What happens to gradients between backward and the optimizer: parts are summed, norms are clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from executor.distributed.mesh import Peers
+from executor.models.model import Stage
+from executor.train.optimizers import Parts, local, squares
+from simplan.program.run_spec import RunSpec
+from simplan.spec.layer import LayerSpec
+from simplan.spec.model import ModelSpec
+from simplan.spec.shard import Shard
+
+__all__ = [
+    "GradientClipper",
+    "TiedWeights",
+    "average_expert_gradients",
+    "expert_parameters",
+    "experts_of",
+    "partial_parameters",
+    "sum_partial_gradients",
+]
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_TIED_NAMES = ("wte.weight", "lm_head.weight")
+
+
+def partial_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[nn.Parameter]:
+    """Parameters of a stage whose gradients each tensor-parallel rank has a part of, in the stage's order.
+
+    Args:
+        stage: An ``executor.models.model.Stage``, perhaps sharded by FSDP.
+        spec: Its model.
+        shard: How its layers are split.
+    """
+    layers = spec.layers_of(shard)
+    names = {
+        f"layers.{index}.{parameter.name}"
+        for index, layer in enumerate(layers)
+        for parameter in layer.parameters
+        if parameter.partial_gradient
+    }
+    return [parameter for name, parameter in stage.named_parameters() if name in names]
+
+
+def expert_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[nn.Parameter]:
+    """Parameters of a stage of which other expert-parallel ranks have others, in the stage's order.
+
+    Args:
+        stage: An ``executor.models.model.Stage``.
+        spec: Its model.
+        shard: How its layers are split.
+    """
+    layers = spec.layers_of(shard)
+    names = {
+        f"layers.{index}.{parameter.name}"
+        for index, layer in enumerate(layers)
+        for parameter in layer.parameters
+        if parameter.expert
+    }
+    return [parameter for name, parameter in stage.named_parameters() if name in names]
+
+
+def experts_of(layer: nn.Module, spec: LayerSpec) -> list[nn.Parameter]:
+    """The same of one layer, before FSDP has it."""
+    return [layer.get_parameter(parameter.name) for parameter in spec.parameters if parameter.expert]
+
+
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], tp: Peers) -> None:
+    """Completes partial gradients by one all-reduce of all of them, as Megatron-LM does."""
+    gradients = []
+    for parameter in parameters:
+        assert parameter.grad is not None
+        gradients.append(local(parameter.grad))
+    if not gradients or tp.size == 1:
+        return
+    summed = tp.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, total in zip(gradients, torch.split(summed, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int, peers: Peers) -> None:
+    """Means over ranks with other tokens; what those of one expert- or tensor-parallel group have is summed up.
+
+    Args:
+        parameters: Experts.
+        num_ranks: Data- and context-parallel ranks.
+        peers: Those that hold the same experts.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert len(gradients) == len(parameters)
+    for gradient in gradients:
+        gradient.div_(num_ranks)
+    for gradient in gradients:
+        peers.all_reduce(gradient)
+
+
+class TiedWeights:
+    """A weight that the first and the last stage share: each end has a copy, and their gradients are summed.
+
+    Args:
+        job: The job.
+        stages: The rank's stages by index.
+        ends: The ranks with the two ends; this one alone where it has both.
+    """
+
+    def __init__(self, job: RunSpec, stages: Mapping[int, Stage], ends: Peers) -> None:
+        last = job.plan.num_stages - 1
+        there = job.model.tied_embeddings and not job.model.lora_rank and last > 0
+        held = [stage for index, stage in stages.items() if there and index in (0, last)]
+        self._copies = [p for stage in held for name, p in stage.named_parameters() if name.endswith(_TIED_NAMES)]
+        self._has_last, self._ends = last in stages, ends
+
+    @property
+    def second_copies(self) -> list[nn.Parameter]:
+        """The copy of the last stage, which a norm over all weights must not count again."""
+        return self._copies[-1:] if self._has_last else []
+
+    def sum_gradients(self) -> None:
+        """Each end has computed a part of the gradient."""
+        if not self._copies:
+            return
+        gradients = [weight.grad for weight in self._copies if weight.grad is not None]
+        assert len(gradients) == len(self._copies)
+        if self._ends.size == 1:  # both ends are on this rank
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        else:
+            self._ends.all_reduce(gradients[0])
+
+
+class GradientClipper:
+    """What torch.nn.utils.clip_grad_norm_ does, over all shards, tensor-parallel ranks and stages.
+
+    Args:
+        max_norm: Gradients with a larger norm are scaled to it.
+        parameters: What this rank trains.
+        copies: Those of them that another stage counts: the head's copy of a tied embedding.
+        parts: Which ranks have other parts of them.
+        pipeline: Ranks of the other stages.
+    """
+
+    def __init__(
+        self,
+        max_norm: float,
+        parameters: Sequence[nn.Parameter],
+        copies: Sequence[nn.Parameter],
+        parts: Parts,
+        pipeline: Peers,
+    ) -> None:
+        self._max_norm, self._parts, self._pipeline = max_norm, parts, pipeline
+        self._parameters = list(parameters)
+        left_out = {id(copy) for copy in copies}
+        self._counted = [p for p in parameters if parts.counts(p) and id(p) not in left_out]
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Scales all gradients, also by 1, so that no device waits for the host to look."""
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        counted = [local(p.grad) for p in self._counted if p.grad is not None]
+        total = squares(counted).sum(0, keepdim=True) if counted else gradients[0].new_zeros(1)
+        self._parts.total(total)
+        if self._pipeline.size > 1:
+            self._pipeline.all_reduce(total)
+        torch._foreach_mul_(gradients, (self._max_norm / (total[0].sqrt() + _EPSILON)).clamp(max=1.0))

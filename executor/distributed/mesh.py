@@ -1,0 +1,274 @@
+"""The mesh [pp, dp_replicate, dp_shard, cp, tp] of a job, as one rank sees it: its peers along every axis.
+
+``simplan.spec.plan.RankMapping`` says which rank is where; torch's process groups are made from it, one for each axis
+along which this plan communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+
+from executor.distributed.recompute import keepable
+from executor.profiling.recorder import Recorder
+from simplan.program.action import Action
+from simplan.program.complete import stage_to_rank
+from simplan.program.run_spec import RunSpec
+from simplan.spec.plan import RankMapping
+from simplan.spec.shard import Shard
+
+__all__ = ["ParallelDims", "Peers"]
+
+# torch 2.13 has new names for these two
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of one axis, and their collectives; every collective is recorded.
+
+    Attributes:
+        size: How many they are.
+        rank: This one's index among them.
+        ranks: Their global ranks, in the order of the group; empty without one.
+        group: Their process group. Without one nothing moves, and the shapes of results are right all the same, so that
+            one rank's share of the work can be timed alone.
+        recorder: Is told of every collective.
+    """
+
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = ()
+    group: dist.ProcessGroup | None = None
+    recorder: Recorder | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, recorder: Recorder | None) -> Peers:
+        """The peers of a global rank in a process group of these ranks."""
+        return cls(len(ranks), ranks.index(rank), ranks, group, recorder)
+
+    def all_reduce(self, x: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Tensor:
+        """Reduces in place."""
+        if self.group is not None:
+            handle = self.issue("all_reduce", x)
+            dist.all_reduce(x, op, group=self.group)
+            self.complete(handle)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks one after the other along a dimension."""
+        gathered = x.new_empty(self.size, *x.shape)
+        if self.group is not None:
+            handle = self.issue("all_gather", gathered)
+            _all_gather(gathered.flatten(0, 1), x.contiguous(), group=self.group)
+            self.complete(handle)
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, x: Tensor, dim: int, *, keeps: bool = False) -> Tensor:
+        """The own part along a dimension of the sum over all ranks.
+
+        Args:
+            x: What this rank has of all parts.
+            dim: The dimension.
+            keeps: The result is ``keepable``.
+        """
+        parts = torch.unflatten(x, dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        return keepable(self._reduced, parts) if keeps else self._reduced(parts)
+
+    def _reduced(self, parts: Tensor) -> Tensor:
+        reduced = parts.new_empty(parts.shape[1:])
+        if self.group is not None:
+            handle = self.issue("reduce_scatter", parts)
+            _reduce_scatter(reduced, parts.flatten(0, 1), group=self.group)
+            self.complete(handle)
+        return reduced
+
+    def all_to_all(self, x: Tensor, split_dim: int, gather_dim: int, *, keeps: bool = False) -> Tensor:
+        """Every rank gives each its part along one dimension and lines up what it gets along another.
+
+        Args:
+            x: The tensor.
+            split_dim, gather_dim: These dimensions.
+            keeps: What it gets is ``keepable``.
+        """
+        parts = torch.unflatten(x, split_dim, (self.size, -1)).movedim(split_dim, 0).contiguous()
+        received = keepable(self._swapped, parts) if keeps else self._swapped(parts)
+        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+
+    def _swapped(self, parts: Tensor) -> Tensor:
+        received = torch.empty_like(parts)
+        if self.group is not None:
+            handle = self.issue("all_to_all", parts)
+            dist.all_to_all_single(received.flatten(0, 1), parts.flatten(0, 1), group=self.group)
+            self.complete(handle)
+        return received
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """What a global rank has goes to all, in place; it is the first of those that are recorded."""
+        ranks = (source, *(rank for rank in self.ranks if rank != source))
+        handle = -1 if self.recorder is None else self.recorder.issue("broadcast", ranks, x.nbytes)
+        dist.broadcast(x, src=source, group=self.group)
+        self.complete(handle)
+
+    def issue(self, kind: _Kind, buffer: Tensor, action: Action | None = None) -> int:
+        """Records that a collective of a buffer starts, in an action or the current one; gives a handle."""
+        return -1 if self.recorder is None else self.recorder.issue(kind, self.ranks, buffer.nbytes, action)
+
+    def complete(self, handle: int) -> None:
+        """Records that it has ended (from any thread)."""
+        if self.recorder is not None:
+            self.recorder.complete(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """One rank's place in the mesh. An axis along which the plan does not communicate has this rank alone.
+
+    Attributes:
+        shard: The degrees to which layers are split.
+        tp, cp, ep: The ranks that split the layers, those that split the sequences, and those that have different
+            experts and exchange tokens.
+        pp: Ranks of the same pipeline, first stage first.
+        dp: Ranks that average whole gradients (DDP).
+        fsdp: Ranks over which parameters (FSDP) or optimizer states (ZeRO-1) are sharded.
+        replicate: Ranks that hold the same shard of the parameters.
+        experts: Ranks that average the gradients of the same experts, where other ranks have others; where FSDP shards
+            these, the ranks over which it does.
+        tied: The two ranks of the pipeline that hold a tied embedding.
+        alone: No other rank exists: see ``executor.dry_run.fake_rank``.
+    """
+
+    shard: Shard = field(default_factory=Shard)
+    tp: Peers = field(default_factory=Peers)
+    cp: Peers = field(default_factory=Peers)
+    ep: Peers = field(default_factory=Peers)
+    pp: Peers = field(default_factory=Peers)
+    dp: Peers = field(default_factory=Peers)
+    fsdp: Peers = field(default_factory=Peers)
+    replicate: Peers = field(default_factory=Peers)
+    experts: Peers = field(default_factory=Peers)
+    tied: Peers = field(default_factory=Peers)
+    alone: bool = False
+
+    @classmethod
+    def silent(cls, shard: Shard) -> ParallelDims:
+        """The first rank of a split, computing alone: nothing is exchanged."""
+        return cls(shard, Peers(shard.tp), Peers(shard.cp), Peers(shard.ep))
+
+    @classmethod
+    def of(cls, job: RunSpec, rank: int, recorder: Recorder, *, alone: bool = False) -> ParallelDims:
+        """Makes the process groups of a job; every one of its ranks must call this.
+
+        Args:
+            job: The job.
+            rank: This rank.
+            recorder: Is told of every collective.
+            alone: No other rank exists, so only the groups of this one are made.
+        """
+        plan, mapping, placement = job.plan, RankMapping.of(job.plan), stage_to_rank(job.parsed_table())
+        first, last = placement[0], placement[max(placement)]
+
+        def ends(other: int) -> tuple[int, ...]:
+            pipeline = mapping.pp_group(other)
+            return pipeline[first], pipeline[last]
+
+        peers = partial(_peers, mapping.world_size, rank, recorder, alone)
+        sharded_experts = plan.expert_shards > 1
+        return cls(
+            plan.shard,
+            pp=peers(mapping.pp_group),
+            dp=peers(mapping.dp_group, not plan.shards_parameters),
+            fsdp=peers(mapping.shard_group, plan.shards_parameters or plan.shards_optimizer_only),
+            replicate=peers(mapping.replicate_group, plan.shards_parameters),
+            cp=peers(mapping.cp_group),
+            tp=peers(mapping.tp_group),
+            ep=peers(mapping.ep_group),
+            experts=peers(
+                mapping.expert_shard_group if sharded_experts else mapping.expert_group,
+                job.model.num_experts > 0 and plan.shard.experts_apart,
+            ),
+            tied=peers(ends, job.model.tied_embeddings and first != last),
+            alone=alone,
+        )
+
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of whole sequences (batch, seq_len): one of the early parts and its late counterpart.
+
+        Causal attention costs a late token more than an early one; so all ranks have equal work.
+        """
+        if self.cp.size == 1:
+            return x
+        return x.index_select(1, self.positions(x.shape[1]).to(x.device))
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Where in the sequence this rank's tokens are, (seq_len / cp) int64."""
+        return self.all_positions(seq_len)[self.cp.rank]
+
+    def all_positions(self, seq_len: int) -> Tensor:
+        """The same of all context-parallel ranks, (cp, seq_len / cp)."""
+        if self.cp.size == 1:
+            return torch.arange(seq_len).unsqueeze(0)
+        parts = torch.arange(seq_len).view(2 * self.cp.size, -1)
+        early, late = parts[: self.cp.size], parts[self.cp.size :].flip(0)
+        return torch.cat((early, late), dim=1)
+
+    def own_part(self, x: Tensor, dim: int) -> Tensor:
+        """The part of a tensor that this tensor-parallel rank has along a dimension."""
+        return x.chunk(self.tp.size, dim)[self.tp.rank]
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Tensor-parallel ranks split the tokens between attention and MLP."""
+        return self.shard.sequence_parallel and self.tp.size > 1
+
+    def fsdp_mesh(self, device_type: str, *, experts: bool = False) -> DeviceMesh:
+        """The ranks that hold shards or copies of the same parameters: [shard], or [replicate, shard].
+
+        Args:
+            device_type: Of the parameters.
+            experts: Of experts of which other ranks have others.
+        """
+        shard = self.experts if experts else self.fsdp
+        assert shard.group is not None
+        with unset_fake_temporarily():  # a mesh holds numbers, also where all other tensors are without data
+            if self.replicate.group is None:
+                return DeviceMesh.from_group(shard.group, device_type, mesh_dim_names=("shard",))
+            offsets = torch.tensor(self.replicate.ranks) - dist.get_rank()
+            ranks = offsets.unsqueeze(1) + torch.tensor(shard.ranks)
+            names = ("replicate", "shard")
+            return DeviceMesh.from_group(
+                [self.replicate.group, shard.group], device_type, mesh=ranks, mesh_dim_names=names
+            )
+
+
+def _peers(
+    world_size: int,
+    rank: int,
+    recorder: Recorder,
+    alone: bool,
+    members: Callable[[int], tuple[int, ...]],
+    wanted: bool = True,
+) -> Peers:
+    """Makes the groups of one axis and gives this rank's; it alone where it has no other, or none is wanted."""
+    everyone = [rank] if alone else range(world_size)
+    found = Peers()
+    for ranks in sorted({members(other) for other in everyone}) if wanted else []:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            found = Peers.of(group, ranks, rank, recorder)
+    return found

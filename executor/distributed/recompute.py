@@ -1,0 +1,245 @@
+"""Blocks and attention cores that backward runs again, in full or but for the products that are kept.
+
+Used private names of torch: the modes of its selective checkpointing, and the stack that they are on (``hide_hooks``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from simplan.errors import Problem
+from simplan.program.run_spec import RunSpec
+from simplan.spec.plan import Recompute
+
+__all__ = [
+    "RECOMPUTES",
+    "Around",
+    "BlockRecompute",
+    "hide_hooks",
+    "keepable",
+    "of_block",
+    "run_again",
+    "run_block",
+    "uncounted",
+    "unmodelled_recompute",
+]
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selective_layer", "full")
+"""The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
+
+BlockRecompute = Literal["none", "full", "selective_op"]
+"""What is done with one block: it keeps all it needs, its input, or that and some products."""
+
+Around = Callable[[], AbstractContextManager[None]]
+"""Makes what is entered around a second forward, which ends early where torch needs no more of it."""
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_ATTENTIONS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def of_block(mode: Recompute, number: int) -> BlockRecompute:
+    """What a plan's mode is for one of the model's blocks, counted from 0."""
+    assert mode in RECOMPUTES, mode
+    match mode:
+        case "full" | "selective_op":
+            return mode
+        case "selective_layer":
+            return "full" if number % 2 else "none"
+        case _:
+            return "none"
+
+
+def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: BlockRecompute, around: Around) -> Tensor:
+    """What a block makes of its inputs.
+
+    To be called inside of its module, so that FSDP's hooks run once around forward and once around backward.
+    """
+    if recompute == "none":
+        return block(*inputs)
+    return run_again(block, *inputs, around=around, keeps_products=recompute == "selective_op")
+
+
+def run_again(function: Callable[..., Tensor], *inputs: Any, around: Around, keeps_products: bool = False) -> Tensor:
+    """What a function makes of its inputs; backward runs it again.
+
+    Args:
+        function: What runs twice.
+        inputs: What it is given, which is kept.
+        around: Of the second run. A compiled block has none that could be told from the rest of its backward.
+        keeps_products: Every second matrix product is kept, and what is ``keepable``.
+    """
+    again = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    if torch.compiler.is_compiling():
+        assert not keeps_products
+        compiled: Tensor = again()
+        return compiled
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        forward, second = _keep_every_second_product() if keeps_products else (nullcontext(), nullcontext())
+        return forward, _Both(around(), second)
+
+    out: Tensor = again(context_fn=contexts)
+    return out
+
+
+@wrap_torch_function(lambda run, x: (x,))
+def keepable(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What ``run`` makes of a tensor; blocks of ``selective_op`` keep it, and backward does not run it again.
+
+    For collectives, which write into tensors that are there before, so that torch's checkpointing sees no result.
+    """
+    return run(x)
+
+
+@wrap_torch_function(lambda run, x: (x,))
+def uncounted(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What ``run`` makes of a tensor; blocks of ``selective_op`` do not count its products, and keep none of them."""
+    return run(x)
+
+
+class _EverySecondProduct(TorchFunctionMode):
+    """Torchtitan's per-op policy: the first matrix product is kept, the second not, and so on.
+
+    Attention is kept, and so is what is ``keepable``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self._num_products = 0
+        self._counts = True
+
+    def policy(
+        self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        """For torch's own checkpointing."""
+        del context, args, kwargs
+        product = operation in _PRODUCTS and self._counts
+        self._num_products += product
+        keeps = operation in _ATTENTIONS or (product and self._num_products % 2 == 1)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counts = func is not uncounted
+        result = func(*args, **(kwargs or {}))
+        self._counts = True
+        if func is keepable:
+            self.kept.append(result.detach())
+        return result
+
+
+class _TakeKept(TorchFunctionMode):
+    """Takes what is ``keepable`` from a list, the first one first, instead of making it."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._kept.pop(0) if func is keepable else func(*args, **(kwargs or {}))
+
+
+def hide_hooks(modules: Iterable[nn.Module]) -> None:
+    """Blocks of ``selective_op`` do not see what hooks do that are registered around the forward of modules by now.
+
+    torch wants the same operations when a block runs again, and FSDP's hooks gather parameters at other times.
+    """
+    hidden: list[TorchDispatchMode] = []
+
+    def hide(*_: Any) -> None:
+        modes = _get_current_dispatch_mode_stack()
+        if modes and isinstance(modes[-1], _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            hidden.append(_pop_mode())
+
+    def show(*_: Any) -> None:
+        if hidden:
+            _push_mode(hidden.pop())
+
+    for module in modules:
+        module.register_forward_pre_hook(hide, prepend=True)
+        module.register_forward_pre_hook(show)
+        module.register_forward_hook(hide, prepend=True)
+        module.register_forward_hook(show)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, the second inside of the first; one generator for both would let go of tensors too early."""
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
+
+
+def _keep_every_second_product() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of forward and of backward, for one run of a block."""
+    mode = _EverySecondProduct()
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(mode.policy)  # type: ignore[no-untyped-call]
+    return _Both(contexts[0], mode), _Both(contexts[1], _TakeKept(mode.kept))
+
+
+def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
+    """Modes that the executor does not have, and selective_op beside what hides its products or was not tried."""
+    mode = job.plan.recompute
+    if mode not in RECOMPUTES:
+        yield Problem(
+            field="plan.recompute",
+            value=mode,
+            rule="the executor does not recompute like this",
+            fix=f"use {', '.join(RECOMPUTES[:-1])} or {RECOMPUTES[-1]}",
+        )
+    if mode == "selective_op":
+        for what, fix in _beside_selective_op(job):
+            rule = f"the executor does not keep single products {what}"
+            yield Problem(field="plan.recompute", value=mode, rule=rule, fix=f"use selective or full{fix}")
+
+
+def _beside_selective_op(job: RunSpec) -> Iterator[tuple[str, str]]:
+    """With what else that would help."""
+    plan, model = job.plan, job.model
+    if plan.offload_activations:
+        yield "beside activations that are moved to the host", ", or offload_activations = false"
+    if job.software.compiled:
+        yield "of blocks that are compiled", ", or software.compiled = false"
+    if job.training.precision == "fp8":
+        yield "in fp8", ", or precision = bf16"
+    if model.family == "t5":
+        yield "of T5, whose attention is not one operation", ""
+    if model.lora_rank:
+        yield "of matrices with adapters", ", or lora_rank = 0"
+    if len(model.segments) > 1:
+        yield "of packed documents", ", or no document_lengths"

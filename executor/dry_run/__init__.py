@@ -1,0 +1,1 @@
+"""One rank of a job of any size, alone in its process."""

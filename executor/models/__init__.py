@@ -1,0 +1,1 @@
+"""The models as modules of torch, built from a ModelSpec."""

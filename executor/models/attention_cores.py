@@ -1,0 +1,173 @@
+"""The attention core of each form: which scores count, and what is added to them."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor.distributed.context_parallel import AttentionCore, ContextAttention, causal_attention
+from executor.distributed.mesh import ParallelDims
+from executor.distributed.recompute import Around, run_again
+from executor.train.documents import DocumentAttention
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+
+__all__ = ["Attentions", "MaskedAttention", "alibi_slopes", "full_attention", "soft_capped"]
+
+_HEADS, _TOKENS = 1, 2  # the dimensions
+_SCORES_CAP = 50.0  # Gemma 2, attn_logit_softcapping
+_LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2^-8
+
+
+class Attentions:
+    """The attentions of a stage: all its blocks whose windows are equal share one, and its tables.
+
+    Args:
+        spec: The model.
+        parallel: Which part of each layer this rank has.
+        device: Where.
+        recompute: Backward computes the core again.
+        around_rerun: Is entered around that.
+
+    Attributes:
+        shared: Other tables that blocks of the stage share, by name.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parallel: ParallelDims,
+        device: torch.device,
+        *,
+        recompute: bool,
+        around_rerun: Around = nullcontext,
+    ) -> None:
+        self._spec, self._parallel, self._device = spec, parallel, device
+        self._recompute, self._around_rerun = recompute, around_rerun
+        self.shared: dict[str, Tensor] = {}
+        self._by_window: dict[int, ContextAttention] = {}
+
+    def of_block(self, block: int) -> ContextAttention:
+        """The attention of a block, counted from 0."""
+        window = self._spec.windows[block]
+        if window not in self._by_window:
+            core = self.maybe_again(self._core(window))
+            self._by_window[window] = ContextAttention(core, self._parallel, self._spec.seq_len, self._device)
+        return self._by_window[window]
+
+    def maybe_again(self, core: AttentionCore) -> AttentionCore:
+        """The core, or what makes backward compute it again."""
+        return partial(run_again, core, around=self._around_rerun) if self._recompute else core
+
+    def _core(self, window: int) -> AttentionCore:
+        core, lengths = self._core_of_documents(window), self._spec.segments
+        return core if len(lengths) == 1 else DocumentAttention(core, lengths)
+
+    def _core_of_documents(self, window: int) -> AttentionCore:
+        family = FAMILIES[self._spec.family]
+        if family.soft_cap:
+            return CappedAttention(self._spec.seq_len, window, self._device)
+        if family.alibi or window:
+            return MaskedAttention(self._spec, self._parallel, window, self._device)
+        return causal_attention if family.causal else full_attention
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in which every query meets every key; (batch, heads, tokens, head_dim) each."""
+    grouped = q.shape[_HEADS] != k.shape[_HEADS]
+    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """Cap tanh(x / cap): nearly the same where it is small, never larger than the cap."""
+    return torch.tanh(x / cap) * cap
+
+
+class CappedAttention:
+    """Causal attention whose scores are capped (Gemma 2), which torch's fused kernels cannot do; softmax in fp32.
+
+    Args:
+        seq_len: Tokens.
+        window: Keys up to its own that a query meets; 0 for all of them.
+        device: Where.
+    """
+
+    def __init__(self, seq_len: int, window: int, device: torch.device) -> None:
+        positions = torch.arange(seq_len, device=device)
+        distances = positions.unsqueeze(1) - positions.unsqueeze(0)
+        self._unmet = distances < 0
+        if window:
+            self._unmet |= distances >= window
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As ``causal_attention``, whose mask is a part of the table."""
+        del mask
+        groups = q.shape[_HEADS] // k.shape[_HEADS]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=_HEADS), v.repeat_interleave(groups, dim=_HEADS)
+        scores = torch.tanh(q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 / _SCORES_CAP)) * _SCORES_CAP
+        scores.masked_fill_(self._unmet, -torch.inf)
+        wide = torch.float64 if scores.dtype is torch.float64 else torch.float32
+        return functional.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
+
+
+class MaskedAttention:
+    """Causal attention with a table that is added to the scores: a bias by distance (ALiBi), or the end of a window.
+
+    Args:
+        spec: The model.
+        parallel: Which heads and tokens this rank has.
+        window: Keys up to its own that a query meets; 0 for all of them.
+        device: Where.
+    """
+
+    def __init__(self, spec: ModelSpec, parallel: ParallelDims, window: int, device: torch.device) -> None:
+        self._window = window
+        whole = torch.arange(max(spec.segments))
+        gathers = parallel.cp.size > 1 and parallel.shard.cp_comm == "all_gather"
+        self._keys = (parallel.all_positions(spec.seq_len).flatten() if gathers else whole).to(device)
+        self._queries = (parallel.positions(spec.seq_len) if gathers else whole).to(device)
+        self._slopes: Tensor | None = None
+        if FAMILIES[spec.family].alibi:
+            slopes = parallel.own_part(alibi_slopes(spec.num_attention_heads), 0)
+            if parallel.cp.size > 1 and not gathers:  # tokens are exchanged for heads
+                slopes = slopes.chunk(parallel.cp.size)[parallel.cp.rank]
+            self._slopes = slopes.to(device)
+        self._table: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As ``causal_attention``, whose mask is a part of the table."""
+        del mask
+        grouped = q.shape[_HEADS] != k.shape[_HEADS]
+        table = self._table_like(q)[..., : q.shape[_TOKENS], : k.shape[_TOKENS]]  # shorter documents have its corner
+        return functional.scaled_dot_product_attention(q, k, v, table, enable_gqa=grouped)
+
+    def _table_like(self, q: Tensor) -> Tensor:
+        """(1, heads, queries, keys), or (queries, keys) for all heads; made once, in the precision of the queries."""
+        if self._table is None or self._table.dtype is not q.dtype:
+            distances = self._queries.unsqueeze(1) - self._keys.unsqueeze(0)
+            unmet = distances < 0
+            if self._window:
+                unmet |= distances >= self._window
+            table = torch.zeros(unmet.shape, dtype=q.dtype, device=q.device)
+            if self._slopes is not None:
+                table = (-self._slopes.view(-1, 1, 1) * distances).to(q.dtype).unsqueeze(0)
+            self._table = table.masked_fill_(unmet, -torch.inf)
+        return self._table
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Slope of the bias of each head (float64): 2^(-8 i / a) for i = 1 to a (Press et al. 2022, section 3).
+
+    Where a is no power of two, the slopes are every second one of those of the next power, then the ones between
+    (MPT's way).
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    exponents = torch.arange(1, power + 1, dtype=torch.float64) * _LARGEST_SLOPE_EXPONENT / power
+    slopes = 2.0**-exponents
+    return slopes if power == num_heads else torch.cat((slopes[1::2], slopes[::2]))[:num_heads]

@@ -1,0 +1,167 @@
+"""First and last layers, whole or as one tensor- and context-parallel rank has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.distributed.mesh import ParallelDims
+from executor.distributed.tensor_parallel import column_linear, embed_tokens
+from executor.models.attention_cores import soft_capped
+from executor.models.blocks import LayerRequest
+from executor.models.norms import make_norm
+from executor.train.documents import token_positions
+from simplan.spec.model import ModelSpec
+
+__all__ = [
+    "BertEmbedding",
+    "CappedHead",
+    "ClassHead",
+    "Embedding",
+    "Head",
+    "MaskedHead",
+    "PatchEmbedding",
+    "PositionEmbedding",
+    "ScaledEmbedding",
+]
+
+_LOGITS_CAP = 30.0  # Gemma 2, final_logit_softcapping
+
+
+class Embedding(nn.Module):
+    """Tokens (batch, tokens) int64 to hidden states (batch, own tokens, hidden_size)."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec, self._parallel = request.spec, request.parallel
+        self.wte = nn.Embedding(spec.vocab_size // self._parallel.shard.tp, spec.hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens."""
+        return embed_tokens(tokens, self.wte, self._parallel)
+
+
+class ScaledEmbedding(Embedding):
+    """Rows times the square root of their width (Gemma)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens."""
+        return torch.mul(super().forward(tokens), self.wte.embedding_dim**0.5)
+
+
+class PositionEmbedding(Embedding):
+    """Adds a row of a table for every position."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__(request)
+        spec = request.spec
+        self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
+        self.positions: Tensor
+        self.register_buffer("positions", _own_positions(spec, self._parallel), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens and positions."""
+        x: Tensor = super().forward(tokens) + self.wpe(self.positions)
+        return x
+
+
+class BertEmbedding(Embedding):
+    """Adds rows for types of tokens (a first and a second segment, half of a sequence each) and positions; norms."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__(request)
+        spec = request.spec
+        self.token_type = nn.Embedding(spec.type_vocab_size, spec.hidden_size)
+        self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
+        self.norm = make_norm(spec)
+        positions = _own_positions(spec, self._parallel)
+        self.positions: Tensor
+        self.types: Tensor
+        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("types", positions * spec.type_vocab_size // spec.seq_len, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens, types and positions."""
+        x: Tensor = self.norm(super().forward(tokens) + self.token_type(self.types) + self.wpe(self.positions))
+        return x
+
+
+class PatchEmbedding(nn.Module):
+    """Images (batch, channels, height, width) to hidden states of a class token and their patches, with positions."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec = request.spec
+        h, patch = spec.hidden_size, spec.patch_size
+        self.class_token = nn.Parameter(torch.zeros(h))
+        self.pos_embedding = nn.Parameter(torch.empty(spec.seq_len, h))
+        self.conv_proj = nn.Conv2d(spec.num_channels, h, kernel_size=patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Cuts images into patches."""
+        patches = self.conv_proj(images).flatten(2).transpose(1, 2)
+        token = self.class_token.expand(len(images), 1, -1)
+        return torch.cat((token, patches), dim=1) + self.pos_embedding
+
+
+class Head(nn.Module):
+    """Final norm and output projection: hidden states to logits (batch, tokens, own part of the vocabulary)."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec, self._parallel = request.spec, request.parallel
+        self.norm = make_norm(spec)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size // self._parallel.shard.tp, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        (logits,) = column_linear(self.norm(x), [self.lm_head], self._parallel)
+        return logits
+
+
+class CappedHead(Head):
+    """Logits of Gemma 2, which pass through a scaled tanh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return soft_capped(super().forward(x), _LOGITS_CAP)
+
+
+class MaskedHead(nn.Module):
+    """BERT's: a matrix and a GELU before the norm, and a bias of the output projection."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec, self._parallel = request.spec, request.parallel
+        self.transform = nn.Linear(spec.hidden_size, spec.hidden_size)
+        self.norm = make_norm(spec)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size // self._parallel.shard.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        transformed = functional.gelu(self.transform(x)).to(x.dtype)  # norms are not computed in 16 bits by autocast
+        (logits,) = column_linear(self.norm(transformed), [self.lm_head], self._parallel)
+        return logits
+
+
+class ClassHead(nn.Module):
+    """Final norm, and the classes (batch, 1, own part of them) by the class token."""
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec, self._parallel = request.spec, request.parallel
+        self.norm = make_norm(spec)
+        self.head = nn.Linear(spec.hidden_size, spec.num_classes // self._parallel.shard.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        token = self.norm(x)[:, :1].clone()  # a copy, so that those of the other tokens are let go
+        (logits,) = column_linear(token, [self.head], self._parallel)
+        return logits
+
+
+def _own_positions(spec: ModelSpec, parallel: ParallelDims) -> Tensor:
+    """Of the tokens that this rank has between attention and MLP."""
+    positions = token_positions(spec, parallel)
+    return (parallel.own_part(positions, 0) if parallel.splits_tokens else positions).clone()

@@ -1,0 +1,222 @@
+"""Mixture of experts: routing with a fixed number of places, and experts that are spread over ranks.
+
+Every sequence is a group of its own (Lepikhin et al. 2021, GShard, section 3.1): an expert has as many places for it as
+``places_of`` says. Tokens take them in order. Places that stay empty hold the first token of the batch; what experts
+make of them goes nowhere. Ranks that split attention route their own tokens, which are a group for each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.distributed.context_parallel import exchange
+from executor.distributed.recompute import uncounted
+from executor.distributed.tensor_parallel import column_linear, compute_dtype, gather_parts, row_linear, scatter_sum
+from executor.models.blocks import Block, LayerRequest, LlamaBlock, RotaryAttention
+from executor.models.ends import Embedding, Head
+from simplan.errors import Problem, SpecError
+from simplan.spec.layer import LayerKind
+from simplan.spec.model import ModelSpec
+from simplan.spec.models.experts import places_of
+
+__all__ = [
+    "LAYERS",
+    "ExpertMlp",
+    "MoeBlock",
+    "check_places",
+    "expert_matrices",
+    "moe_block",
+    "route",
+]
+
+_EXPERTS, _ROWS = 0, 1  # the dimensions of places
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        loads: Tokens that asked for each expert, by sequence (batch, experts) int64.
+        slots: Row of each choice of a token among all places (batch * tokens * top_k) int64; 0 where it found none.
+        dropped: Which found none (batch * tokens * top_k) bool.
+        sources: Token of each place (experts * batch * places) int64.
+    """
+
+    loads: Tensor
+    slots: Tensor
+    dropped: Tensor
+    sources: Tensor
+
+
+def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
+    """Gives every choice the next place of its expert.
+
+    Args:
+        chosen: Experts of every token (batch, tokens, top_k) int64.
+        num_experts: How many there are.
+        places: That each has for a sequence.
+    """
+    batch, tokens, top_k = chosen.shape
+    choices = chosen.flatten(1)
+    loads = choices.new_zeros(batch, num_experts).scatter_add_(1, choices, torch.ones_like(choices))
+    order = choices.argsort(dim=1, stable=True)
+    expert = choices.gather(1, order)
+    before = loads.cumsum(1) - loads
+    place = torch.arange(tokens * top_k, device=chosen.device) - before.gather(1, expert)
+    sequence = torch.arange(batch, device=chosen.device).unsqueeze(1)
+    none = num_experts * batch * places  # one row too many, for those without a place
+    row = ((expert * batch + sequence) * places + place).masked_fill_(place >= places, none)
+    sources = chosen.new_zeros(none + 1).scatter_(0, row.flatten(), (sequence * tokens + order // top_k).flatten())
+    slots = torch.empty_like(row).scatter_(1, order, row).flatten()
+    dropped = slots == none
+    return Routing(loads, slots.masked_fill_(dropped, 0), dropped, sources[:-1].clone())
+
+
+class GroupedLinear(nn.Module):
+    """A matrix for each expert.
+
+    Args:
+        num_experts: That this rank has.
+        in_features, out_features: Sizes of the matrices.
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(experts, rows, in_features) to (experts, rows, out_features)."""
+        return torch.bmm(x, self.weight.to(x.dtype).transpose(1, 2))  # weights outside of FSDP are not cast by it
+
+
+class ExpertMlp(Block):
+    """A router, experts, and perhaps a shared expert."""
+
+    def _make_mlp(self, spec: ModelSpec) -> None:
+        shard = self._parallel.shard
+        h, i = spec.hidden_size, spec.moe_intermediate_size // shard.etp
+        shared = spec.shared_expert_intermediate_size // shard.tp
+        self._spec = spec
+        if shared:
+            self.shared_gate = nn.Linear(h, shared, bias=False)
+            self.shared_up = nn.Linear(h, shared, bias=False)
+            self.shared_down = nn.Linear(shared, h, bias=False)
+        if spec.shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(h, 1, bias=False)
+        self.router = nn.Linear(h, spec.num_experts, bias=spec.router_bias)
+        own = spec.num_experts // shard.ep
+        self.experts_gate = GroupedLinear(own, h, i)
+        self.experts_up = GroupedLinear(own, h, i)
+        self.experts_down = GroupedLinear(own, i, h)
+        self.most_tokens: Tensor | None = None  # that a sequence of this step had for an expert, (experts)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        x = compute_dtype(self._normed(x, self.norm2))
+        if not self._spec.shared_expert_intermediate_size:
+            return self._routed(x)
+        gate, up = column_linear(x, [self.shared_gate, self.shared_up], self._parallel)
+        shared = row_linear(functional.silu(gate) * up, self.shared_down, self._parallel)
+        if self._spec.shared_expert_gate:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        out: Tensor = self._routed(x) + shared
+        return out
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """What the chosen experts give, weighed: hidden states (batch, tokens, hidden_size) to hidden states."""
+        batch, tokens, width = x.shape
+        spec = self._spec
+        scores, chosen = uncounted(self.router, x).topk(spec.top_k, dim=-1)
+        # softmax in at least fp32, as everywhere
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        places = places_of(tokens, spec.top_k, spec.num_experts, spec.capacity_factor)
+        with torch.no_grad():
+            routing = route(chosen, spec.num_experts, places)
+            self._count(routing.loads)
+        # what is sent and received has no name, so that it lives no longer than it is needed
+        given = self._exchanged(
+            x.flatten(0, 1).index_select(0, routing.sources).view(spec.num_experts, batch * places, width), back=False
+        )
+        picked = self._exchanged(self._own_experts(given), back=True).flatten(0, 1).index_select(0, routing.slots)
+        picked = picked.view(batch * tokens, spec.top_k, width)
+        weights = weights.flatten(0, 1).to(picked.dtype)
+        weights = weights.masked_fill(routing.dropped.view_as(weights), 0.0)
+        combined: Tensor = (picked * weights.unsqueeze(-1)).sum(1).view(batch, tokens, width)
+        return combined
+
+    def _own_experts(self, x: Tensor) -> Tensor:
+        """(own experts, rows, hidden_size) each."""
+        out: Tensor = self.experts_down(functional.silu(self.experts_gate(x)) * self.experts_up(x))
+        return out
+
+    def _exchanged(self, x: Tensor, *, back: bool) -> Tensor:
+        """Places of all experts and own tokens to those of own experts and all ranks' tokens, or back.
+
+        Ranks that split every expert gather the places of each other, and sum what each has of the results.
+        """
+        ep, splits = self._parallel.ep, self._parallel.shard.etp > 1
+        if back and splits:
+            x = scatter_sum(x, self._parallel.tp)
+        if ep.size > 1:
+            x = exchange(x, ep, *((_ROWS, _EXPERTS) if back else (_EXPERTS, _ROWS)), keeps=True)
+        return gather_parts(x, self._parallel.tp) if splits and not back else x
+
+    def _count(self, loads: Tensor) -> None:
+        if self.most_tokens is None:
+            self.most_tokens = torch.zeros_like(loads[0])
+        torch.maximum(self.most_tokens, loads.amax(0), out=self.most_tokens)
+
+
+class MoeBlock(RotaryAttention, ExpertMlp):
+    """Llama's with experts in place of the MLP."""
+
+
+def moe_block(request: LayerRequest) -> nn.Module:
+    """A block of family ``moe``: the first ones are dense."""
+    dense = request.index - 1 < request.spec.num_dense_layers
+    return LlamaBlock(request) if dense else MoeBlock(request)
+
+
+def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> None:
+    """Looks whether every token of the step found its places; then forgets the step.
+
+    Args:
+        stages: Of this rank, which have run the step.
+        spec: The model.
+        tokens: Of a sequence, that this rank routes.
+
+    Raises:
+        SpecError: Tokens were dropped, and ``drop_tokens`` is off.
+    """
+    if not spec.num_experts:
+        return
+    places = places_of(tokens, spec.top_k, spec.num_experts, spec.capacity_factor)
+    for name, module in ((name, module) for stage in stages for name, module in stage.named_modules()):
+        if not isinstance(module, ExpertMlp) or module.most_tokens is None:
+            continue
+        most, module.most_tokens = module.most_tokens, None
+        if spec.drop_tokens or int(most.max()) <= places:
+            continue
+        share = tokens * spec.top_k / spec.num_experts
+        raise SpecError(
+            Problem(
+                field="model.capacity_factor",
+                value=f"{spec.capacity_factor:g}",
+                rule=f"gives each expert {places} places for a sequence, and expert {int(most.argmax())} of "
+                f"{name.removeprefix('module.')} was asked for {int(most.max())}",
+                fix=f"use {int(most.max()) / share:.3g} or more, or model.drop_tokens = true",
+            )
+        )
+
+
+def expert_matrices(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that hold its experts."""
+    return [module for module in layer.modules() if isinstance(module, GroupedLinear)]
+
+
+LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: moe_block, LayerKind.HEAD: Head}
+"""What runs the layers of the family, by their kind."""

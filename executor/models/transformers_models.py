@@ -1,0 +1,176 @@
+"""The layers of models of Hugging Face transformers, so that they are trained as this package's own models are.
+
+The model is built by transformers from a configuration, without weights of anyone, and cut into embedding, decoder
+blocks, and norm with head. What transformers' forward does between these is done here: causal attention needs no mask
+(its own ``attention_mask=None``), and the tables of rotary positions are made once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from executor.distributed.recompute import run_block
+from executor.models.blocks import LayerRequest
+from simplan.spec.layer import LayerKind
+from simplan.spec.model import ModelSpec
+
+__all__ = ["Head", "RotaryTables", "TokenEmbedding", "make_layer", "whole_model"]
+
+_EPS = 1e-5
+_ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864, as of the executor's own models
+_LLAMAS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_layer(request: LayerRequest) -> nn.Module:
+    """One layer of the model, its weights not drawn yet; transformers makes the others without memory for them."""
+    spec, kind = request.spec, request.spec.layers[request.index].kind
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model: Any = whole_model(spec)
+    is_gpt = spec.family == "gpt"
+    body = model.transformer if is_gpt else model.model
+    layer: nn.Module
+    match kind:
+        case LayerKind.EMBEDDING:
+            layer = TokenEmbedding(body.wte, body.wpe, spec.seq_len) if is_gpt else TokenEmbedding(body.embed_tokens)
+        case LayerKind.HEAD:
+            layer = Head(body.ln_f if is_gpt else body.norm, model.lm_head)
+        case _:
+            block = (body.h if is_gpt else body.layers)[spec.block_indices().index(request.index)]
+            layer = Block(block, request)
+    layer = layer.to_empty(device=device)
+    if isinstance(layer, TokenEmbedding) and is_gpt:
+        layer.positions = torch.arange(spec.seq_len, device=device).unsqueeze(0)
+    elif isinstance(layer, Block) and not is_gpt:
+        layer.tables = RotaryTables(type(body.rotary_emb)(model.config), spec.seq_len, request.attentions.shared)
+    return layer
+
+
+def whole_model(spec: ModelSpec) -> PreTrainedModel:
+    """The whole model as transformers has it, on the default device.
+
+    Args:
+        spec: A model that ``simplan.rules.transformers`` lets through.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "use_cache": False,
+    }
+    if spec.family == "gpt":
+        sizes |= {"bos_token_id": None, "eos_token_id": None}  # those of its tokenizer may be beyond the vocabulary
+        return GPT2LMHeadModel(
+            GPT2Config(
+                **sizes,
+                n_inner=spec.intermediate_size,
+                layer_norm_epsilon=_EPS,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                resid_pdrop=0.0,
+            )
+        )
+    sizes |= {"num_key_value_heads": spec.num_key_value_heads, "head_dim": spec.head_dim, "rms_norm_eps": _EPS}
+    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": _ROTARY_BASE}
+    if spec.family == "moe":
+        experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.top_k}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **experts, intermediate_size=spec.moe_intermediate_size))
+    config, model = _LLAMAS["qwen2" if spec.qkv_bias else "qwen3" if spec.qk_norm else "llama"]
+    if not spec.qkv_bias:
+        sizes["attention_bias"] = spec.attention_bias
+    return model(config(**sizes, intermediate_size=spec.intermediate_size))
+
+
+class TokenEmbedding(nn.Module):
+    """Tokens (batch, tokens) int64 to hidden states (batch, tokens, hidden_size); GPT-2's with a table of positions."""
+
+    positions: Tensor
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding | None = None, seq_len: int = 0) -> None:
+        super().__init__()
+        self.wte = tokens
+        self.wpe = positions
+        self.register_buffer("positions", torch.arange(seq_len).unsqueeze(0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens and positions."""
+        x: Tensor = self.wte(tokens)
+        return x if self.wpe is None else x + self.wpe(self.positions)
+
+
+class RotaryTables:
+    """Cosines and sines of positions, (1, tokens, head_dim) each, made once for the blocks of a stage.
+
+    Args:
+        rotary: The module of transformers that makes them.
+        seq_len: Tokens.
+        shared: Where the blocks of the stage keep them.
+    """
+
+    def __init__(self, rotary: nn.Module, seq_len: int, shared: dict[str, Tensor]) -> None:
+        self._rotary, self._seq_len, self._shared = rotary, seq_len, shared
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As wide as hidden states, and on their device."""
+        cos, sin = f"cosines, {x.dtype}", f"sines, {x.dtype}"
+        if cos not in self._shared:
+            positions = torch.arange(self._seq_len, device=x.device).unsqueeze(0)
+            self._shared[cos], self._shared[sin] = self._rotary.to(x.device)(x, positions)
+        return self._shared[cos], self._shared[sin]
+
+
+class Block(nn.Module):
+    """A decoder block of transformers, hidden states (batch, tokens, hidden_size) to hidden states."""
+
+    def __init__(self, block: nn.Module, request: LayerRequest) -> None:
+        super().__init__()
+        self.block = block
+        self.tables: RotaryTables | None = None
+        self._recompute, self._around_rerun = request.recompute, request.around_rerun
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention and MLP, each added to the residual stream."""
+        return run_block(self._block, x, recompute=self._recompute, around=self._around_rerun)
+
+    def _block(self, x: Tensor) -> Tensor:
+        rotary = {} if self.tables is None else {"position_embeddings": self.tables(x)}
+        out: Tensor = self.block(x, attention_mask=None, use_cache=False, **rotary)
+        return out
+
+
+class Head(nn.Module):
+    """Final norm and output projection: hidden states to logits (batch, tokens, vocab_size)."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Linear) -> None:
+        super().__init__()
+        self.norm = norm
+        self.lm_head = lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits

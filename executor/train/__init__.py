@@ -1,0 +1,1 @@
+"""One rank's training: data, loss, optimizer, checkpoints and the loop that reads top to bottom."""

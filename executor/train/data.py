@@ -1,0 +1,118 @@
+"""Synthetic samples that do not depend on the plan: sample i of step n is the same for one process and any split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from executor.train.documents import has_target
+from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
+from simplan.spec.shard import Shard
+
+__all__ = ["IGNORED", "input_shape", "make_batch", "model_batch"]
+
+IGNORED = -100
+"""The target of a token that is not asked for, as torch's cross-entropy has it."""
+
+_MASKED_SHARE = 0.15  # Devlin et al. 2019, section 3.1
+_MASK_TOKEN = 0
+_START_TOKEN = 0
+
+
+def make_batch(
+    vocab_size: int, seq_len: int, *, seed: int, step: int, first_sample: int, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens and the tokens that follow them, (num_samples, seq_len) int64 each, of consecutive samples of one step.
+
+    Args:
+        vocab_size: Tokens are drawn evenly from this many.
+        seq_len: Tokens of one sample.
+        seed: Of the run.
+        step: Index of the step in the run.
+        first_sample: Index in the global batch of the first sample wanted.
+        num_samples: How many.
+    """
+
+    def draw(generator: Generator) -> tuple[Tensor, Tensor]:
+        sample = torch.randint(vocab_size, (seq_len + 1,), generator=generator)
+        return sample[:-1], sample[1:]
+
+    return _stacked(draw, seed, step, first_sample, num_samples)
+
+
+def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
+    """What a model takes, and the targets of its head.
+
+    Tokens as ``make_batch`` has them. Documents that share sequences have the same places in all of them; targets of
+    padding, which is tokens like others, and of the last tokens of documents are ``IGNORED``. Of masked language models
+    as many tokens of every sequence are masked, and all other targets are ``IGNORED``. Of an encoder and a decoder the
+    tokens of both, one after the other; the decoder's are the targets, one place later. Images (num_samples, channels,
+    height, width) in fp32 and their classes (num_samples, 1) int64.
+
+    Args:
+        spec: The model.
+        seed, step, first_sample, num_samples: As of ``make_batch``.
+    """
+
+    def masked(generator: Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(spec.vocab_size, (spec.seq_len,), generator=generator)
+        num_masked = max(1, round(_MASKED_SHARE * spec.seq_len))
+        places = torch.randperm(spec.seq_len, generator=generator)[:num_masked]
+        targets = torch.full_like(tokens, IGNORED)
+        targets[places] = tokens[places]
+        return tokens.index_fill(0, places, _MASK_TOKEN), targets
+
+    def pair(generator: Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(spec.vocab_size, (spec.seq_len,), generator=generator)
+        targets = torch.randint(spec.vocab_size, (spec.decoder_seq_len,), generator=generator)
+        return torch.cat((tokens, targets.roll(1).index_fill(0, torch.tensor([0]), _START_TOKEN))), targets
+
+    def image(generator: Generator) -> tuple[Tensor, Tensor]:
+        shape = (spec.num_channels, spec.image_size, spec.image_size)
+        return torch.randn(shape, generator=generator), torch.randint(spec.num_classes, (1,), generator=generator)
+
+    match FAMILIES[spec.family].task:
+        case "next_token":
+            tokens, targets = make_batch(
+                spec.vocab_size,
+                spec.seq_len,
+                seed=seed,
+                step=step,
+                first_sample=first_sample,
+                num_samples=num_samples,
+            )
+            if spec.document_lengths:
+                targets.masked_fill_(~has_target(spec), IGNORED)
+            return tokens, targets
+        case "masked_token":
+            return _stacked(masked, seed, step, first_sample, num_samples)
+        case "target_tokens":
+            return _stacked(pair, seed, step, first_sample, num_samples)
+        case "class":
+            return _stacked(image, seed, step, first_sample, num_samples)
+
+
+def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
+    """Shape of what one rank takes of a sample: tokens, those of an encoder and a decoder, or an image."""
+    match FAMILIES[spec.family].inputs:
+        case "tokens":
+            return (spec.seq_len // shard.cp,)
+        case "token_pairs":
+            return (spec.seq_len + spec.decoder_seq_len,)
+        case "images":
+            return spec.num_channels, spec.image_size, spec.image_size
+
+
+def _stacked(
+    draw: Callable[[Generator], tuple[Tensor, Tensor]], seed: int, step: int, first_sample: int, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    """Consecutive samples, each drawn with its own generator."""
+    samples = [
+        draw(torch.Generator().manual_seed((seed * 100_003 + step) * 1_000_003 + sample))
+        for sample in range(first_sample, first_sample + num_samples)
+    ]
+    inputs, targets = zip(*samples, strict=True)
+    return torch.stack(inputs), torch.stack(targets)

@@ -1,0 +1,314 @@
+"""One rank's share of a training: its stages, its engine and its optimizer, one step at a time.
+
+What only some plans need is imported where they ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from executor.distributed.gradients import (
+    GradientClipper,
+    TiedWeights,
+    average_expert_gradients,
+    expert_parameters,
+    experts_of,
+    partial_parameters,
+    sum_partial_gradients,
+)
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
+from executor.models.lora import trained_parameters
+from executor.models.model import Stage, build_stage
+from executor.profiling.recorder import Recorder
+from executor.train.data import input_shape, model_batch
+from executor.train.loop import LoopEngine
+from executor.train.loss import cross_entropy
+from executor.train.optimizers import Parts, held_alike, make_optimizer
+from simplan.program.action import Action, ActionKind
+from simplan.program.offload import backward_follows
+from simplan.program.run_spec import RunSpec
+from simplan.spec.layer import LayerKind
+from simplan.spec.models import FAMILIES
+from simplan.spec.plan import RankMapping
+
+if TYPE_CHECKING:
+    from executor.distributed.fsdp import StageSharding
+    from executor.distributed.pipeline import PipelineEngine, StageModule
+    from executor.distributed.zero import SeparateOptimizers, ShardedOptimizer
+    from executor.train.training_state import TrainingState
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """What one rank holds and does.
+
+    Args:
+        job: The job; already checked.
+        rank: This rank.
+        device: Where it computes.
+        dims: Its place in the mesh.
+        recorder: Gets what it does.
+
+    Attributes:
+        stages: Its stages by index, ascending.
+    """
+
+    def __init__(self, job: RunSpec, rank: int, device: torch.device, dims: ParallelDims, recorder: Recorder) -> None:
+        self._job = job
+        self._device = device
+        self._dims = dims
+        self._recorder = recorder
+        plan = job.plan
+        mapping = RankMapping.of(plan)
+        self._data_rank = mapping.data_rank(rank)
+        self._num_microbatches = job.training.global_batch_size // (plan.dp * plan.microbatch_size)
+        table = job.parsed_table()
+        row = table[mapping.place(rank).pp]
+        self._optim_action = row[-1]
+        assert self._optim_action.kind is ActionKind.OPTIM
+
+        self._rank = rank
+        self.stages: dict[int, Stage] = {}
+        for index in sorted({action.stage for action in row}):
+            self.stages[index] = self._build_stage(index)
+        if plan.offload_activations:
+            from executor.distributed.activation_offload import ActivationOffload, HostLink
+
+            blocks = {i for i, layer in enumerate(job.model.layers) if layer.kind is LayerKind.BLOCK}
+            offload = ActivationOffload(HostLink(device), recorder, rank, blocks, backward_follows(row))
+            for stage in self.stages.values():
+                stage.around_layers = offload.forward
+        self._tied = TiedWeights(job, self.stages, dims.tied)
+        parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
+        self._parts = Parts(
+            dims.fsdp if plan.shards_parameters else Peers(),
+            dims.tp,
+            frozenset().union(*(held_alike(stage, job.model, plan) for stage in self.stages.values())),
+        )
+        self.optimizer = self._make_optimizer(parameters)
+        self._clipper = self._make_clipper(parameters)
+        modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
+        self._engine: LoopEngine | PipelineEngine
+        if dims.pp.size == 1:
+            ((index, module),) = modules.items()
+            self._engine = LoopEngine(
+                module,
+                row,
+                self._num_microbatches,
+                loss=self._loss,
+                complete_gradients=self._completion(index),
+                sync_each=plan.grad_sync == "microbatch",
+                recorder=recorder,
+            )
+        else:
+            from executor.distributed.pipeline import PipelineEngine  # seconds to import: only where needed
+
+            self._engine = PipelineEngine(
+                [self._stage_module(index, module) for index, module in modules.items()],
+                table,
+                dims.pp,
+                num_microbatches=self._num_microbatches,
+                loss=self._loss,
+                device=device,
+                recorder=recorder,
+                alone=dims.alone,
+            )
+
+    @property
+    def sent(self) -> list[Tensor]:
+        """Tensors that are held until the end of the step because they are being sent to another stage."""
+        return [] if isinstance(self._engine, LoopEngine) else self._engine.sent
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank's part of a step: tokens, (samples, tokens) int64 each, or images."""
+        num_samples = self._num_microbatches * self._job.plan.microbatch_size
+        inputs, targets = model_batch(
+            self._job.model,
+            seed=self._job.seed,
+            step=step,
+            first_sample=self._data_rank * num_samples,
+            num_samples=num_samples,
+        )
+        if inputs.is_floating_point():
+            inputs = inputs.to(weight_dtype(self._job))
+        local = self._dims.local_tokens
+        # without the first stage inputs are of no use, and images are large
+        inputs = local(inputs) if 0 in self.stages else inputs.new_empty(0)
+        return inputs.to(self._device), local(targets).to(self._device)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """One optimizer step; gives the losses of the microbatches where this rank computes them."""
+        losses = self._engine.run(tokens, targets)
+        self._recorder.begin(self._optim_action)
+        model = self._job.model
+        if model.num_experts and not self._dims.alone:  # what other ranks would send is not there to be routed
+            from executor.models.moe import check_places
+
+            plan = self._job.plan
+            check_places(self.stages.values(), model, model.seq_len // (plan.cp * plan.tp))
+        self._tied.sum_gradients()
+        if self._clipper is not None:
+            self._clipper.clip()
+        self.update()
+        return losses
+
+    def update(self) -> None:
+        """OPTIM with complete gradients. Its collectives, which mostly wait, are outside of its span."""
+        with self._recorder.span(self._optim_action):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            self.optimizer.broadcast()
+
+    def state(self) -> TrainingState:
+        """What a checkpoint holds."""
+        from executor.train.training_state import TrainingState
+
+        return TrainingState(self.stages.values(), self.optimizer, self._dims, self._device)
+
+    def _build_stage(self, index: int) -> Stage:
+        job, plan, model = self._job, self._job.plan, self._job.model
+        layers = job.assignment.layer_range(index)
+        ends = {0, len(model.layers) - 1}
+        shared = ends if model.tied_embeddings and ends <= set(layers) else set()
+        sharding = self._sharding(index) if plan.shards_parameters else None
+        reshards = plan.zero_stage == 3 and plan.reshard_after_forward and plan.pp == 1
+
+        def finish(number: int, layer: nn.Module) -> None:
+            if job.software.compiled and model.layers[number].kind is LayerKind.BLOCK:
+                from executor.distributed.compiling import compile_block  # a second to import: only where needed
+
+                compile_block(layer, whole=plan.tp * plan.cp * plan.ep == 1)
+            if sharding is not None and number not in shared:
+                ignored = () if plan.expert_shards > 1 else experts_of(layer, model.layers_of(plan.shard)[number])
+                # backward begins with the last one
+                sharding.shard(layer, reshards=reshards and number != layers[-1], ignored=ignored)
+
+        stage = build_stage(
+            model,
+            layers,
+            weight_dtype(job),
+            self._device,
+            None if self._dims.alone else job.seed,
+            self._dims,
+            plan.recompute,
+            recompute_layers=plan.recompute_layers,
+            around_rerun=self._recorder.rerun,
+            fp8=computes_in_fp8(job),
+            frozen_dtype=compute_dtype(job),
+            model_code=job.software.layers.model_code,
+            finish=finish,
+        )
+        if sharding is not None:
+            sharding.finish(stage)
+        return stage
+
+    def _sharding(self, index: int) -> StageSharding:
+        from executor.distributed.fsdp import StageSharding
+
+        job, plan = self._job, self._job.plan
+        return StageSharding(
+            self._dims,
+            self._device.type,
+            compute_dtype=compute_dtype(job),
+            unshard=Action(index, ActionKind.UNSHARD) if plan.pp > 1 else None,
+            experts=plan.expert_shards > 1 and self._dims.experts.size > 1,
+        )
+
+    def _make_optimizer(
+        self, parameters: list[nn.Parameter]
+    ) -> torch.optim.Optimizer | ShardedOptimizer | SeparateOptimizers:
+        def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return make_optimizer(job.training.update, some, self._parts)
+
+        def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
+            if not plan.shards_optimizer_only:
+                return make(some)
+            from executor.distributed.zero import ShardedOptimizer
+
+            return ShardedOptimizer(some, self._dims.fsdp, make)
+
+        job, plan = self._job, self._job.plan
+        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
+        if not experts:
+            return make_sharded(parameters)
+        from executor.distributed.zero import SeparateOptimizers
+
+        others = [parameter for parameter in parameters if all(parameter is not expert for expert in experts)]
+        return SeparateOptimizers(make_sharded(others), make(experts))
+
+    def _make_clipper(self, parameters: list[nn.Parameter]) -> GradientClipper | None:
+        max_norm = self._job.training.clip_grad_norm
+        if max_norm is None:
+            return None
+        return GradientClipper(max_norm, parameters, self._tied.second_copies, self._parts, self._dims.pp)
+
+    def _wrap(self, stage: Stage) -> nn.Module:
+        """A stage that is not sharded computes under autocast and is reduced by DDP."""
+        job, dtype = self._job, compute_dtype(self._job)
+        if job.plan.shards_parameters:
+            return stage
+        module: nn.Module = stage
+        if dtype is not None:
+            # blocks that run again have dropped the copies of theirs
+            drops = job.plan.offload_activations or job.plan.recompute not in ("none", "selective")
+            module = Autocast(stage, dtype, self._device.type, keeps_copies=not drops)
+        if self._dims.dp.size > 1:
+            from executor.distributed.ddp import wrap_ddp
+
+            experts = expert_parameters(stage, job.model, job.plan.shard)
+            module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts)
+        return module
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, self._dims)
+
+    def _completion(self, index: int) -> Callable[[], None]:
+        """What completes the gradients of a stage before they are divided by the number of microbatches."""
+        stage, model, plan = self.stages[index], self._job.model, self._job.plan
+        parts = partial_parameters(stage, model, plan.shard)
+        experts = [] if plan.expert_shards > 1 else expert_parameters(stage, model, plan.shard)
+
+        def complete() -> None:
+            sum_partial_gradients(parts, self._dims.tp)
+            average_expert_gradients(experts, plan.dp * plan.cp, self._dims.experts)
+
+        return complete
+
+    def _stage_module(self, index: int, module: nn.Module) -> StageModule:
+        """With what one microbatch brings into the stage and takes out of it."""
+        from executor.distributed.pipeline import Boundary, StageModule
+
+        job, plan, model = self._job, self._job.plan, self._job.model
+        computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
+        # autocast keeps the residual stream in fp32, but for that of a frozen embedding, which is not
+        residual = computed if plan.shards_parameters or model.lora_rank else kept
+        layers, boundaries = model.layers_of(plan.shard), job.boundaries
+
+        def between(boundary: int) -> list[Boundary]:
+            layer, last = layers[boundary - 1], boundary == len(layers)
+            return [
+                Boundary(
+                    (plan.microbatch_size, *shape),
+                    computed if last or number in layer.product_outputs else residual,
+                )
+                for number, shape in enumerate(layer.output_shapes)
+            ]
+
+        is_image = FAMILIES[model.family].inputs == "images"
+        first = Boundary((plan.microbatch_size, *input_shape(model, plan.shard)), kept if is_image else torch.int64)
+        return StageModule(
+            index,
+            module,
+            inputs=between(boundaries[index]) if index > 0 else [first],
+            outputs=between(boundaries[index + 1]),
+            complete_gradients=self._completion(index),
+        )

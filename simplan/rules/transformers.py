@@ -1,0 +1,112 @@
+"""Rules about models whose modules are those of Hugging Face transformers: what of them is modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.rules.rule import not_modelled, rule
+from simplan.spec.schedules import splits_backward
+
+_FAMILIES = ("gpt", "llama", "moe")
+_MODELLED: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None,),
+    "attention_sinks": (False,),
+    "mtp_num_layers": (0,),
+    "num_dense_layers": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "router_bias": (False,),
+    "expert_bias": (False,),
+    "drop_tokens": (False,),
+    "capacity_factor": (1.0,),
+    "qk_norm": (None, "head"),
+}
+"""Values of fields of ``ModelSpec``, the first of which is the fix."""
+_MIXTRAL: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "qkv_bias": (False,), "qk_norm": (None,)}
+_RECOMPUTES = ("none", "full", "selective_layer")
+_FIX = "use software torch"
+
+
+def _is_transformers(job: Job) -> bool:
+    return job.software.layers.model_code == "transformers"
+
+
+@rule("of transformers' models GPT-2, Llama, Qwen2, Qwen3 and Mixtral are modelled", modelled=False)
+def transformers_model(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not _is_transformers(job):
+        return
+    if model.family not in _FAMILIES:
+        what = "transformers' code for this family"
+        yield not_modelled("model.family", model.family, what, f"use {', '.join(_FAMILIES)}, or software torch")
+        return
+    for field, values in (_MODELLED | (_MIXTRAL if model.family == "moe" else {})).items():
+        value = getattr(model, field)
+        if value not in values:
+            fix = "remove it" if values[0] in (None, False) else f"use {values[0]:g}"
+            yield not_modelled(
+                f"model.{field}", str(value).lower(), "this with transformers' code", f"{fix}, or {_FIX}"
+            )
+    if model.qkv_bias and (model.attention_bias or model.qk_norm):
+        what = "transformers' Qwen2 with other biases or norms"
+        yield not_modelled("model.qkv_bias", "true", what, f"remove it, or {_FIX}")
+    heads, width = model.num_attention_heads, model.num_attention_heads * model.head_dim
+    if model.family == "gpt" and (width != model.hidden_size or model.num_key_value_heads != heads):
+        yield Problem(
+            field="model.num_attention_heads",
+            value=str(heads),
+            rule="must make up the hidden size in transformers' GPT-2, with as many heads of keys",
+            fix=f"leave out head_dim and num_key_value_heads, or {_FIX}",
+        )
+
+
+@rule("layers of transformers' models are whole on every rank", reads="tp cp ep", modelled=False)
+def transformers_whole_layers(job: Job) -> Iterator[Problem]:
+    if not _is_transformers(job):
+        return
+    for field, what in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
+        degree = getattr(job.plan, field)
+        if degree > 1:
+            yield not_modelled(
+                f"plan.{field}", degree, f"{what} parallelism of transformers' code", f"use 1, or {_FIX}"
+            )
+
+
+@rule(
+    "of transformers' models, whole blocks are recomputed, and nothing is moved to the host",
+    reads="recompute offload_activations",
+    modelled=False,
+)
+def transformers_recompute(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if not _is_transformers(job):
+        return
+    if plan.recompute not in _RECOMPUTES:
+        what = "recomputing parts of transformers' blocks"
+        yield not_modelled("plan.recompute", plan.recompute, what, f"use {' or '.join(_RECOMPUTES)}, or {_FIX}")
+    if plan.offload_activations:
+        what = "moving activations of transformers' blocks to the host"
+        yield not_modelled("plan.offload_activations", "true", what, f"use false, or {_FIX}")
+
+
+@rule("backward of transformers' models is not split", reads="schedule", modelled=False)
+def transformers_split_backward(job: Job) -> Iterator[Problem]:
+    if _is_transformers(job) and splits_backward(job.plan.schedule):
+        what = "a split backward of transformers' code"
+        yield not_modelled("plan.schedule", job.plan.schedule, what, f"use 1f1b, or {_FIX}")
+
+
+@rule(
+    "transformers' experts are not modelled under autocast, which leaves them in FP32",
+    reads="shards_parameters",
+    modelled=False,
+)
+def transformers_experts_autocast(job: Job) -> Iterator[Problem]:
+    """grouped_mm is on none of autocast's lists (transformers, integrations/moe.py, _grouped_mm)."""
+    precision = job.training.precision
+    narrow = precision in ("bf16", "fp16")
+    if _is_transformers(job) and job.model.num_experts and narrow and not job.plan.shards_parameters:
+        what = "transformers' Mixtral under autocast, which leaves its experts in fp32,"
+        yield not_modelled("training.precision", precision, what, f"use fp32, or FSDP (dp_shard), or {_FIX}")
