@@ -188,7 +188,7 @@ def _train(
     mapping = RankMapping.of(job.plan)
     table = job.parsed_table()
     recorder = Recorder(table[mapping.place(rank).pp], make_clock(device), heartbeat)
-    dims = ParallelDims.of(job, rank, recorder)
+    dims = ParallelDims.of(job, rank, recorder, device_type=device.type)
 
     def build() -> Trainer:
         return Trainer(job, rank, device, dims, recorder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from executor.calibration.timing import TIMED_DTYPES, Stopwatch, sample_of, together
-from executor.distributed.mesh import ParallelDims
+from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.precision import Autocast
 from executor.models.lora import trained_parameters
 from executor.models.model import build_stage
 from executor.train.data import model_batch
-from executor.train.loss import cross_entropy
-from executor.train.optimizers import divide_gradients, make_optimizer
+from executor.train.loss import cross_entropy, split_loss
+from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
 from simplan.cost.calibration import LayerTiming, Sample, ShapeRequest, way_of_mixing
 from simplan.spec.layer import LayerKind
 
@@ -74,7 +75,7 @@ class _LayerBench:
         layers = shape.layers
         layer = layers[index]
         self._shape, self._layer = shape, layer
-        self._parallel = ParallelDims.silent(shape.shard)
+        self._parallel = ParallelDims.silent(shape.shard, device.type)
         self._watch = Stopwatch(device)
         self._mixed = way_of_mixing(shape.dtype, sharded=shape.mixed == "cast")
         autocast = shape.dtype in ("bf16", "fp16", "fp8") and self._mixed == "autocast"
@@ -111,6 +112,7 @@ class _LayerBench:
             master.grad = torch.zeros_like(master)
         self._optimizer = make_optimizer(shape.optimizer, self._masters) if self._masters else None
         compute_dtype = dtype if self._mixed == "cast" else None
+        parts = replace(self._parallel, dp=Peers(2))  # weights as DDP has them: no DTensors, which have another mesh
         self._sharded = [
             FsdpBench(
                 build_stage(
@@ -119,7 +121,7 @@ class _LayerBench:
                     torch.float32,
                     device,
                     seed,
-                    self._parallel,
+                    parts,
                     frozen_dtype=compute_dtype,
                     model_code=shape.model_code,
                 ),
@@ -157,9 +159,10 @@ class _LayerBench:
         Args:
             with_split: Forward and backward also once with backward in two parts.
         """
-        self._backward()
-        if with_split and self._gives_gradients and not (self._shape.model.lora_rank or self._shape.compiled):
-            self._split_backward()
+        with split_loss(self._parallel):
+            self._backward()
+            if with_split and self._gives_gradients and not (self._shape.model.lora_rank or self._shape.compiled):
+                self._split_backward()
         for copy in self._copies:
             if self._mixed == "cast":
                 copy.zero_grad(set_to_none=True)
@@ -259,7 +262,7 @@ class _LayerBench:
     def _optimize(self) -> None:
         if self._optimizer is not None:
             self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=False)
+            zero_gradients(self._masters)
 
 
 def _no_backward(outputs: list[Tensor], gradients: list[Tensor] | None) -> None:

@@ -7,10 +7,10 @@ exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 
 from executor.distributed.mesh import ParallelDims, Peers
@@ -78,28 +78,20 @@ class ContextAttention:
         return self._mask
 
 
-def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int, *, keeps: bool = False) -> Tensor:
+def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
     """Gives every rank its part of ``x`` along one dimension and lines up what comes along another; gradients go back.
+
+    A redistribution of a DTensor does the same, but gathers all on gloo (torch 2.13,
+    ``torch/distributed/tensor/_collective_utils.py``, ``shard_dim_alltoall``).
 
     Args:
         x: What the ranks exchange.
         peers: The ranks.
         split_dim: Each rank gets a part along this dimension.
         gather_dim: Parts are lined up along this one.
-        keeps: Blocks of ``selective_op`` keep what comes.
     """
-    exchanged: Tensor = _AllToAll.apply(x, peers, split_dim, gather_dim, keeps)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all in forward, its inverse in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, split_dim: int, gather_dim: int, keeps: bool) -> Tensor:
-        ctx.peers, ctx.dims = peers, (gather_dim, split_dim)
-        return peers.all_to_all(x, split_dim, gather_dim, keeps=keeps)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None]:
-        return ctx.peers.all_to_all(grad_outputs[0], *ctx.dims), None, None, None, None
+    assert peers.mesh is not None
+    parts = torch.unflatten(x, split_dim, (peers.size, -1)).movedim(split_dim, 0).contiguous()
+    received: Tensor = all_to_all_single_autograd(parts.flatten(0, 1), None, None, peers.mesh.get_group())
+    received = torch.unflatten(received, 0, (peers.size, -1))
+    return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)

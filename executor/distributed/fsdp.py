@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.recompute import hide_hooks
 from executor.models.model import Stage
+from executor.train.optimizers import local
 from simplan.program.action import Action
 from simplan.program.units import shard_dimension
 
@@ -118,7 +119,7 @@ class _Units:
             reshard_after_forward=reshards,
             mp_policy=self._policy,
             ignored_params=self.ignored,
-            shard_placement_fn=lambda parameter: Shard(shard_dimension(parameter.shape, self._peers.size)),
+            shard_placement_fn=lambda parameter: Shard(shard_dimension(local(parameter).shape, self._peers.size)),
         )
         unit = modules[0]  # all have the same state
         assert isinstance(unit, FSDPModule)

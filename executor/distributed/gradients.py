@@ -124,7 +124,7 @@ class TiedWeights:
         """Each end has computed a part of the gradient."""
         if not self._copies:
             return
-        gradients = [weight.grad for weight in self._copies if weight.grad is not None]
+        gradients = [local(weight.grad) for weight in self._copies if weight.grad is not None]
         assert len(gradients) == len(self._copies)
         if self._ends.size == 1:  # both ends are on this rank
             gradients[0].add_(gradients[1])

@@ -7,7 +7,7 @@ along which this plan communicates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from executor.distributed.recompute import keepable
+from executor.profiling.recorded_group import RecordedGroup
 from executor.profiling.recorder import Recorder
 from simplan.program.action import Action
 from simplan.program.complete import stage_to_rank
@@ -27,10 +27,6 @@ from simplan.spec.plan import RankMapping
 from simplan.spec.shard import Shard
 
 __all__ = ["ParallelDims", "Peers"]
-
-# torch 2.13 has new names for these two
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -46,6 +42,7 @@ class Peers:
         group: Their process group. Without one nothing moves, and the shapes of results are right all the same, so that
             one rank's share of the work can be timed alone.
         recorder: Is told of every collective.
+        mesh: The ranks for DTensor and torch's functional collectives, where layers communicate along the axis.
     """
 
     size: int = 1
@@ -53,6 +50,20 @@ class Peers:
     ranks: tuple[int, ...] = ()
     group: dist.ProcessGroup | None = None
     recorder: Recorder | None = None
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def silent(cls, axis: str, size: int, device_type: str) -> Peers:
+        """The first of some ranks, the others of which are not there."""
+        if size == 1:
+            return cls()
+        return cls(
+            size, mesh=RecordedGroup(f"{size} ranks of {axis}, alone", 0, size).mesh(f"{axis}, alone", device_type)
+        )
+
+    def meshed(self, axis: str, device_type: str) -> Peers:
+        """The same with a mesh of their own."""
+        return replace(self, mesh=_joined({axis: self}, self.ranks[self.rank], device_type)) if self.group else self
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, recorder: Recorder | None) -> Peers:
@@ -66,54 +77,6 @@ class Peers:
             dist.all_reduce(x, op, group=self.group)
             self.complete(handle)
         return x
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks one after the other along a dimension."""
-        gathered = x.new_empty(self.size, *x.shape)
-        if self.group is not None:
-            handle = self.issue("all_gather", gathered)
-            _all_gather(gathered.flatten(0, 1), x.contiguous(), group=self.group)
-            self.complete(handle)
-        return gathered.movedim(0, dim).flatten(dim, dim + 1)
-
-    def reduce_scatter(self, x: Tensor, dim: int, *, keeps: bool = False) -> Tensor:
-        """The own part along a dimension of the sum over all ranks.
-
-        Args:
-            x: What this rank has of all parts.
-            dim: The dimension.
-            keeps: The result is ``keepable``.
-        """
-        parts = torch.unflatten(x, dim, (self.size, -1)).movedim(dim, 0).contiguous()
-        return keepable(self._reduced, parts) if keeps else self._reduced(parts)
-
-    def _reduced(self, parts: Tensor) -> Tensor:
-        reduced = parts.new_empty(parts.shape[1:])
-        if self.group is not None:
-            handle = self.issue("reduce_scatter", parts)
-            _reduce_scatter(reduced, parts.flatten(0, 1), group=self.group)
-            self.complete(handle)
-        return reduced
-
-    def all_to_all(self, x: Tensor, split_dim: int, gather_dim: int, *, keeps: bool = False) -> Tensor:
-        """Every rank gives each its part along one dimension and lines up what it gets along another.
-
-        Args:
-            x: The tensor.
-            split_dim, gather_dim: These dimensions.
-            keeps: What it gets is ``keepable``.
-        """
-        parts = torch.unflatten(x, split_dim, (self.size, -1)).movedim(split_dim, 0).contiguous()
-        received = keepable(self._swapped, parts) if keeps else self._swapped(parts)
-        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
-
-    def _swapped(self, parts: Tensor) -> Tensor:
-        received = torch.empty_like(parts)
-        if self.group is not None:
-            handle = self.issue("all_to_all", parts)
-            dist.all_to_all_single(received.flatten(0, 1), parts.flatten(0, 1), group=self.group)
-            self.complete(handle)
-        return received
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """What a global rank has goes to all, in place; it is the first of those that are recorded."""
@@ -147,6 +110,7 @@ class ParallelDims:
         experts: Ranks that average the gradients of the same experts, where other ranks have others; where FSDP shards
             these, the ranks over which it does.
         tied: The two ranks of the pipeline that hold a tied embedding.
+        dp_mesh: [replicate, shard], where FSDP communicates; of one mesh with that of ``tp``, as torch wants it.
         alone: No other rank exists: see ``executor.dry_run.fake_rank``.
     """
 
@@ -160,21 +124,27 @@ class ParallelDims:
     replicate: Peers = field(default_factory=Peers)
     experts: Peers = field(default_factory=Peers)
     tied: Peers = field(default_factory=Peers)
+    dp_mesh: DeviceMesh | None = None
     alone: bool = False
 
     @classmethod
-    def silent(cls, shard: Shard) -> ParallelDims:
+    def silent(cls, shard: Shard, device_type: str = "cpu") -> ParallelDims:
         """The first rank of a split, computing alone: nothing is exchanged."""
-        return cls(shard, Peers(shard.tp), Peers(shard.cp), Peers(shard.ep))
+        axes = ("tp", shard.tp), ("cp", shard.cp), ("ep", shard.ep)
+        tp, cp, ep = (Peers.silent(axis, size, device_type) for axis, size in axes)
+        return cls(shard, tp, cp, ep)
 
     @classmethod
-    def of(cls, job: RunSpec, rank: int, recorder: Recorder, *, alone: bool = False) -> ParallelDims:
+    def of(
+        cls, job: RunSpec, rank: int, recorder: Recorder, *, device_type: str = "cpu", alone: bool = False
+    ) -> ParallelDims:
         """Makes the process groups of a job; every one of its ranks must call this.
 
         Args:
             job: The job.
             rank: This rank.
             recorder: Is told of every collective.
+            device_type: Of the ranks.
             alone: No other rank exists, so only the groups of this one are made.
         """
         plan, mapping, placement = job.plan, RankMapping.of(job.plan), stage_to_rank(job.parsed_table())
@@ -186,15 +156,21 @@ class ParallelDims:
 
         peers = partial(_peers, mapping.world_size, rank, recorder, alone)
         sharded_experts = plan.expert_shards > 1
+        tp = peers(mapping.tp_group)
+        fsdp = peers(mapping.shard_group, plan.shards_parameters or plan.shards_optimizer_only)
+        replicate = peers(mapping.replicate_group, plan.shards_parameters)
+        axes = {"replicate": replicate, "shard": fsdp if plan.shards_parameters else Peers(), "tp": tp}
+        dp_mesh, tp_mesh = _split_mesh(axes, rank, device_type)
         return cls(
             plan.shard,
             pp=peers(mapping.pp_group),
             dp=peers(mapping.dp_group, not plan.shards_parameters),
-            fsdp=peers(mapping.shard_group, plan.shards_parameters or plan.shards_optimizer_only),
-            replicate=peers(mapping.replicate_group, plan.shards_parameters),
-            cp=peers(mapping.cp_group),
-            tp=peers(mapping.tp_group),
-            ep=peers(mapping.ep_group),
+            fsdp=fsdp,
+            replicate=replicate,
+            dp_mesh=dp_mesh,
+            cp=peers(mapping.cp_group).meshed("cp", device_type),
+            tp=replace(tp, mesh=tp_mesh),
+            ep=peers(mapping.ep_group).meshed("ep", device_type),
             experts=peers(
                 mapping.expert_shard_group if sharded_experts else mapping.expert_group,
                 job.model.num_experts > 0 and plan.shard.experts_apart,
@@ -240,17 +216,49 @@ class ParallelDims:
             device_type: Of the parameters.
             experts: Of experts of which other ranks have others.
         """
-        shard = self.experts if experts else self.fsdp
-        assert shard.group is not None
-        with unset_fake_temporarily():  # a mesh holds numbers, also where all other tensors are without data
-            if self.replicate.group is None:
-                return DeviceMesh.from_group(shard.group, device_type, mesh_dim_names=("shard",))
-            offsets = torch.tensor(self.replicate.ranks) - dist.get_rank()
-            ranks = offsets.unsqueeze(1) + torch.tensor(shard.ranks)
-            names = ("replicate", "shard")
-            return DeviceMesh.from_group(
-                [self.replicate.group, shard.group], device_type, mesh=ranks, mesh_dim_names=names
-            )
+        mesh = self.dp_mesh
+        if experts:
+            mesh = _joined({"replicate": self.replicate, "shard": self.experts}, dist.get_rank(), device_type)
+        assert mesh is not None
+        return mesh
+
+
+def _joined(axes: dict[str, Peers], rank: int, device_type: str) -> DeviceMesh | None:
+    """One mesh of the axes along which there are other ranks; None where there is none.
+
+    Args:
+        axes: By name, the outermost first. Those of FSDP are recorded by its hooks, others by their group.
+        rank: This rank.
+        device_type: Of the ranks.
+    """
+    axes = {name: peers for name, peers in axes.items() if peers.group is not None}
+    if not axes:
+        return None
+    groups: list[dist.ProcessGroup] = []
+    with unset_fake_temporarily():  # a mesh holds numbers, also where all other tensors are without data
+        ranks = torch.tensor(rank)
+        for name, peers in axes.items():
+            ranks = ranks.unsqueeze(-1) + torch.tensor(peers.ranks) - rank
+            group = peers.group
+            assert group is not None
+            if name not in ("replicate", "shard"):
+                of_ranks = f"ranks {peers.ranks} of {name}"
+                group = RecordedGroup(of_ranks, peers.rank, peers.size, group, peers.ranks, peers.recorder)
+            groups.append(group)
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+
+def _split_mesh(axes: dict[str, Peers], rank: int, device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """All axes but ``tp`` of one mesh, and ``tp``."""
+    mesh = _joined(axes, rank, device_type)
+    if mesh is None:
+        return None, None
+    names = mesh.mesh_dim_names or ()
+    others = tuple(name for name in names if name != "tp")
+    with unset_fake_temporarily():
+        if len(others) == len(names):
+            return mesh, None
+        return (mesh[others], mesh["tp"]) if others else (None, mesh)
 
 
 def _peers(

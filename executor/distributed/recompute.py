@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -37,11 +36,9 @@ __all__ = [
     "Around",
     "BlockRecompute",
     "hide_hooks",
-    "keepable",
     "of_block",
     "run_again",
     "run_block",
-    "uncounted",
     "unmodelled_recompute",
 ]
 
@@ -62,6 +59,8 @@ _ATTENTIONS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
+_c10d = torch.ops._c10d_functional
+_COLLECTIVES = {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default}
 
 
 def of_block(mode: Recompute, number: int) -> BlockRecompute:
@@ -76,94 +75,82 @@ def of_block(mode: Recompute, number: int) -> BlockRecompute:
             return "none"
 
 
-def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: BlockRecompute, around: Around) -> Tensor:
+def run_block(
+    block: Callable[..., Tensor],
+    *inputs: Tensor,
+    recompute: BlockRecompute,
+    around: Around,
+    uncounted: tuple[int, int] | None = None,
+) -> Tensor:
     """What a block makes of its inputs.
 
     To be called inside of its module, so that FSDP's hooks run once around forward and once around backward.
+
+    Args:
+        block: What runs, perhaps twice.
+        inputs: What it is given, which is kept.
+        recompute: What of it runs again.
+        around: Of that.
+        uncounted: As of ``_EverySecondProduct``.
     """
     if recompute == "none":
         return block(*inputs)
-    return run_again(block, *inputs, around=around, keeps_products=recompute == "selective_op")
+    policy = partial(_EverySecondProduct, uncounted) if recompute == "selective_op" else None
+    return run_again(block, *inputs, around=around, make_policy=policy)
 
 
-def run_again(function: Callable[..., Tensor], *inputs: Any, around: Around, keeps_products: bool = False) -> Tensor:
+def run_again(
+    function: Callable[..., Tensor],
+    *inputs: Any,
+    around: Around,
+    make_policy: Callable[[], Callable[..., CheckpointPolicy]] | None = None,
+) -> Tensor:
     """What a function makes of its inputs; backward runs it again.
 
     Args:
         function: What runs twice.
         inputs: What it is given, which is kept.
         around: Of the second run. A compiled block has none that could be told from the rest of its backward.
-        keeps_products: Every second matrix product is kept, and what is ``keepable``.
+        make_policy: Makes a policy for one run, of which results are kept; None for none.
     """
     again = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
     if torch.compiler.is_compiling():
-        assert not keeps_products
+        assert make_policy is None
         compiled: Tensor = again()
         return compiled
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        forward, second = _keep_every_second_product() if keeps_products else (nullcontext(), nullcontext())
-        return forward, _Both(around(), second)
+        if make_policy is None:
+            return nullcontext(), around()
+        both: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+        both = create_selective_checkpoint_contexts(make_policy())  # type: ignore[no-untyped-call]
+        return both[0], _Both(around(), both[1])
 
     out: Tensor = again(context_fn=contexts)
     return out
 
 
-@wrap_torch_function(lambda run, x: (x,))
-def keepable(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What ``run`` makes of a tensor; blocks of ``selective_op`` keep it, and backward does not run it again.
-
-    For collectives, which write into tensors that are there before, so that torch's checkpointing sees no result.
-    """
-    return run(x)
-
-
-@wrap_torch_function(lambda run, x: (x,))
-def uncounted(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What ``run`` makes of a tensor; blocks of ``selective_op`` do not count its products, and keep none of them."""
-    return run(x)
-
-
-class _EverySecondProduct(TorchFunctionMode):
+class _EverySecondProduct:
     """Torchtitan's per-op policy: the first matrix product is kept, the second not, and so on.
 
-    Attention is kept, and so is what is ``keepable``.
+    Attention is kept, and so are reduce-scatters and all-to-alls.
+
+    Args:
+        uncounted: Shape of the matrix of a router (inputs, outputs), whose products run again and do not count.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self._num_products = 0
-        self._counts = True
+    def __init__(self, uncounted: tuple[int, int] | None) -> None:
+        self._uncounted, self._num_products = uncounted, 0
 
-    def policy(
+    def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         """For torch's own checkpointing."""
-        del context, args, kwargs
-        product = operation in _PRODUCTS and self._counts
+        del context, kwargs
+        product = operation in _PRODUCTS and tuple(args[-1].shape) != self._uncounted
         self._num_products += product
-        keeps = operation in _ATTENTIONS or (product and self._num_products % 2 == 1)
+        keeps = operation in _ATTENTIONS or operation in _COLLECTIVES or (product and self._num_products % 2 == 1)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._counts = func is not uncounted
-        result = func(*args, **(kwargs or {}))
-        self._counts = True
-        if func is keepable:
-            self.kept.append(result.detach())
-        return result
-
-
-class _TakeKept(TorchFunctionMode):
-    """Takes what is ``keepable`` from a list, the first one first, instead of making it."""
-
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._kept.pop(0) if func is keepable else func(*args, **(kwargs or {}))
 
 
 def hide_hooks(modules: Iterable[nn.Module]) -> None:
@@ -202,14 +189,6 @@ class _Both(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
         self._outer.__exit__(*error)
-
-
-def _keep_every_second_product() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of forward and of backward, for one run of a block."""
-    mode = _EverySecondProduct()
-    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
-    contexts = create_selective_checkpoint_contexts(mode.policy)  # type: ignore[no-untyped-call]
-    return _Both(contexts[0], mode), _Both(contexts[1], _TakeKept(mode.kept))
 
 
 def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:

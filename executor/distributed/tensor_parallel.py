@@ -1,7 +1,8 @@
-"""Tensor and sequence parallelism as in Megatron-LM, on plain tensors: collectives between matrices split in pairs.
+"""Tensor and sequence parallelism by torch's DTensor: matrices split in pairs, by columns and then by rows.
 
-Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.
-Hidden states are (batch, tokens, hidden_size); ranks split tokens along dimension 1.
+Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2. The
+placements are those of torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput; torch issues the collectives.
+Hidden states are (batch, tokens, hidden_size); with sequence parallelism ranks split dimension 1.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
 from executor.distributed.mesh import ParallelDims, Peers
@@ -24,9 +26,29 @@ __all__ = [
     "gather_parts",
     "row_linear",
     "scatter_sum",
+    "split_parameters",
 ]
 
 _TOKENS = 1  # the dimension
+_COLUMNS, _ROWS = Shard(0), Shard(1)  # of a weight (outputs, inputs)
+
+
+def split_parameters(layer: nn.Module, dimensions: dict[str, int], parallel: ParallelDims) -> None:
+    """Makes DTensors of the weights of which every tensor-parallel rank has a part.
+
+    Args:
+        layer: With this rank's parts.
+        dimensions: By name of a parameter, the dimension along which ranks split it.
+        parallel: The ranks.
+    """
+    for name, dimension in dimensions.items():
+        path, _, last = name.rpartition(".")
+        module = layer.get_submodule(path)
+        parameter = module.get_parameter(last)
+        if isinstance(parameter, DTensor):
+            continue  # the embedding's
+        part = _placed(parameter.detach(), Shard(dimension), parallel)
+        module.register_parameter(last, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: ParallelDims) -> list[Tensor]:
@@ -41,33 +63,10 @@ def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: ParallelDim
         (batch, tokens, n) for each, all tokens.
     """
     x = compute_dtype(x)
-    if not parallel.splits_tokens:
-        x = for_columns(x, parallel)
-        return [linear(x) for linear in linears]
-    adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
-    weights = [compute_dtype(weight) for weight in [x.weight for x in linears] + [x.lora_a.weight for x in adapted]]
-    outputs: tuple[Tensor, ...] = _GatheredLinears.apply(x, parallel.tp, *weights)  # type: ignore[no-untyped-call]
-    narrow = iter(outputs[len(linears) :])
-    products = []
-    for linear, product in zip(linears, outputs, strict=False):
-        y = linear.adapted(product, next(narrow)) if isinstance(linear, LoraLinear) else product
-        products.append(y if linear.bias is None else y + compute_dtype(linear.bias))
-    return products
-
-
-def for_columns(x: Tensor, parallel: ParallelDims) -> Tensor:
-    """What each rank needs for its own columns of something: all tokens, whose gradients are those of all ranks.
-
-    Args:
-        x: (batch, tokens, k); with sequence parallelism each rank's own tokens.
-        parallel: The ranks.
-    """
     if parallel.tp.size == 1:
-        return x
-    if parallel.splits_tokens:
-        return gather_parts(x, parallel.tp)
-    y: Tensor = _SumGradients.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
-    return y
+        return [linear(x) for linear in linears]
+    gathered = _all_tokens(x, parallel)
+    return [_product(gathered, linear, _COLUMNS, parallel).to_local() for linear in linears]
 
 
 def row_linear(x: Tensor, linear: nn.Linear, parallel: ParallelDims) -> Tensor:
@@ -83,25 +82,38 @@ def row_linear(x: Tensor, linear: nn.Linear, parallel: ParallelDims) -> Tensor:
     """
     if parallel.tp.size == 1:
         return linear(x)  # type: ignore[no-any-return]
-    product = functional.linear(x, linear.weight)
-    if isinstance(linear, LoraLinear):
-        product = linear.adapted(product, linear.lora_a(x))
-    y = _reduced(product, parallel)
+    y = _summed(_product(_placed(x, Shard(x.dim() - 1), parallel), linear, _ROWS, parallel), parallel)
     return y if linear.bias is None else y + compute_dtype(linear.bias)
 
 
 def embed_tokens(tokens: Tensor, embedding: nn.Embedding, parallel: ParallelDims) -> Tensor:
     """Looks up tokens (batch, tokens) in an embedding of which each rank has a part of the vocabulary.
 
+    torch's RowwiseParallel of an embedding makes the gradient of the whole vocabulary on every rank
+    (``tests/executor/test_split_layers.py``).
+
     Returns:
         (batch, tokens, hidden_size); with sequence parallelism each rank's own tokens.
     """
     if parallel.tp.size == 1:
         return embedding(tokens)  # type: ignore[no-any-return]
-    own = tokens - parallel.tp.rank * embedding.num_embeddings
-    foreign = (own < 0) | (own >= embedding.num_embeddings)
-    x = embedding(own.masked_fill_(foreign, 0))
-    return _reduced(x.masked_fill_(foreign.unsqueeze(-1), 0.0), parallel)
+    weight = embedding.weight.to_local() if isinstance(embedding.weight, DTensor) else embedding.weight
+    own = tokens - parallel.tp.rank * len(weight)
+    foreign = (own < 0) | (own >= len(weight))
+    x = functional.embedding(own.masked_fill_(foreign, 0), weight)
+    return _summed(_placed(x.masked_fill_(foreign.unsqueeze(-1), 0.0), Partial(), parallel), parallel)
+
+
+def for_columns(x: Tensor, parallel: ParallelDims) -> Tensor:
+    """All tokens, of which each rank needs something for its own columns; gradients are summed over ranks.
+
+    Args:
+        x: (batch, tokens, k); with sequence parallelism each rank's own tokens.
+        parallel: The ranks.
+    """
+    if parallel.tp.size == 1:
+        return x
+    return _all_tokens(x, parallel).to_local(grad_placements=(Partial(),))
 
 
 def compute_dtype(x: Tensor) -> Tensor:
@@ -111,113 +123,46 @@ def compute_dtype(x: Tensor) -> Tensor:
     return x
 
 
-def _reduced(x: Tensor, parallel: ParallelDims) -> Tensor:
-    if parallel.splits_tokens:
-        return scatter_sum(x, parallel.tp, keeps=True)
-    y: Tensor = _Sum.apply(x, parallel.tp)  # type: ignore[no-untyped-call]
-    return y
+def _product(x: DTensor, linear: nn.Linear, split: Shard, parallel: ParallelDims) -> DTensor:
+    """X W', with a bias that is split as columns are, and with adapters, whose weights are no DTensors."""
+    weight = _weight(linear.weight, split, parallel)
+    bias = _weight(linear.bias, split, parallel) if linear.bias is not None and split is _COLUMNS else None
+    product: Any = functional.linear(x, weight, bias)
+    if isinstance(linear, LoraLinear):
+        is_column = split is _COLUMNS
+        narrow = linear.lora_a(x.to_local(grad_placements=(Partial(),) if is_column else x.placements))
+        placements = product.placements if is_column else (Replicate(),)  # all ranks have the gradient of a sum
+        adapted = linear.adapted(product.to_local(grad_placements=placements), narrow)
+        product = DTensor.from_local(adapted, product.device_mesh, product.placements, run_check=False)
+    return product  # type: ignore[no-any-return]
+
+
+def _weight(weight: Tensor, split: Shard, parallel: ParallelDims) -> DTensor:
+    """A weight as a DTensor; DDP and ZeRO-1 have parts of weights as they are."""
+    return weight if isinstance(weight, DTensor) else _placed(weight, split, parallel)
+
+
+def _all_tokens(x: Tensor, parallel: ParallelDims) -> DTensor:
+    own = Shard(_TOKENS) if parallel.splits_tokens else Replicate()
+    return _placed(x, own, parallel).redistribute(placements=(Replicate(),))
+
+
+def _summed(x: DTensor, parallel: ParallelDims) -> Tensor:
+    tokens = Shard(_TOKENS) if parallel.splits_tokens else Replicate()
+    return x.redistribute(placements=(tokens,)).to_local()
+
+
+def _placed(x: Tensor, placement: Placement, parallel: ParallelDims) -> DTensor:
+    return DTensor.from_local(x, parallel.tp.mesh, (placement,), run_check=False)
 
 
 def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:
     """What all ranks have, along a dimension; each gets the sum of the gradients of its own."""
-    y: Tensor = _Gather.apply(x, peers, dim)  # type: ignore[no-untyped-call]
-    return y
+    whole = DTensor.from_local(x, peers.mesh, (Shard(dim),), run_check=False).redistribute(placements=(Replicate(),))
+    return whole.to_local(grad_placements=(Partial(),))
 
 
-def scatter_sum(x: Tensor, tp: Peers, *, keeps: bool = False) -> Tensor:
-    """The own part, along dimension 1, of the sum over all ranks.
-
-    Args:
-        x: What this rank has.
-        tp: The ranks.
-        keeps: Blocks of ``selective_op`` keep the result.
-    """
-    y: Tensor = _ScatterSum.apply(x, tp, keeps)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather in forward, reduce-scatter of the gradients in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, dim: int) -> Tensor:
-        ctx.peers, ctx.dim = peers, dim
-        return peers.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        return ctx.peers.reduce_scatter(grad_outputs[0], ctx.dim), None, None
-
-
-class _SumGradients(torch.autograd.Function):
-    """Megatron's f: the same in forward, all-reduce in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        return ctx.tp.all_reduce(grad_outputs[0].contiguous()), None
-
-
-class _Sum(torch.autograd.Function):
-    """Megatron's g: all-reduce in forward, the same in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Peers) -> Tensor:
-        if x._is_view():  # of what a compiled part gives, which must not be changed
-            return tp.all_reduce(x.clone())
-        ctx.mark_dirty(x)
-        return tp.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """Reduce-scatter of tokens in forward, all-gather of their gradients in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Peers, keeps: bool) -> Tensor:
-        ctx.tp = tp
-        return tp.reduce_scatter(x, _TOKENS, keeps=keeps)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        return ctx.tp.all_gather(grad_outputs[0], _TOKENS), None, None
-
-
-class _GatheredLinears(torch.autograd.Function):
-    """Products of all tokens with weights, of which only the own tokens are kept; backward gathers them again.
-
-    Where all weights are frozen it does neither.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Peers, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.tp = tp
-        needs_x, _, *needed = ctx.needs_input_grad
-        ctx.save_for_backward(x if any(needed) else None, *(weights if needs_x else ()))
-        gathered = tp.all_gather(x, _TOKENS)
-        return tuple(functional.linear(gathered, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs_x, _, *needed = ctx.needs_input_grad
-        grad_weights: list[Tensor | None] = [None] * len(needed)
-        if any(needed):
-            gathered = ctx.tp.all_gather(x, _TOKENS)
-            for index, grad in enumerate(grad_outputs):
-                if needed[index]:
-                    grad_weights[index] = grad.flatten(0, -2).T @ gathered.flatten(0, -2)
-            del gathered
-        if not needs_x:
-            return None, None, *grad_weights
-        grad_x = grad_outputs[0] @ weights[0]
-        for grad, weight in zip(grad_outputs[1:], weights[1:], strict=True):
-            grad_x += grad @ weight
-        return ctx.tp.reduce_scatter(grad_x, _TOKENS), None, *grad_weights
+def scatter_sum(x: Tensor, tp: Peers) -> Tensor:
+    """The own part, along dimension 1, of the sum over all ranks."""
+    summed = DTensor.from_local(x, tp.mesh, (Partial(),), run_check=False)
+    return summed.redistribute(placements=(Shard(_TOKENS),)).to_local()

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from executor.launch.watchdog import Unwatched
 from executor.profiling.ledger import Allocation, Ledger, storage_key
@@ -124,10 +123,11 @@ def _known(built: Trainer) -> dict[int, MemoryCategory]:
         for held in (held for module in sharded for group in _parameter_groups(module) for held in group.fsdp_params):
             whole = getattr(held, "_unsharded_param", None)
             gathered.add(id(whole))
+            gathered.add(id(held.sharded_param))
             note(_C.PARAMETERS, held._sharded_param_data)
             note(_C.GRADIENTS, held.sharded_param.grad, held.unsharded_accumulated_grad, getattr(whole, "grad", None))
         for parameter in stage.parameters():
-            if not isinstance(parameter, DTensor) and id(parameter) not in gathered:
+            if id(parameter) not in gathered:
                 note(_C.PARAMETERS, parameter)
                 note(_C.GRADIENTS, parameter.grad)
     return found

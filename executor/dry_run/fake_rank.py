@@ -12,16 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
 from executor.profiling.ledger import Ledger
+from executor.profiling.recorded_group import RecordedGroup
 from executor.profiling.recorder import Recorder
 from executor.train.trainer import Trainer
 from simplan.program.action import Action
+from simplan.program.measurement import IssuedKind
 from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 
@@ -44,6 +50,14 @@ def alone_as(rank: int, job: RunSpec, recorder: Recorder) -> Iterator[ParallelDi
         dist.destroy_process_group()
 
 
+_c10d = torch.ops._c10d_functional
+_COLLECTIVES: dict[Any, IssuedKind] = {
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_to_all_single.default: "all_to_all",
+}
+
 MakeRecorder = Callable[[Sequence[Action]], Recorder]
 """Makes a recorder from a rank's row of the table."""
 
@@ -61,8 +75,51 @@ def fake_rank(job: RunSpec, rank: int, make_recorder: MakeRecorder, ledger: Ledg
     row = job.parsed_table()[RankMapping.of(job.plan).place(rank).pp]
     counting = nullcontext() if ledger is None else ledger.counting()
     recorder = make_recorder(row)
-    with alone_as(rank, job, recorder) as dims, FakeTensorMode(), counting:
+    with (
+        alone_as(rank, job, recorder) as dims,
+        _meshes_with_numbers(),
+        FakeTensorMode(),
+        counting,
+        _Listening(recorder),
+    ):
         yield _FakeTrainer(job, rank, torch.device("cpu"), dims, recorder)
+
+
+@contextmanager
+def _meshes_with_numbers() -> Iterator[None]:
+    """FSDP joins its mesh and that of a DTensor, whose ranks are numbers also where all other tensors are fake."""
+    join = DeviceMesh._concatenate
+
+    def join_numbers(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(join_numbers)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
+
+
+class _Listening(TorchDispatchMode):
+    """Tells a recorder of DTensor's collectives: of tensors without data they come to no process group."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensors come next
+        result = func(*args, **(kwargs or {}))
+        if (kind := _COLLECTIVES.get(func)) is not None:
+            whole = result if kind == "all_gather" else args[0]
+            group = _resolve_process_group(args[-1])
+            assert isinstance(group, RecordedGroup)
+            self._recorder.complete(self._recorder.issue(kind, group.ranks, whole.nbytes))
+        return result
 
 
 class _FakeTrainer(Trainer):

@@ -78,6 +78,7 @@ class Block(nn.Module, ABC):
         spec, self._parallel = request.spec, request.parallel
         self._recompute, self._around_rerun = request.recompute, request.around_rerun
         self._attention = request.attentions.of_block(spec.block_indices().index(request.index))
+        self._router_shape = (spec.hidden_size, spec.num_experts) if spec.num_experts else None
         self._heads = spec.num_attention_heads // self._parallel.shard.tp
         self._kv_heads = spec.num_key_value_heads // self._parallel.shard.tp
         self._make(spec)
@@ -97,7 +98,8 @@ class Block(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states (batch, own tokens, hidden_size) to hidden states."""
-        return run_block(self._block, x, recompute=self._recompute, around=self._around_rerun)
+        recompute, around = self._recompute, self._around_rerun
+        return run_block(self._block, x, recompute=recompute, around=around, uncounted=self._router_shape)
 
     def _block(self, x: Tensor) -> Tensor:
         x = x + self._self_attention(x)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.recompute import Around, of_block
+from executor.distributed.tensor_parallel import split_parameters
 from executor.models.attention_cores import Attentions
 from executor.models.blocks import (
     BertBlock,
@@ -41,7 +42,7 @@ from executor.models.ends import (
 )
 from executor.models.lora import add_adapters, freeze
 from executor.train.loss import cross_entropy
-from simplan.spec.layer import LayerKind
+from simplan.spec.layer import LayerKind, LayerSpec
 from simplan.spec.layer_style import ModelCode
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
@@ -151,6 +152,9 @@ def build_stage(
             layer.cos, layer.sin = tables = tables or (layer.cos, layer.sin)
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
+        if parallel.tp.mesh is not None and parallel.dp.size == 1:  # DDP and ZeRO-1 take no DTensors
+            split = spec.layers_of(parallel.shard)[index]
+            split_parameters(layer, _split_dimensions(layer, spec.layers[index], split), parallel)
         if fp8:
             from executor.distributed.low_precision import with_fp8_linears
 
@@ -170,6 +174,16 @@ def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> Callable[[Laye
     if layers is None:
         layers = import_module(f"executor.models.{FAMILY_MODULES[spec.family]}").LAYERS
     return layers[spec.layers[index].kind]
+
+
+def _split_dimensions(layer: nn.Module, whole: LayerSpec, split: LayerSpec) -> dict[str, int]:
+    """By name, the dimension along which ranks split a parameter of a linear layer or an embedding."""
+    found = {}
+    for before, after in zip(whole.parameters, split.parameters, strict=True):
+        module = layer.get_submodule(after.name.rpartition(".")[0])
+        if before.shape != after.shape and isinstance(module, nn.Linear | nn.Embedding) and ".lora_" not in after.name:
+            found[after.name] = next(dim for dim, size in enumerate(before.shape) if after.shape[dim] < size)
+    return found
 
 
 def _is_there(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.distributed.context_parallel import exchange
-from executor.distributed.recompute import uncounted
 from executor.distributed.tensor_parallel import column_linear, compute_dtype, gather_parts, row_linear, scatter_sum
 from executor.models.blocks import Block, LayerRequest, LlamaBlock, RotaryAttention
 from executor.models.ends import Embedding, Head
@@ -130,7 +129,7 @@ class ExpertMlp(Block):
         """What the chosen experts give, weighed: hidden states (batch, tokens, hidden_size) to hidden states."""
         batch, tokens, width = x.shape
         spec = self._spec
-        scores, chosen = uncounted(self.router, x).topk(spec.top_k, dim=-1)
+        scores, chosen = self.router(x).topk(spec.top_k, dim=-1)
         # softmax in at least fp32, as everywhere
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         places = places_of(tokens, spec.top_k, spec.num_experts, spec.capacity_factor)
@@ -162,7 +161,7 @@ class ExpertMlp(Block):
         if back and splits:
             x = scatter_sum(x, self._parallel.tp)
         if ep.size > 1:
-            x = exchange(x, ep, *((_ROWS, _EXPERTS) if back else (_EXPERTS, _ROWS)), keeps=True)
+            x = exchange(x, ep, *((_ROWS, _EXPERTS) if back else (_EXPERTS, _ROWS)))
         return gather_parts(x, self._parallel.tp) if splits and not back else x
 
     def _count(self, loads: Tensor) -> None:

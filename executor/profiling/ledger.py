@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["Allocation", "Ledger", "storage_key"]
 
 
+_SHAPES_ONLY = {"_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"}
+"""Functions by which DTensor finds shapes of whole tensors, of which a real run has no memory."""
+
+
 @dataclass(slots=True, eq=False)
 class Allocation:
     """One storage.
@@ -99,8 +103,11 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if self._storages.get(key) is storage:
             return
+        callers = _callers()
+        if any(code.co_name in _SHAPES_ONLY for code in callers):
+            return
         self._storages[key] = storage
-        allocation = self.alive[key] = Allocation(0, tuple(tensor.shape), _callers(), self.period)
+        allocation = self.alive[key] = Allocation(0, tuple(tensor.shape), callers, self.period)
         weakref.finalize(storage, self._gone, key, allocation)
         self._resized(allocation, storage.nbytes())
 

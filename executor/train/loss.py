@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
-from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.mesh import ParallelDims
 from executor.train.data import IGNORED
 
-__all__ = ["cross_entropy"]
+__all__ = ["cross_entropy", "split_loss"]
 
 _SINGLE = ParallelDims()
 
@@ -23,51 +24,22 @@ def cross_entropy(logits: Tensor, targets: Tensor, parallel: ParallelDims = _SIN
     Args:
         logits: (batch, tokens, vocab_size), of the rank's part of the vocabulary.
         targets: (batch, tokens) int64, of the whole vocabulary; ``IGNORED`` for none.
-        parallel: How the vocabulary is split.
+        parallel: How the vocabulary is split; to be called, as is backward, inside of ``split_loss``.
     """
     wide = logits if logits.dtype is torch.float64 else logits.float()
     wide, targets = wide.flatten(0, -2), targets.flatten()
-    if parallel.tp.size == 1:
+    if parallel.tp.mesh is None:
         return functional.cross_entropy(wide, targets, ignore_index=IGNORED)
-    loss: Tensor = _SplitCrossEntropy.apply(wide, targets, parallel.tp)  # type: ignore[no-untyped-call]
-    return loss
+    split = DTensor.from_local(wide, parallel.tp.mesh, (Shard(1),), run_check=False)
+    del wide
+    loss = functional.cross_entropy(split, targets, ignore_index=IGNORED)
+    assert isinstance(loss, DTensor)
+    return loss.to_local().clone()  # no view: torch's pipelines detach it in place
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy without gathering logits (Shoeybi et al. 2019, section 3).
-
-    With m the largest logit of a token, s the sum of exp(logit - m) and t its target: loss = log s - (logit_t - m);
-    its gradient by the logits is exp(logit - m) / s, less one at the target. Tokens without a target count nothing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Peers) -> Tensor:
-        own, foreign = _own_targets(targets, logits.shape[-1], tp)
-        largest = tp.all_reduce(logits.amax(dim=-1), ReduceOp.MAX)
-        probabilities = logits - largest.unsqueeze(-1)
-        at_target = probabilities.gather(-1, own).squeeze(-1).masked_fill_(foreign, 0.0)
-        probabilities.exp_()
-        both = tp.all_reduce(torch.stack((at_target, probabilities.sum(dim=-1))))
-        at_target, total = both.unbind()
-        probabilities.div_(total.unsqueeze(-1))
-        ctx.tp = tp
-        asked = targets != IGNORED
-        count = asked.sum()
-        ctx.save_for_backward(probabilities, targets, count)
-        return (total.log() - at_target).mul_(asked).sum() / count
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        probabilities, targets, count = ctx.saved_tensors
-        own, foreign = _own_targets(targets, probabilities.shape[-1], ctx.tp)
-        weight = (targets != IGNORED).unsqueeze(-1) * (grad_outputs[0] / count)
-        grad = probabilities * weight
-        grad.scatter_add_(-1, own, -weight.masked_fill(foreign.unsqueeze(-1), 0.0))
-        return grad, None, None
-
-
-def _own_targets(targets: Tensor, num_own: int, tp: Peers) -> tuple[Tensor, Tensor]:
-    """Index of each target in the rank's part of the vocabulary (tokens, 1), and which are not in it (tokens)."""
-    own = targets - tp.rank * num_own
-    foreign = (own < 0) | (own >= num_own)
-    return own.masked_fill_(foreign, 0).unsqueeze(-1), foreign
+def split_loss(parallel: ParallelDims) -> AbstractContextManager[None]:
+    """Torch's loss_parallel where ranks split the vocabulary: the loss does not gather logits."""
+    if parallel.tp.mesh is None:
+        return nullcontext()
+    context: AbstractContextManager[None] = loss_parallel()
+    return context

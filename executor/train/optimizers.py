@@ -17,7 +17,17 @@ from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import UpdateName
 from simplan.spec.plan import ParallelPlan
 
-__all__ = ["Lamb", "Lars", "Parts", "divide_gradients", "held_alike", "local", "make_optimizer", "squares"]
+__all__ = [
+    "Lamb",
+    "Lars",
+    "Parts",
+    "divide_gradients",
+    "held_alike",
+    "local",
+    "make_optimizer",
+    "squares",
+    "zero_gradients",
+]
 
 _LEARNING_RATE = 1e-3
 _MOMENTUM = 0.9
@@ -78,6 +88,11 @@ def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, number)
+
+
+def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sets what is here of all gradients to zero, in place and in one call; they stay allocated."""
+    torch._foreach_zero_([local(parameter.grad) for parameter in parameters if parameter.grad is not None])
 
 
 def make_optimizer(

@@ -27,8 +27,8 @@ from executor.models.model import Stage, build_stage
 from executor.profiling.recorder import Recorder
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
-from executor.train.loss import cross_entropy
-from executor.train.optimizers import Parts, held_alike, make_optimizer
+from executor.train.loss import cross_entropy, split_loss
+from executor.train.optimizers import Parts, held_alike, make_optimizer, zero_gradients
 from simplan.program.action import Action, ActionKind
 from simplan.program.offload import backward_follows
 from simplan.program.run_spec import RunSpec
@@ -85,7 +85,9 @@ class Trainer:
             for stage in self.stages.values():
                 stage.around_layers = offload.forward
         self._tied = TiedWeights(job, self.stages, dims.tied)
-        parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
+        self._parameters = parameters = [
+            parameter for stage in self.stages.values() for parameter in trained_parameters(stage)
+        ]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._parts = Parts(
@@ -146,7 +148,8 @@ class Trainer:
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""
-        losses = self._engine.run(tokens, targets)
+        with split_loss(self._dims):
+            losses = self._engine.run(tokens, targets)
         self._recorder.begin(self._optim_action)
         model = self._job.model
         if model.num_experts and not self._dims.alone:  # what other ranks would send is not there to be routed
@@ -164,7 +167,7 @@ class Trainer:
         """OPTIM with complete gradients. Its collectives, which mostly wait, are outside of its span."""
         with self._recorder.span(self._optim_action):
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
+            zero_gradients(self._parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             self.optimizer.broadcast()
 

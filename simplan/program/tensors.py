@@ -100,7 +100,7 @@ class LayerTensors:
         found = sum(self._bytes(tensor) for tensor in there)
         kernel = operator.kernel
         if isinstance(kernel, Exchange):
-            found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward)
+            found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward, forward=forward)
         elif isinstance(kernel, Gemm) and forward:
             found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
         return found
@@ -115,10 +115,10 @@ class LayerTensors:
     def _bytes(self, tensor: Tensor) -> int:
         return (1 if tensor.of_microbatch else self.microbatch_size) * tensor.elements * self._width(tensor)
 
-    def _reordered_bytes(self, kernel: Exchange, kind: CollectiveKind | None) -> int:
+    def _reordered_bytes(self, kernel: Exchange, kind: CollectiveKind | None, *, forward: bool) -> int:
         """What a collective along tokens copies into the order of ranks, or out of it."""
         whole = kernel.elements * self.microbatch_size * self.state.activation
         if kind is CollectiveKind.ALL_TO_ALL:
-            return 2 * whole if kernel.axis == "cp" else 0
+            return 2 * whole if kernel.axis == "cp" and forward else 0  # autograd frees what gradients were copied from
         along_tokens = kernel.axis in ("tp", "cp") and kind in _REORDERED and self.microbatch_size > 1
         return whole if along_tokens else 0

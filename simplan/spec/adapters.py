@@ -121,34 +121,22 @@ def _with_adapters(
 def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: bool) -> Iterator[Operator]:
     """The operators with adapters beside matrices; what nothing trained is below of has no backward."""
     needed = set() if first else {tensor.name for tensor in layer.inputs}
-    gathered = _gathered_for(layer, targets)
     followers: dict[int, set[str]] = {}  # what all operators of one kernel read
     for operator, place in zip(layer.operators, layer.places, strict=True):
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
         kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
         if isinstance(kernel, Gemm):
-            # matmuls of tokens that are gathered once are one function to autograd
-            trains = kernel.name in targets or operator.reads[0] in gathered
+            trains = kernel.name in targets
             found = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
         else:
-            trains = bool(operator.regathers) and operator.regathers in gathered
-            whole = brings or trains or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
+            trains = False
+            whole = brings or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
             whole &= not (operator.passes and operator.parameters)  # a frozen bias: gradients pass it by
             found = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
         yield from found
         if brings or trains:
             needed.update(tensor.name for each in found for tensor in each.makes)
-
-
-def _gathered_for(layer: LayerSpec, targets: frozenset[str]) -> frozenset[str]:
-    """The tensors, gathered from ranks, that matrices with adapters read."""
-    brought = {operator.regathers for operator in layer.operators if operator.regathers}
-    return frozenset(
-        operator.reads[0]
-        for operator in layer.operators
-        if isinstance(operator.kernel, Gemm) and operator.kernel.name in targets and operator.reads[0] in brought
-    )
 
 
 def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:

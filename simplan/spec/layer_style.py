@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from simplan.spec.base import Count, Spec
-from simplan.spec.kernel import LOSS
+from simplan.spec.kernel import LOSS, Exchange
 from simplan.spec.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.spec.models.attention_style import (
     in_one_call,
@@ -35,10 +35,11 @@ from simplan.spec.models.expert_dispatch import (
     with_fused_experts,
 )
 from simplan.spec.models.transformers_code import as_transformers
+from simplan.spec.share import regathered
 
 __all__ = ["LayerStyle", "Loss", "ModelCode", "SplitBackward", "styled", "styled_layers"]
 
-Loss = Literal["log_probabilities", "log_probabilities_of_parts", "probabilities", "gradients", "logits"]
+Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "products"]
 ModelCode = Literal["framework", "transformers"]
 
@@ -47,7 +48,6 @@ _MASK_BYTES = 1
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
     "log_probabilities": ("log-probabilities", _FP32_BYTES),
-    "log_probabilities_of_parts": ("log-probabilities of parts", _FP32_BYTES),
     "probabilities": ("probabilities", _FP32_BYTES),
     "gradients": ("gradients of logits", None),
     "logits": ("logits", None),
@@ -66,11 +66,11 @@ class LayerStyle(Spec):
             where attention is unfused, of its weights: masks of one byte are kept. A fused kernel draws them again.
         joined_products: Matrices with one input are one: queries, keys and values, gate and up.
         fused_gates: The activation of a gated MLP times its other half is one function, which keeps its inputs.
-        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch); the same,
-            and where the vocabulary is split DTensor's temporaries beside (torch's loss_parallel); the probabilities,
-            in place of an fp32 copy of the logits, which become their gradients (Megatron-LM); or the gradients in
-            place of the logits, in their precision (Transformer Engine's fused cross-entropy); or the logits alone,
-            from which one kernel makes their gradients (torch.compile).
+        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch, also its
+            loss_parallel where the vocabulary is split); the probabilities, in place of an fp32 copy of the logits,
+            which become their gradients (Megatron-LM); or the gradients in place of the logits, in their precision
+            (Transformer Engine's fused cross-entropy); or the logits alone, from which one kernel makes their
+            gradients (torch.compile).
         repeated_keys: Before attention keys and values become as many heads as queries have, and these are what
             context-parallel ranks gather, in forward and again in backward; their gradients go round a ring in fp32
             (torch's context parallelism).
@@ -88,6 +88,8 @@ class LayerStyle(Spec):
             None for one kernel of all experts. Their last biases are then added apart.
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
         eight_bit_attention: Fused attention is in 8 bits, likewise.
+        regathers_tokens: Matrices split by columns save each rank's own tokens, which backward gathers again
+            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor).
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
@@ -112,6 +114,7 @@ class LayerStyle(Spec):
     expert_streams: Count | None = None
     fused_experts: bool = Field(default=False, exclude=True)
     eight_bit_attention: bool = Field(default=False, exclude=True)
+    regathers_tokens: bool = False
     compiled: bool = False
     reruns_to_end: bool = False
 
@@ -143,12 +146,15 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     """
     if style.model_code == "transformers":
         layer = as_transformers(layer)
-    operators = dispatched(layer.operators, style.expert_dispatch)
+    operators = tuple(regathered(layer.operators)) if style.regathers_tokens else layer.operators
+    gathers_again = len(operators) > len(layer.operators)
+    saved = operators
+    operators = dispatched(operators, style.expert_dispatch)
     if style.fused_experts:
         operators = with_fused_experts(operators)
     elif style.expert_streams:
         operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
-    other_experts = operators != layer.operators
+    other_experts = operators != saved
     if style.attention == "unfused":
         operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
     if style.repeated_keys:
@@ -176,13 +182,15 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     constants = layer.constants
     if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = without_mask(constants)
-    to_end = style.reruns_to_end and layer.kind is LayerKind.BLOCK
+    # ranks that split a block compile what runs again; of a whole block recomputation itself is compiled
+    split = compiled and any(isinstance(operator.kernel, Exchange) for operator in operators)
+    to_end = split or (style.reruns_to_end and layer.kind is LayerKind.BLOCK)
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
     words += ["one call" * one_call, _expert_words(style) * other_experts]
-    words += ["attention in 8 bits" * eight_bits]
+    words += ["attention in 8 bits" * eight_bits, "gathers again" * gathers_again]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(layer, key=key, operators=operators, constants=constants, compiled=compiled, reruns_to_end=to_end)
@@ -252,12 +260,10 @@ def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
         if not (isinstance(operator.kernel, Pointwise) and operator.kernel.name == LOSS):
             yield operator
             continue
-        (wide,), (kept,), split = operator.reads, operator.makes, not operator.backward_scratch
+        (wide,), (kept,) = operator.reads, operator.makes
         source = narrow[wide] if as_they_are else wide
         name, width = _KEPT_BY_LOSS[loss]
         kept = replace(kept, name=kept.name.replace("log-probabilities", name), bytes_per_element=width)
-        copy = replace(kept, name=f"{kept.name} scratch", bytes_per_element=_FP32_BYTES)
-        scratch = (split, 2 if split else 1) if loss == "log_probabilities_of_parts" else (0, 0)
         saves_source = loss == "logits"
         yield replace(
             operator,
@@ -266,6 +272,6 @@ def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
             saves=(source if saves_source else kept.name,),
             in_place=loss in ("probabilities", "gradients"),
             passes=loss in ("probabilities", "gradients"),
-            forward_scratch=(copy,) * scratch[0],
-            backward_scratch=(copy,) * scratch[1],
+            forward_scratch=(),
+            backward_scratch=(),
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from simplan.spec.kernel import CollectiveKind, Exchange, Gemm, Kernel, Lookup
+from simplan.spec.kernel import Gemm, Kernel, Lookup
 
 __all__ = [
     "Operator",
@@ -233,16 +233,10 @@ def saved_tensors(operators: Sequence[Operator], inputs: Sequence[Tensor], neede
 def gradient_order(operators: Sequence[Operator]) -> tuple[str, ...]:
     """Names of parameters in the order in which backward completes their gradients.
 
-    Matmuls of tokens that are all-gathered once are one function to autograd, which gives the gradients of all their
+    Matmuls of tokens that backward gathers again are one function to autograd, which gives the gradients of all their
     weights at its end; biases are added after it, and so come before.
     """
-    gathered = {
-        tensor.name
-        for operator in operators
-        if isinstance(kernel := operator.kernel, Exchange)
-        and (kernel.axis, kernel.forward) == ("tp", CollectiveKind.ALL_GATHER)
-        for tensor in operator.makes
-    }
+    gathered = {operator.regathers for operator in operators if operator.regathers}
     found: list[str] = []
     waiting: list[tuple[str, ...]] = []
     for index in range(len(operators) - 1, -1, -1):

@@ -16,6 +16,7 @@ from simplan.spec.recompute_modules import Recomputation, Rerun, recomputed_modu
 
 __all__ = ["Recomputation", "Rerun", "recomputation", "recompute_of"]
 
+_ALL_TO_ALL = CollectiveKind.ALL_TO_ALL
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
 _UNCOUNTED = {Role.GATING, Role.EXPERTS}  # to selective_op: torchtitan's gate, and grouped products, no aten.mm
 
@@ -40,8 +41,8 @@ def recomputation(
 
     ``full`` keeps the input. ``selective`` keeps all but what some modules keep for themselves alone: the attention
     core (Korthikanti et al. 2022), or others that are named. ``selective_op`` keeps the results of every second matrix
-    product beginning with the first, of a fused attention core, of reduce-scatters and of what experts are sent and
-    give back (torchtitan's per-op policy), of which some are not needed; routers and products of experts run again and
+    product beginning with the first, of a fused attention core, of reduce-scatters and of all-to-alls (torchtitan's
+    per-op policy), of which some are not needed; routers and products of experts run again and
     do not count. ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps
     the results of matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded``
     has q, k and v on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes
@@ -69,7 +70,7 @@ def recomputation(
             counted = [index for index in _gemms(layer) if _UNCOUNTED.isdisjoint(layer.roles[index])]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
             kept |= _where(layer, lambda k: isinstance(k, Attention) and not k.eager)
-            kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.axis == "ep"))
+            kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.forward is _ALL_TO_ALL))
             return _keeping(layer, sorted(kept))
         case "minimal":
             products = _gemms(layer)[:-1]

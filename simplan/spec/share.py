@@ -3,20 +3,22 @@
 Tensor parallelism is Megatron's (Shoeybi et al. 2019): the first matrix of a pair is split by columns, the second by
 rows. Without sequence parallelism outputs of the second are all-reduced in forward, gradients of the input of the first
 in backward. With it (Korthikanti et al. 2022) tokens are gathered before the first and reduced and scattered after the
-second; only the own tokens are kept for backward, which gathers them again for the gradient of the weight.
+second. torch's DTensor saves the gathered tokens for backward; Megatron-LM saves the own ones and gathers them again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from simplan.spec.layer import CollectiveKind, Exchange, Operator, Pointwise, Tensor
+from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Operator, Pointwise, Tensor
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["Gathered", "Share", "for_columns", "share_of", "sum_of_rows"]
+__all__ = ["Gathered", "Share", "for_columns", "regathered", "share_of", "sum_of_rows"]
 
 _K = CollectiveKind
 
@@ -111,13 +113,12 @@ class Gathered(NamedTuple):
     """What tensor-parallel ranks do with the input of matrices split by columns.
 
     Attributes:
-        before, after: Operators before and after the matrices.
-        name: Of the tensor that the matrices read; what they save for backward is their own part of it.
+        before: Operators before the matrices.
+        name: Of the tensor that the matrices read.
     """
 
     before: tuple[Operator, ...]
     name: str
-    after: tuple[Operator, ...]
 
 
 def for_columns(source: str, share: Share, rows: int = 0, width: int = 0) -> Gathered:
@@ -131,7 +132,7 @@ def for_columns(source: str, share: Share, rows: int = 0, width: int = 0) -> Gat
     """
     elements = (rows or share.tokens) * (width or share.hidden)
     if share.shard.tp == 1:
-        return Gathered((), source, ())
+        return Gathered((), source)
     if not share.shard.sequence_parallel:
         name = f"{source} of all ranks"
         alike = Operator(
@@ -141,15 +142,42 @@ def for_columns(source: str, share: Share, rows: int = 0, width: int = 0) -> Gat
             in_place=True,
             passes=True,
         )
-        return Gathered((alike,), name, ())
+        return Gathered((alike,), name)
     name = f"gathered {source}"
     gather = Operator(
         kernel=Exchange(source, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements),
         reads=(source,),
         makes=(Tensor(name, elements),),
     )
-    again = Operator(kernel=Exchange(f"{source} again", "tp", None, _K.ALL_GATHER, elements), regathers=name)
-    return Gathered((gather,), name, (again,))
+    return Gathered((gather,), name)
+
+
+def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators whose matmuls save the own tokens of gathered ones, which backward gathers again (Megatron-LM).
+
+    Args:
+        operators: Of a layer, in the order of forward.
+    """
+    sources: dict[str, Exchange] = {}
+    last: dict[str, int] = {}
+    trained: set[str] = set()
+    for index, operator in enumerate(operators):
+        kernel = operator.kernel
+        if isinstance(kernel, Exchange) and (kernel.axis, kernel.forward) == ("tp", _K.ALL_GATHER) and operator.reads:
+            sources[operator.makes[0].name] = kernel
+        elif isinstance(kernel, Gemm) and operator.reads[0] in sources:
+            last[operator.reads[0]] = index
+            trained.update(operator.reads[:1] if kernel.trained else ())
+    for index, operator in enumerate(operators):
+        name = operator.reads[0] if operator.reads else ""
+        if name not in last or not isinstance(operator.kernel, Gemm):
+            yield operator
+            continue
+        gather = sources[name]
+        yield replace(operator, saves=tuple(gather.name if saved == name else saved for saved in operator.saves))
+        if index == last[name] and name in trained:
+            kernel = Exchange(f"{gather.name} again", "tp", None, _K.ALL_GATHER, gather.elements)
+            yield Operator(kernel=kernel, regathers=name)
 
 
 def sum_of_rows(source: str, result: str, share: Share, *, bias: str = "", residual: bool = False) -> list[Operator]:

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from executor.distributed.ddp import wrap_ddp
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import build_stage
-from executor.train.loss import cross_entropy
+from executor.train.loss import cross_entropy, split_loss
 from simplan.program.footprint import layer_footprint
 from simplan.program.program import MemoryEffect, Phase
 from simplan.program.split_footprint import split_effects, split_footprint
@@ -104,14 +104,19 @@ class StageRun:
         autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
         with autocast if self._precision == "autocast" else nullcontext():
             out: Tensor = self.stage(self.input)
-        return cross_entropy(out, self._targets, self._parallel) if self.has_loss else out
+        if not self.has_loss:
+            return out
+        with split_loss(self._parallel):
+            return cross_entropy(out, self._targets, self._parallel)
 
     def backward(self, out: Tensor) -> None:
-        torch.autograd.backward(out, None if self.has_loss else self._gradient)
+        with split_loss(self._parallel):
+            torch.autograd.backward(out, None if self.has_loss else self._gradient)
 
     def first_part(self, out: Tensor) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
         gradients = None if self.has_loss else [self._gradient]
-        return stage_backward_input([out], gradients, [self.input], self.stage.parameters())
+        with split_loss(self._parallel):
+            return stage_backward_input([out], gradients, [self.input], self.stage.parameters())
 
     def second_part(self, left: list[dict[str, Any]]) -> None:
         stage_backward_weight(self.stage.parameters(), left)
@@ -181,8 +186,9 @@ def test_bytes_between_the_parts_and_peaks_are_those_of_the_layers(
     narrower = half_of_the_statistics(run, batch) if family != "llama" and precision == "cast" else 0
     assert 0 <= found.forward - (wanted.forward - narrower) <= (SCALARS if run.has_loss else 0)
     assert 0 <= found.between - (wanted.between - narrower) <= (SCALARS if run.has_loss else 0)
-    assert wanted.input_peak == pytest.approx(found.input_peak, rel=0.03)
-    assert wanted.weight_peak == pytest.approx(found.weight_peak, rel=0.03)
+    within = 0.05 if shard == "a2a" else 0.03  # copies of an exchange's gradients live for different times by width
+    assert wanted.input_peak == pytest.approx(found.input_peak, rel=within)
+    assert wanted.weight_peak == pytest.approx(found.weight_peak, rel=within)
     assert wanted.end == 0
     assert 0 <= found.end <= (SCALARS if run.has_loss else 0)
 
@@ -242,16 +248,16 @@ def test_what_is_recomputed(family: str, matrices: int, weighted: int) -> None:
         assert (products == matrices) == (recompute != "full")
 
 
-def test_with_sequence_parallelism_both_parts_compute_both_gradients_of_gathered_matrices() -> None:
-    """One function gathers tokens and multiplies, and all of its backward runs twice, with what it exchanges."""
-    for shard, gathered in (("tensor", 0), ("sequence", 5)):
-        run = StageRun(model_of("llama"), BLOCK, "fp32", shard=SHARDS[shard])
-        out, products, _ = counted(run.forward)
-        assert products == 7
-        (_, left), products, _ = counted(partial(run.first_part, out))
-        assert products == 7 + gathered
-        _, products, _ = counted(partial(run.second_part, left))
-        assert products == 7 + gathered
+@pytest.mark.parametrize("shard", ["tensor", "sequence"])
+def test_matrices_of_gathered_tokens_are_split_as_others_are(shard: str) -> None:
+    """Each product is an event twice: of the DTensors, and of what is here of them."""
+    run = StageRun(model_of("llama"), BLOCK, "fp32", shard=SHARDS[shard])
+    out, products, _ = counted(run.forward)
+    assert products == 2 * 7
+    (_, left), products, _ = counted(partial(run.first_part, out))
+    assert products == 2 * 7
+    _, products, _ = counted(partial(run.second_part, left))
+    assert products == 2 * 7
 
 
 @pytest.fixture

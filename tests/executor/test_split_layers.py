@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
 
 from executor.distributed.gradients import partial_parameters
 from executor.distributed.mesh import ParallelDims, Peers
@@ -119,3 +122,21 @@ def test_context_parallel_ranks_have_all_tokens_and_equal_work(cp: int) -> None:
     assert len({int((part[0] + 1).sum()) for part in parts}) == 1
     for part in parts:
         assert torch.equal(part[1], part[0] + seq_len)
+
+
+def test_torchs_row_parallel_embedding_has_gradients_of_the_whole_vocabulary() -> None:
+    """Why ``embed_tokens`` looks up by itself."""
+    mesh = Peers.silent("embedding", 2, "cpu").mesh
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Split(1))
+    embedding: Any = parallelize_module(torch.nn.Embedding(98, 48), mesh, style, src_data_rank=None)
+    embedding(torch.zeros(2, 24, dtype=torch.int64)).sum().backward()
+    assert embedding.weight.to_local().shape == (49, 48)
+    assert embedding.weight.grad.to_local().shape == (98, 48)
+
+
+def test_torchs_sequence_parallel_norm_has_a_sum_of_its_own_for_every_parameter() -> None:
+    """Why partial gradients are summed in one message."""
+    mesh = Peers.silent("norm", 2, "cpu").mesh
+    norm: Any = parallelize_module(torch.nn.LayerNorm(48), mesh, SequenceParallel(), src_data_rank=None)
+    norm(torch.ones(2, 12, 48)).to_local().sum().backward()
+    assert [parameter.grad.placements for parameter in norm.parameters()] == [(Partial(),)] * 2

@@ -101,14 +101,14 @@ def test_hidden_states_are_kept_once(depths: int) -> None:
     assert kept == {"logits": [TOKENS * VOCAB] * (1 + depths)}
 
 
-@pytest.mark.parametrize(("parallel", "gathered", "scattered", "reduced"), [(True, 7, 3, 0), (False, 1, 0, 3)])
+@pytest.mark.parametrize(("parallel", "gathered", "scattered", "reduced"), [(True, 5, 3, 0), (False, 1, 0, 3)])
 def test_tensor_parallel_ranks_split_the_projection_by_columns(
     parallel: bool, gathered: int, scattered: int, reduced: int
 ) -> None:
     """In hidden sizes of all tokens, beyond what a block exchanges.
 
     With sequence parallelism parts of looked-up rows are summed and scattered, and their gradients gathered (1 + 1);
-    norms side by side are gathered, their gradients summed and scattered, and they are gathered again (2 + 2 + 2);
+    norms side by side are gathered, their gradients summed and scattered (2 + 2);
     what the columns give is gathered, as are its gradients (1 + 1). Without, rows are summed, and gradients of the
     norms, and columns are gathered.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplan.spec.layer import Attention, CollectiveKind, Exchange, Gemm, LayerSpec
+from simplan.spec.layer_style import LayerStyle, styled
 from simplan.spec.model import ModelSpec
 from simplan.spec.shard import Shard
 
@@ -62,12 +63,25 @@ def test_matrices_are_split_evenly(family: str) -> None:
             assert before.num_elements == after.num_elements * (TP if split else 1), before.name
 
 
+def of_megatron(family: str) -> LayerSpec:
+    """A block with sequence parallelism whose tokens are gathered again in backward."""
+    block = model_of(family).layers_of(Shard(tp=TP, sequence_parallel=True))[1]
+    return styled(block, LayerStyle(regathers_tokens=True), dropout=False)
+
+
+def test_dtensors_save_gathered_tokens() -> None:
+    """Beyond Megatron's, inputs of attention and MLP of all tokens instead of a part (s b h (1 - 1/t), 16 bit)."""
+    block, own = model_of("gpt").layers_of(Shard(tp=TP, sequence_parallel=True))[1], of_megatron("gpt")
+    assert block.saved_bytes(2)[0] - own.saved_bytes(2)[0] == 2 * 2 * SEQ_LEN * HIDDEN * (TP - 1) // TP
+    assert [e.backward for e in exchanges(block)] == [_K.REDUCE_SCATTER, _K.ALL_GATHER] * 2
+
+
 def test_sequence_parallel_block_keeps_the_published_activations() -> None:
     """Korthikanti et al. 2022, equation 4: s b h (34 + 5 a s / h) / t bytes in 16 bit.
 
     Without their dropout masks (2 s b h / t), and FlashAttention instead of the softmax and its masks.
     """
-    block = model_of("gpt").layers_of(Shard(tp=TP, sequence_parallel=True))[1]
+    block = of_megatron("gpt")
     statistics = sum(4 * t.elements for t in block.saved if t.bytes_per_element)
     assert block.saved_bytes(2)[0] - statistics == (34 - 2) * SEQ_LEN * HIDDEN // TP
 
@@ -91,7 +105,7 @@ def test_a_tensor_parallel_block_all_reduces_four_times(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_sequence_parallelism_replaces_each_all_reduce_by_two_halves(family: str) -> None:
     """Korthikanti et al. 2022, section 4.2: and gathers twice more in backward, since inputs are kept in parts."""
-    found = exchanges(model_of(family).layers_of(Shard(tp=TP, sequence_parallel=True))[1])
+    found = exchanges(of_megatron(family))
     forward = [e.forward for e in found if e.forward]
     backward = [e.backward for e in reversed(found) if e.backward]
     assert forward == [_K.ALL_GATHER, _K.REDUCE_SCATTER] * 2

@@ -77,8 +77,10 @@ def output_distribution(
 ) -> Part:
     """The output projection and the cross-entropy of its logits.
 
-    Tensor-parallel ranks have their part of the vocabulary of all logits; the largest logit of every token, then its
-    sum of exponentials together with the logit of its target, are all-reduced (Shoeybi et al. 2019, section 3).
+    Tensor-parallel ranks have their part of the vocabulary of all logits; the largest logit of every token, its sum of
+    exponentials and the logit of its target are all-reduced (Shoeybi et al. 2019, section 3). Temporaries are those of
+    torch 2.13 (torch/distributed/tensor/parallel/loss.py): shifted logits and their exponentials in forward, and in
+    backward the sum of two tensors times the gradient of the loss.
 
     Args:
         source: Name of the tensor it is applied to.
@@ -91,29 +93,31 @@ def output_distribution(
     n, h, v = rows or share.tokens, share.hidden, share.vocab
     gathered = for_columns(source, share, rows=n)
     logits = f"{again}logits"
-    matrix = linear(name, gathered.name, (n, v, h), saves=source, bias=bias, result=logits)
+    matrix = linear(name, gathered.name, (n, v, h), bias=bias, result=logits)
     if again:  # its weights are there already
         matrix = Part(operators=tuple(replace(operator, parameters=()) for operator in matrix.operators))
     matrix = replace(matrix, operators=tuple(_of_logits(operator) for operator in matrix.operators))
     wide = Tensor(f"{logits} in FP32", n * v, FP32_BYTES, logits=True)
     kept = Tensor(f"{again}log-probabilities", n * v, FP32_BYTES, logits=True)
+    split = share.shard.tp > 1
     loss = Operator(
         kernel=Pointwise(LOSS, 2 * n * v, n * v, like="cross_entropy"),
         reads=(wide.name,),
         makes=(kept,),
         saves=(kept.name,),
+        forward_scratch=(wide,) * split,
         # torch's loss is made of two functions, of which each gives a gradient as large as the logits
-        backward_scratch=(wide,) if share.shard.tp == 1 else (),
+        backward_scratch=(wide,) * (1 + split),
     )
     exchanges: list[tuple[Operator, ...]] = [(), ()]
-    if share.shard.tp > 1:
+    if split:
         reduce = CollectiveKind.ALL_REDUCE
         largest = Exchange("largest logits", "tp", reduce, None, n, FP32_BYTES)
-        sums = Exchange("targets' logits and sums", "tp", reduce, None, 2 * n, FP32_BYTES)
-        exchanges = [(Operator(kernel=largest),), (Operator(kernel=sums),)]
+        sums, targets = (replace(largest, name=name) for name in ("sums of exponentials", "targets' logits"))
+        exchanges = [(Operator(kernel=largest),), (Operator(kernel=sums), Operator(kernel=targets))]
     after, before = exchanges[1], exchanges[0]
     operators = (*before, loss_cast(logits, wide), loss, *after)
-    return joined(Part(operators=gathered.before), matrix, Part(operators=gathered.after), Part(operators=operators))
+    return joined(Part(operators=gathered.before), matrix, Part(operators=operators))
 
 
 def loss_cast(logits: str, wide: Tensor) -> Operator:

@@ -114,11 +114,10 @@ def column_linears(widths: dict[str, int], source: str, share: Share, *, bias: b
     k = inner or share.hidden
     joint = "+".join(widths) if len(widths) > 1 else ""
     linears = (
-        linear(name, gathered.name, (share.tokens, width, k), saves=source, bias=bias, joint=joint)
-        for name, width in widths.items()
+        linear(name, gathered.name, (share.tokens, width, k), bias=bias, joint=joint) for name, width in widths.items()
     )
     matrices = with_role(joined(*linears), Role.COLUMN_PARALLEL)
-    return joined(Part(operators=gathered.before), matrices, Part(operators=gathered.after))
+    return joined(Part(operators=gathered.before), matrices)
 
 
 def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool = False) -> Part:

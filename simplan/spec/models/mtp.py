@@ -89,7 +89,7 @@ def _later_tokens(kind: NormKind, share: Share) -> Iterator[Part]:
     yield concatenation(_CONCATENATED, ("enorm output", "hnorm output"), share)
     gathered = for_columns(_CONCATENATED, share, width=2 * h)
     parts = _PROJECTED if tp == 1 else f"parts of {_PROJECTED}"
-    matrix = linear("eh_proj", gathered.name, (share.tokens, h // tp, 2 * h), saves=_CONCATENATED, result=parts)
+    matrix = linear("eh_proj", gathered.name, (share.tokens, h // tp, 2 * h), result=parts)
     exchange = []
     if tp == 1:
         matrix = replace(matrix, operators=tuple(_of_stream(operator) for operator in matrix.operators))
@@ -98,7 +98,7 @@ def _later_tokens(kind: NormKind, share: Share) -> Iterator[Part]:
         gather = Exchange(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
         made = Tensor(_PROJECTED, own, residual=True)
         exchange.append(Operator(kernel=gather, reads=(parts,), makes=(made,)))
-    yield joined(Part(operators=gathered.before), matrix, Part(operators=(*gathered.after, *exchange)))
+    yield joined(Part(operators=gathered.before), matrix, Part(operators=tuple(exchange)))
 
 
 def _of_stream(operator: Operator) -> Operator:

@@ -155,7 +155,6 @@ def linear(
     source: str,
     gemm: tuple[int, int, int],
     *,
-    saves: str = "",
     bias: bool = False,
     partial: tuple[bool, bool] = (False, False),
     result: str = "",
@@ -167,7 +166,6 @@ def linear(
         name: Of the matrix.
         source: Name of the tensor.
         gemm: Rows of one sequence, columns of the result, columns of the input.
-        saves: What backward has the input from, where that is not the input itself.
         bias: It has one.
         partial: Whether gradients of weight and bias are partial (``ParameterSpec``).
         result: Name of the result.
@@ -180,7 +178,7 @@ def linear(
         kernel=Gemm(name, m, n, k, joint=joint),
         reads=(source,),
         makes=(Tensor(result or f"{name} output", m * n),),
-        saves=(saves or source,),
+        saves=(source,),
         parameters=tuple(parameter.name for parameter in reversed(parameters)),
     )
     return Part(parameters=parameters, operators=(operator,))

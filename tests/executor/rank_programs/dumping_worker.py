@@ -59,11 +59,24 @@ class DumpingTrainer(Trainer):
             torch.save(issued_elements(trace), Path(sys.argv[2]) / f"collectives.rank{dist.get_rank()}.pt")
         else:
             losses = super().step(tokens, targets)
-        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in self.gradients.items()}
+        whole = {name: unsharded(g) if isinstance(g, DTensor) else g for name, g in self.gradients.items()}
         torch.save(whole, Path(sys.argv[2]) / f"gradients.rank{dist.get_rank()}.step{self.steps_done}.pt")
         torch.save(self.in_flight, Path(sys.argv[2]) / f"in_flight.rank{dist.get_rank()}.pt")
         self.steps_done += 1
         return losses
+
+
+def unsharded(gradient: DTensor) -> torch.Tensor:
+    """What this tensor-parallel rank has of a gradient, of all FSDP shards; nothing that a recorder sees."""
+    mesh, here = gradient.device_mesh, gradient.to_local()
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        return gradient.full_tensor()
+    if mesh.ndim == 1:
+        return here
+    placements: dict[str, Any] = dict(zip(mesh.mesh_dim_names or (), gradient.placements, strict=True))
+    parts: list[Any] = [None] * mesh["shard"].size()
+    dist.all_gather_object(parts, here, group=mesh.get_group("shard"))
+    return torch.cat(parts, placements["shard"].dim)
 
 
 def issued_elements(trace: profile) -> list[tuple[str, int]]:

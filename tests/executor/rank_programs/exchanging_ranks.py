@@ -18,7 +18,8 @@ from executor.distributed.gradients import partial_parameters, sum_partial_gradi
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import build_stage
 from executor.train.data import model_batch
-from executor.train.loss import cross_entropy
+from executor.train.loss import cross_entropy, split_loss
+from executor.train.optimizers import local
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from simplan.spec.shard import Shard
@@ -33,6 +34,10 @@ class Listener:
     """Takes the place of a recorder."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew."""
         self.issued: list[tuple[str, tuple[int, ...], int]] = []
         self.completed: list[int] = []
 
@@ -46,13 +51,12 @@ class Listener:
         self.completed.append(handle)
 
 
-def run(
-    model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype, rank: int, group: dist.ProcessGroup
-) -> Any:
+def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype, peers: Peers) -> Any:
     """One forward and backward of the rank's share of a model."""
-    listener: Any = Listener()
-    peers = Peers.of(group, tuple(range(NUM_RANKS)), rank, listener)
-    parallel = ParallelDims(shard, tp=peers if shard.tp > 1 else Peers(), cp=peers if shard.cp > 1 else Peers())
+    listener: Any = peers.recorder
+    listener.forget()
+    tp, cp = (peers if degree > 1 else Peers() for degree in (shard.tp, shard.cp))
+    parallel = ParallelDims(shard, tp=tp, cp=cp)
     stage = build_stage(model, range(len(model.layers)), dtype, CPU, SEED, parallel, recompute)
     batch = model_batch(model, seed=SEED, step=0, first_sample=0, num_samples=NUM_SAMPLES)
     inputs, targets = (parallel.local_tokens(x) for x in batch)
@@ -61,8 +65,9 @@ def run(
     for name, parameter in stage.named_parameters():
         hook = partial(lambda name, _: order.append(name), name)
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    loss = cross_entropy(stage(inputs), targets, parallel)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with split_loss(parallel):
+        loss = cross_entropy(stage(inputs), targets, parallel)
+        loss.backward()  # type: ignore[no-untyped-call]
     num_issued = len(listener.issued)
     sum_partial_gradients(partial_parameters(stage, model, shard), parallel.tp)
     gradients = {}
@@ -71,14 +76,14 @@ def run(
         if shard.cp > 1:  # what data parallelism does over these ranks
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(shard.cp)
-        gradients[name] = parameter.grad
+        gradients[name] = local(parameter.grad)
     return {
         "loss": loss.detach(),
         "gradients": gradients,
         "order": order,
         "issued": listener.issued[:num_issued],
         "issued for partial gradients": listener.issued[num_issued:],
-        "all completed": listener.completed == list(range(len(listener.issued))),
+        "all completed": sorted(listener.completed) == list(range(len(listener.issued))),
     }
 
 
@@ -89,7 +94,10 @@ def main(folder: Path, rank: int) -> None:
     handle = dist.new_group(list(range(NUM_RANKS)))
     assert isinstance(handle, dist.ProcessGroup)
     cases: list[tuple[ModelSpec, Shard, Recompute, torch.dtype]] = torch.load(folder / "cases.pt", weights_only=False)
-    torch.save([run(*case, rank=rank, group=handle) for case in cases], folder / f"rank{rank}.pt")
+    listener: Any = Listener()
+    peers = Peers.of(handle, tuple(range(NUM_RANKS)), rank, listener)
+    peers = peers.meshed("tp", "cpu")  # one for all cases: DTensor takes equal meshes for the same
+    torch.save([run(*case, peers=peers) for case in cases], folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
