@@ -20,7 +20,7 @@ from executor.distributed.gradients import (
     partial_parameters,
     sum_partial_gradients,
 )
-from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage
@@ -28,7 +28,7 @@ from executor.profiling.recorder import Recorder
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy
-from executor.train.optimizers import Parts, held_alike, make_optimizer
+from executor.train.optimizers import ShardGroups, make_optimizer
 from simplan.program.action import Action, ActionKind
 from simplan.program.offload import backward_follows
 from simplan.program.run_spec import RunSpec
@@ -88,11 +88,7 @@ class Trainer:
         parameters = [parameter for stage in self.stages.values() for parameter in trained_parameters(stage)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
-        self._parts = Parts(
-            dims.fsdp if plan.shards_parameters else Peers(),
-            dims.tp,
-            frozenset().union(*(held_alike(stage, job.model, plan) for stage in self.stages.values())),
-        )
+        self._groups = ShardGroups.of(job, self.stages.values(), dims)
         self.optimizer = self._make_optimizer(parameters)
         self._clipper = self._make_clipper(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
@@ -227,7 +223,7 @@ class Trainer:
         self, parameters: list[nn.Parameter]
     ) -> torch.optim.Optimizer | ShardedOptimizer | SeparateOptimizers:
         def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return make_optimizer(job.training.update, some, self._parts)
+            return make_optimizer(job.training.update, some, self._groups)
 
         def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
             if not plan.shards_optimizer_only:
@@ -249,7 +245,7 @@ class Trainer:
         max_norm = self._job.training.clip_grad_norm
         if max_norm is None:
             return None
-        return GradientClipper(max_norm, parameters, self._tied.second_copies, self._parts, self._dims.pp)
+        return GradientClipper(max_norm, parameters, self._tied.second_copies, self._groups, self._dims.pp)
 
     def _wrap(self, stage: Stage) -> nn.Module:
         """A stage that is not sharded computes under autocast and is reduced by DDP."""
