@@ -11,13 +11,10 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from executor.train.checkpoint_folder import WholeWriter, drop_unfinished, newest_checkpoint, prune, step_folder
@@ -91,18 +88,7 @@ class Checkpoints:
         path = step_folder(self._folder, step)
         if not path.is_dir():
             raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        stored = {
-            name: (entry.size, entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-        def read(tensors: dict[str, Any]) -> None:
-            load(tensors, storage_reader=reader, process_group=self._group)
-
-        self._state.restore(stored, read)
+        self._state.restore(FileSystemReader(path), self._group)
         return step
 
     def after(self, step: int) -> None:

@@ -6,6 +6,7 @@ What only some plans need is imported where they ask for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +40,7 @@ from simplan.spec.plan import RankMapping
 if TYPE_CHECKING:
     from executor.distributed.fsdp import StageSharding
     from executor.distributed.pipeline import PipelineEngine, StageModule
-    from executor.distributed.zero import SeparateOptimizers, ShardedOptimizer
+    from executor.distributed.zero import ShardedOptimizer
     from executor.train.training_state import TrainingState
 
 __all__ = ["Trainer"]
@@ -57,6 +58,7 @@ class Trainer:
 
     Attributes:
         stages: Its stages by index, ascending.
+        optimizers: Optimizers of all trained parameters.
     """
 
     def __init__(self, job: RunSpec, rank: int, device: torch.device, dims: ParallelDims, recorder: Recorder) -> None:
@@ -89,7 +91,8 @@ class Trainer:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)
-        self.optimizer = self._make_optimizer(parameters)
+        self._sharded_optimizer: ShardedOptimizer | None = None
+        self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
         self._engine: LoopEngine | PipelineEngine
@@ -159,16 +162,22 @@ class Trainer:
     def update(self) -> None:
         """OPTIM with complete gradients. Its collectives, which mostly wait, are outside of its span."""
         with self._recorder.span(self._optim_action):
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)  # they stay allocated
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            self.optimizer.broadcast()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)  # gradients stay allocated
+        if self._sharded_optimizer is not None:
+            self._sharded_optimizer.broadcast()
+
+    @property
+    def local_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that hold the states of this rank: ZeRO-1 wraps one."""
+        return [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
 
     def state(self) -> TrainingState:
-        """What a checkpoint holds."""
+        """Content of a checkpoint."""
         from executor.train.training_state import TrainingState
 
-        return TrainingState(self.stages.values(), self.optimizer, self._dims, self._device)
+        return TrainingState(self.stages.values(), self.local_optimizers, self._groups, self._dims, self._device)
 
     def _build_stage(self, index: int) -> Stage:
         job, plan, model = self._job, self._job.plan, self._job.model
@@ -219,27 +228,19 @@ class Trainer:
             experts=plan.expert_shards > 1 and self._dims.experts.size > 1,
         )
 
-    def _make_optimizer(
-        self, parameters: list[nn.Parameter]
-    ) -> torch.optim.Optimizer | ShardedOptimizer | SeparateOptimizers:
-        def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return make_optimizer(job.training.update, some, self._groups)
-
-        def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
-            if not plan.shards_optimizer_only:
-                return make(some)
+    def _make_optimizers(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        """One optimizer, or two: ZeRO-1 does not partition experts, which differ between data-parallel ranks."""
+        job, plan = self._job, self._job.plan
+        make = partial(make_optimizer, job.training.update, groups=self._groups)
+        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
+        ids = {id(expert) for expert in experts}
+        others = [parameter for parameter in parameters if id(parameter) not in ids]
+        if plan.shards_optimizer_only:
             from executor.distributed.zero import ShardedOptimizer
 
-            return ShardedOptimizer(some, self._dims.fsdp, make)
-
-        job, plan = self._job, self._job.plan
-        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
-        if not experts:
-            return make_sharded(parameters)
-        from executor.distributed.zero import SeparateOptimizers
-
-        others = [parameter for parameter in parameters if all(parameter is not expert for expert in experts)]
-        return SeparateOptimizers(make_sharded(others), make(experts))
+            self._sharded_optimizer = ShardedOptimizer(others, self._dims.fsdp, make)
+        first = self._sharded_optimizer or make(others)
+        return [first, make(experts)] if experts else [first]
 
     def _make_clipper(self, parameters: list[nn.Parameter]) -> GradientClipper | None:
         max_norm = self._job.training.clip_grad_norm
