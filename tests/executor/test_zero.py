@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from executor.distributed.mesh import Peers
@@ -43,7 +44,10 @@ def test_predicted_owners_are_those_of_torch(sizes: tuple[int, ...], num_ranks: 
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     with fake_peers(num_ranks) as peers:
         optimizer = ShardedOptimizer(parameters, peers, lambda groups: torch.optim.SGD(groups, lr=0.1))
-    assert partition_states(sizes, num_ranks) == [optimizer._param_to_rank[parameter] for parameter in parameters]
+        (buckets,) = optimizer._buckets
+    storages = [bucket.untyped_storage().data_ptr() for bucket in buckets]
+    owners = [storages.index(parameter.untyped_storage().data_ptr()) for parameter in parameters]
+    assert partition_states(sizes, num_ranks) == owners
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "lars", "lamb"])
