@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from executor.distributed.mesh import Peers
 from executor.models.model import Stage
-from executor.train.optimizers import Parts, local, squares
+from executor.train.optimizers import ShardGroups, local
 from simplan.program.run_spec import RunSpec
 from simplan.spec.layer import LayerSpec
 from simplan.spec.model import ModelSpec
@@ -134,13 +135,16 @@ class TiedWeights:
 
 
 class GradientClipper:
-    """What torch.nn.utils.clip_grad_norm_ does, over all shards, tensor-parallel ranks and stages.
+    """Clips gradients by their norm over all shards, tensor-parallel ranks and stages.
+
+    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, which cannot mix tensors with DTensors or DTensors of
+    two meshes, and whose all-reduce of a DTensor's norm is not recorded.
 
     Args:
         max_norm: Gradients with a larger norm are scaled to it.
-        parameters: What this rank trains.
-        copies: Those of them that another stage counts: the head's copy of a tied embedding.
-        parts: Which ranks have other parts of them.
+        parameters: Trained parameters of this rank.
+        copies: Parameters among them that another stage counts: the head's copy of a tied embedding.
+        groups: Ranks with other shards of the parameters.
         pipeline: Ranks of the other stages.
     """
 
@@ -149,21 +153,20 @@ class GradientClipper:
         max_norm: float,
         parameters: Sequence[nn.Parameter],
         copies: Sequence[nn.Parameter],
-        parts: Parts,
+        groups: ShardGroups,
         pipeline: Peers,
     ) -> None:
-        self._max_norm, self._parts, self._pipeline = max_norm, parts, pipeline
+        self._max_norm, self._groups, self._pipeline = max_norm, groups, pipeline
         self._parameters = list(parameters)
-        left_out = {id(copy) for copy in copies}
-        self._counted = [p for p in parameters if parts.counts(p) and id(p) not in left_out]
+        uncounted = {id(copy) for copy in copies}
+        self._counted = [p for p in parameters if groups.counts(p) and id(p) not in uncounted]
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Scales all gradients, also by 1, so that no device waits for the host to look."""
+        """Scales all gradients, also by 1, so that the host need not wait for the norm."""
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
-        counted = [local(p.grad) for p in self._counted if p.grad is not None]
-        total = squares(counted).sum(0, keepdim=True) if counted else gradients[0].new_zeros(1)
-        self._parts.total(total)
+        norm = get_total_norm([local(p.grad) for p in self._counted if p.grad is not None])
+        total = self._groups.total(norm.to(gradients[0]).square().reshape(1))
         if self._pipeline.size > 1:
             self._pipeline.all_reduce(total)
         torch._foreach_mul_(gradients, (self._max_norm / (total[0].sqrt() + _EPSILON)).clamp(max=1.0))

@@ -116,7 +116,8 @@ def _known(built: Trainer) -> dict[int, MemoryCategory]:
         found.update((storage_key(tensor), category) for tensor in tensors if tensor is not None)
 
     note(_C.BUFFERS, *built.sent)
-    note(_C.OPTIMIZER, *(value for state in built.optimizer.state.values() for value in state.values()))
+    for optimizer in built.local_optimizers:
+        note(_C.OPTIMIZER, *(value for state in optimizer.state.values() for value in state.values()))
     for stage in built.stages.values():
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         gathered = set()

@@ -1,15 +1,13 @@
-"""A folder of checkpoints: each is whole or not there.
+"""A folder of checkpoints: each is complete or absent.
 
-A checkpoint is written to a folder with a hidden name, put on the disk file by file, and renamed when all ranks have
-written. What is found under its final name is therefore whole, unless somebody has changed it since; then its header
-tells.
+A checkpoint is written to a folder with a hidden name, synced file by file, and renamed when all ranks have written. A
+folder with a final name is therefore complete. File sizes in its header reveal later changes.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,19 @@ from simplan.files import write_whole
 from simplan.program.checkpoint import CheckpointHeader, differences
 from simplan.program.run_spec import RunSpec
 
-__all__ = ["WholeWriter", "check_resume", "drop_unfinished", "newest_checkpoint", "prune", "step_folder"]
+__all__ = ["AtomicWriter", "check_resume", "drop_unfinished", "newest_checkpoint", "prune", "step_folder"]
 
 _HEADER = "checkpoint.json"
 _UNFINISHED = ".unfinished-"
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a number of steps lies."""
+    """Folder of the checkpoint of a number of steps."""
     return folder / f"step-{step:08d}"
 
 
 def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]:
-    """The header of the newest whole checkpoint, and a sentence about each newer one that is not whole."""
+    """Header of the newest complete checkpoint, and a note about each newer one that is incomplete."""
     notes = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -50,11 +48,11 @@ def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]
 
 
 def check_resume(job: RunSpec) -> list[str]:
-    """Checks what a run finds in its folder of checkpoints, before anything starts; gives notes.
+    """Checks the checkpoint folder before a run starts; returns notes.
 
     Raises:
-        SpecError: There are checkpoints and the run is to begin anew, or the newest is of another training, or of all
-            the steps of the run; or the folder cannot be made.
+        SpecError: The folder cannot be made. Or it has checkpoints, but the run does not resume. Or the newest
+            checkpoint is of another training, or of all steps of the run.
     """
     asked = job.checkpointing
     if asked is None:
@@ -83,40 +81,38 @@ def check_resume(job: RunSpec) -> list[str]:
     return [*notes, f"resuming after step {header.step}"]
 
 
-def drop_unfinished(folder: Path) -> list[str]:
-    """Deletes what a run that ended while it wrote has left; a sentence about each."""
-    left = sorted(folder.glob(f"{_UNFINISHED}*"))
-    for path in left:
+def drop_unfinished(folder: Path) -> None:
+    """Deletes checkpoints whose writers were killed."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
-    return [f"{path} was not finished and is deleted" for path in left]
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the newest checkpoints; each vanishes at once under its name."""
+    """Deletes all checkpoints except the newest; each loses its final name in one rename."""
     for path in sorted(folder.glob("step-*"))[:-keep]:
         doomed = path.with_name(f"{_UNFINISHED}{path.name}")
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-class WholeWriter(FileSystemWriter):
-    """Writes the files of all ranks beside, and renames their folder once they are all on the disk.
+class AtomicWriter(FileSystemWriter):
+    """Writes the files of all ranks to a hidden folder, and renames it once all files are on the disk.
 
     Args:
-        folder: Of the checkpoints.
-        job: Of the run.
-        step: Steps done.
+        folder: Folder of all checkpoints.
+        job: Job of the run.
+        step: Number of steps done.
     """
 
     def __init__(self, folder: Path, job: RunSpec, step: int) -> None:
-        # a node that was given up may still write: the others, who are fewer, use another name
+        # a node that was given up may still write; fewer ranks use another name
         self.unfinished = folder / f"{_UNFINISHED}{step_folder(folder, step).name}-{job.plan.num_devices}ranks"
         super().__init__(self.unfinished)
         self._final = step_folder(folder, step)
         self._job, self._step = job, step
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Called on one rank, when all have written."""
+        """Called on one rank after all ranks have written."""
         super().finish(metadata, results)
         job, folder = self._job, self.unfinished
         header = CheckpointHeader(
@@ -126,22 +122,18 @@ class WholeWriter(FileSystemWriter):
             plan=job.plan,
             seed=job.seed,
             dtype=job.dtype,
-            file_bytes={path.name: path.stat().st_size for path in _files(folder)},
+            file_bytes={path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()},
         )
         write_whole(folder / _HEADER, header.model_dump_json(indent=1))
         _sync(folder)
-        if self._final.exists():  # of a training that went back further than this
+        if self._final.exists():  # of a training that resumed from an earlier step
             shutil.rmtree(self._final)
         folder.rename(self._final)
         _sync(self._final.parent)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if path.is_file())
-
-
 def _sync(folder: Path) -> None:
-    """Puts the names in a folder onto the disk."""
+    """Writes the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -150,7 +142,4 @@ def _sync(folder: Path) -> None:
 
 
 def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
+    return path.stat().st_size if path.is_file() else None

@@ -1,7 +1,7 @@
-"""Takes checkpoints between two steps, with torch.distributed.checkpoint, and goes on from them.
+"""Writes checkpoints between two steps with torch.distributed.checkpoint, and resumes from them.
 
-Every rank writes its own parts; what several hold is written once. A checkpoint that cannot be written, for instance
-because the disk is full, is told and passed over: training goes on, and the one before it stays.
+Every rank writes its own shards; one rank writes what several hold. If a checkpoint cannot be written, for instance
+because the disk is full, the run reports the failure and goes on, and the previous checkpoint stays.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from executor.train.checkpoint_folder import WholeWriter, drop_unfinished, newest_checkpoint, prune, step_folder
+from executor.train.checkpoint_folder import AtomicWriter, drop_unfinished, newest_checkpoint, prune, step_folder
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError
 from simplan.program.checkpoint import CheckpointTiming
@@ -29,111 +27,88 @@ from simplan.units import format_bytes
 
 __all__ = ["Checkpoints"]
 
-_APPEARS_S = 10.0  # for what one node has written to show on the others, which may remember what a folder held
+_APPEARS_S = 10.0  # for new files to appear on other nodes, which may cache a folder's content
 
 
 class Checkpoints:
-    """The checkpoints of one rank's run; every rank of the job must make one and call the same methods.
+    """Checkpoints of one rank; every rank of the job must make one and call the same methods.
 
     Args:
         job: The job, with ``checkpointing``.
-        state: What is kept.
-        tell: Called with what each took, on every rank.
+        state: State of this rank.
+        group: All ranks, for the host.
+        tell: Called with the time of each checkpoint, on every rank.
+
+    Raises:
+        RunError: This rank does not see the files of rank 0.
     """
 
-    def __init__(self, job: RunSpec, state: TrainingState, tell: Callable[[CheckpointTiming], None]) -> None:
+    def __init__(
+        self, job: RunSpec, state: TrainingState, group: dist.ProcessGroup, tell: Callable[[CheckpointTiming], None]
+    ) -> None:
         assert job.checkpointing is not None
-        self._job, self._asked = job, job.checkpointing
-        self._folder = Path(self._asked.folder)
-        self._state = state
-        self._group = dist.new_group(backend="gloo")  # the state of CUDA ranks is described on the host
-        self._taken = 0  # the last step of which one was tried
-        self._tell = tell
+        self._job, self._state, self._group, self._tell = job, state, group, tell
+        self._folder, self._num_kept = Path(job.checkpointing.folder), job.checkpointing.keep
         if dist.get_rank() == 0:
             drop_unfinished(self._folder)
-        self._see_that_it_is_shared()
+        self._check_that_ranks_share_the_folder()
 
-    def _see_that_it_is_shared(self) -> None:
-        """Rank 0 would take its own files for the whole of a checkpoint.
-
-        Raises:
-            RunError: This rank does not see what rank 0 writes.
-        """
-        leads = dist.get_rank() == 0
-        mark = self._folder / f".seen-by-all-{os.getpid()}"
-        if leads:
+    def _check_that_ranks_share_the_folder(self) -> None:
+        """Otherwise rank 0 would take its own files for a complete checkpoint."""
+        mark = Path(self._from_rank_0(str(self._folder / f".seen-by-all-{os.getpid()}")))
+        if dist.get_rank() == 0:
             mark.touch()
-        told = [mark]
-        dist.broadcast_object_list(told, src=0, group=self._group)
         deadline_s = time.monotonic() + _APPEARS_S
-        while not told[0].exists():
+        while not mark.exists():
             if time.monotonic() > deadline_s:
                 raise RunError(f"{self._folder} is not the folder that rank 0 has; name one that all nodes share")
             time.sleep(0.1)
         dist.barrier(self._group)
-        if leads:
+        if dist.get_rank() == 0:
             mark.unlink()
 
     def restore(self) -> int:
-        """Takes over the newest whole checkpoint; gives the steps it has done, 0 when there is none.
+        """Reads the newest complete checkpoint; returns the number of steps done, 0 if there is none.
 
         Raises:
-            RunError: This rank does not see what rank 0 sees.
+            RunError: This rank does not see the files of rank 0.
         """
-        found: list[int] = [0]
-        if dist.get_rank() == 0:
-            header, _ = newest_checkpoint(self._folder)
-            found = [0 if header is None else header.step]
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        (step,) = found
+        header = newest_checkpoint(self._folder)[0] if dist.get_rank() == 0 else None
+        step: int = self._from_rank_0(0 if header is None else header.step)
         if step == 0:
             return 0
         path = step_folder(self._folder, step)
         if not path.is_dir():
             raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        stored = {
-            name: (entry.size, entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-        def read(tensors: dict[str, Any]) -> None:
-            load(tensors, storage_reader=reader, process_group=self._group)
-
-        self._state.restore(stored, read)
+        self._state.restore(FileSystemReader(path), self._group)
         return step
 
-    def after(self, step: int) -> None:
-        """To be called when a number of steps are done: takes a checkpoint when it is time for one."""
-        if step % self._asked.every == 0:
-            self.take(step)
-
     def take(self, step: int) -> None:
-        """Takes one of a number of steps, unless there is one; older ones go when it is whole.
+        """Writes a checkpoint of a number of steps, and deletes old ones once it is complete.
 
-        What is passed over is what all ranks have told each other. When they cannot, a rank is gone, and the run ends.
+        A failure is agreed on by all ranks. If they cannot agree, a rank is gone, and the run ends.
         """
-        if self._taken == step:
-            return
-        self._taken = step
         start_s, failure = time.perf_counter(), None
-        writer = WholeWriter(self._folder, self._job, step)
+        writer = AtomicWriter(self._folder, self._job, step)
         try:
             save(self._state.tensors(), storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
             failure = _why(error, self._folder)
         if dist.get_rank() == 0:
             if failure is None:
-                prune(self._folder, self._asked.keep)
+                prune(self._folder, self._num_kept)
             else:
                 shutil.rmtree(writer.unfinished, ignore_errors=True)
         self._tell(CheckpointTiming(step=step, written_s=time.perf_counter() - start_s, failure=failure))
 
+    def _from_rank_0(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
 
 def _why(error: CheckpointException, folder: Path) -> str:
-    """The first rank's reason, in words, and the room that half of a checkpoint has left."""
+    """Cause on the first rank that failed, and free space of the disk with the incomplete checkpoint."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
     return f"rank {rank}: {_words(cause)}; {format_bytes(shutil.disk_usage(folder).free)} are free there"
 

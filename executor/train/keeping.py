@@ -1,4 +1,4 @@
-"""What a training keeps of itself between two steps, so that others can go on: checkpoints, and losses with them."""
+"""Checkpoints and losses that a training saves between two steps, so that other ranks can resume it."""
 
 from __future__ import annotations
 
@@ -18,136 +18,116 @@ from simplan.errors import RunError
 from simplan.program.checkpoint import CheckpointTiming
 from simplan.program.run_spec import RunSpec
 
-__all__ = ["Keeper", "LossLog", "PeerStoppedError", "Stopping", "read_losses"]
+__all__ = ["Keeper", "PeerStoppedError", "read_losses"]
 
 _FILE = "losses.jsonl"
-
-
-class LossLog:
-    """Gathers losses before each checkpoint, so that all are known of the steps that are not done again.
-
-    Every rank must make one and call the same methods.
-
-    Args:
-        folder: Of checkpoints, which all nodes share: rank 0 may be on another one later. Gets a JSON line ``{step,
-            loss}`` for every step, with the mean over ranks and microbatches.
-        every: Steps between checkpoints.
-    """
-
-    def __init__(self, folder: Path, every: int) -> None:
-        self._file, self._every = folder / _FILE, every
-        self._group = dist.new_group(backend="gloo")
-        self._mine: dict[int, list[float]] = {}
-
-    def add(self, step: int, losses: list[float]) -> None:
-        """Of a step that is done (counted from 0): this rank's losses, none on ranks without the last stage."""
-        self._mine[step] = losses
-        if (step + 1) % self._every == 0:
-            self.gather()
-
-    def gather(self) -> None:
-        """Writes down those that are not yet."""
-        if not self._mine:
-            return
-        leads = dist.get_rank() == 0
-        everybody: list[dict[int, list[float]]] | None = [{}] * dist.get_world_size() if leads else None
-        dist.gather_object(self._mine, everybody, dst=0, group=self._group)
-        if everybody is not None:
-            means = {k: statistics.fmean(loss for theirs in everybody for loss in theirs[k]) for k in self._mine}
-            with self._file.open("a") as stream:
-                stream.writelines(json.dumps({"step": k, "loss": mean}) + "\n" for k, mean in means.items())
-        self._mine.clear()
-
-
-def read_losses(folder: Path) -> dict[int, float]:
-    """Of every step that a folder of checkpoints knows of; half a line, whose writer was killed, is not."""
-    file = folder / _FILE
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return {entry["step"]: entry["loss"] for entry in map(json.loads, (x for x in lines if x.endswith("\n")))}
-
-
-_SIGNAL_S = 5.0  # torchrun's agents see within a second that nodes come
+_SIGNAL_S = 5.0  # agents of torchrun notice within a second that nodes join
 
 
 class PeerStoppedError(RunError):
-    """Ranks of another node were told to stop, and this node's torchrun is to start its own again without them."""
-
-
-class Stopping:
-    """One rank's view; every rank of the job must make one and call the same methods.
-
-    Args:
-        request: Of this rank.
-    """
-
-    def __init__(self, request: StopRequest) -> None:
-        self._request = request
-        request.can_stop = True
-        self._group = dist.new_group(backend="gloo")  # of its own, also where ranks compute on CUDA devices
-
-    def any(self) -> bool:
-        """Whether some rank is told to stop: the same on all."""
-        asked = torch.tensor([int(self._request.is_told())])
-        dist.all_reduce(asked, dist.ReduceOp.MAX, self._group)
-        return bool(asked)
-
-    def leave(self, step: int) -> None:
-        """Ends this rank, which has a checkpoint of so many steps.
-
-        Raises:
-            SystemExit: It was told to stop itself.
-            PeerStoppedError: Only others were.
-        """
-        if self._request.is_told(_SIGNAL_S):
-            raise SystemExit(143)
-        raise PeerStoppedError(f"ranks of another node were told to stop after step {step}")
+    """Ranks of another node were told to stop; torchrun is to restart the ranks of this node without them."""
 
 
 class Keeper:
-    """Of one rank; every rank of the job must make one and call the same methods.
+    """Saves the state of one rank; every rank of the job must make one and call the same methods.
 
     Args:
         job: The job, with ``checkpointing``.
-        state: What is kept.
-        files: Of this rank.
-        stop: Whether this rank is told to stop.
-        leads: Whether this is rank 0, which writes down what all need to know.
+        state: State of this rank.
+        files: Files of this rank.
+        stop: Tells if this rank is to stop.
+        leads: This is rank 0, which writes the times of checkpoints.
     """
 
     def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: StopRequest, *, leads: bool) -> None:
         assert job.checkpointing is not None
-        self._checkpoints = Checkpoints(job, state, partial(_append, files.checkpoints) if leads else _ignore)
-        self._losses = LossLog(Path(job.checkpointing.folder), job.checkpointing.every) if job.fewer_nodes else None
-        self._stopping = Stopping(stop)
+        group = dist.new_group(backend="gloo")  # for the host, also where ranks compute on CUDA devices
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._checkpoints = Checkpoints(job, state, group, partial(_append, files.checkpoints) if leads else _ignore)
+        self._losses = _LossLog(Path(job.checkpointing.folder), group) if job.fewer_nodes else None
+        self._every, self._stop = job.checkpointing.every, stop
+        stop.can_stop = True
 
     def restore(self) -> int:
-        """As ``Checkpoints.restore``."""
+        """Reads the newest checkpoint, as ``Checkpoints.restore``."""
         return self._checkpoints.restore()
 
     def after(self, step: int, losses: list[float], recorder: Recorder, *, is_last: bool) -> None:
-        """To be called when a number of steps are done.
+        """Saves what is due after a step, and stops this rank if any rank was told to stop.
 
         Args:
-            step: How many.
-            losses: Of the last one, on this rank.
-            recorder: Told what is waited for.
-            is_last: Whether the training is done.
+            step: Number of steps done.
+            losses: Losses of the last step on this rank; none on ranks without the last stage.
+            recorder: Gets the cause of waiting.
+            is_last: The training is done.
 
         Raises:
-            SystemExit, PeerStoppedError: As ``Stopping.leave``; there is a checkpoint of these steps, unless it could
-                not be written.
+            SystemExit: This rank was told to stop; there is a checkpoint, unless it could not be written.
+            PeerStoppedError: Only other ranks were told to stop.
         """
+        is_due = step % self._every == 0
         if self._losses is not None:
-            recorder.waiting("gathering losses", step)
-            self._losses.add(step - 1, losses)
-        recorder.waiting("taking a checkpoint", step)
-        self._checkpoints.after(step)
-        if not is_last and self._stopping.any():
-            recorder.waiting("taking a checkpoint before stopping", step)
-            if self._losses is not None:
+            self._losses.add(step, losses)
+            if is_due:
+                recorder.waiting("gathering losses", step)
                 self._losses.gather()
+        recorder.waiting("taking a checkpoint", step)
+        if is_due:
             self._checkpoints.take(step)
-            self._stopping.leave(step)
+        if is_last or not self._is_any_told():
+            return
+        recorder.waiting("taking a checkpoint before stopping", step)
+        if self._losses is not None:
+            self._losses.gather()
+        if not is_due:
+            self._checkpoints.take(step)
+        if self._stop.is_told(_SIGNAL_S):
+            raise SystemExit(143)
+        raise PeerStoppedError(f"ranks of another node were told to stop after step {step}")
+
+    def _is_any_told(self) -> bool:
+        told = torch.tensor([int(self._stop.is_told())])
+        dist.all_reduce(told, dist.ReduceOp.MAX, self._group)
+        return bool(told)
+
+
+class _LossLog:
+    """Losses of all steps that a resumed run does not repeat, gathered before each checkpoint.
+
+    Args:
+        folder: Checkpoint folder, shared by all nodes, since rank 0 may move to another node. It gets one JSON line
+            ``{step, loss}`` per step, with the mean over ranks and microbatches.
+        group: All ranks.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
+        self._file, self._group = folder / _FILE, group
+        self._pending: dict[int, list[float]] = {}
+
+    def add(self, step: int, losses: list[float]) -> None:
+        """Adds this rank's losses of a step, given the number of steps done."""
+        self._pending[step - 1] = losses
+
+    def gather(self) -> None:
+        """Writes the losses that are not written yet."""
+        if not self._pending:
+            return
+        leads = dist.get_rank() == 0
+        gathered: list[dict[int, list[float]]] | None = [{}] * dist.get_world_size() if leads else None
+        dist.gather_object(self._pending, gathered, dst=0, group=self._group)
+        if gathered is not None:
+            means = {k: statistics.fmean(loss for losses in gathered for loss in losses[k]) for k in self._pending}
+            with self._file.open("a") as stream:
+                stream.writelines(json.dumps({"step": k, "loss": mean}) + "\n" for k, mean in means.items())
+        self._pending.clear()
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Loss of every step in a checkpoint folder; an incomplete last line, of a killed writer, is skipped."""
+    file = folder / _FILE
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, (x for x in lines if x.endswith("\n")))}
 
 
 def _append(file: Path, timing: CheckpointTiming) -> None:
@@ -156,4 +136,4 @@ def _append(file: Path, timing: CheckpointTiming) -> None:
 
 
 def _ignore(timing: CheckpointTiming) -> None:
-    """Other ranks than 0 took about as long."""
+    """Does nothing: the times of rank 0 stand for all ranks."""

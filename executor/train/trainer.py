@@ -6,6 +6,7 @@ What only some plans need is imported where they ask for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from executor.distributed.gradients import (
     partial_parameters,
     sum_partial_gradients,
 )
-from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage
@@ -28,7 +29,7 @@ from executor.profiling.recorder import Recorder
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, split_loss
-from executor.train.optimizers import Parts, held_alike, make_optimizer, zero_gradients
+from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
 from simplan.program.action import Action, ActionKind
 from simplan.program.offload import backward_follows
 from simplan.program.run_spec import RunSpec
@@ -39,7 +40,7 @@ from simplan.spec.plan import RankMapping
 if TYPE_CHECKING:
     from executor.distributed.fsdp import StageSharding
     from executor.distributed.pipeline import PipelineEngine, StageModule
-    from executor.distributed.zero import SeparateOptimizers, ShardedOptimizer
+    from executor.distributed.zero import ShardedOptimizer
     from executor.train.training_state import TrainingState
 
 __all__ = ["Trainer"]
@@ -57,6 +58,7 @@ class Trainer:
 
     Attributes:
         stages: Its stages by index, ascending.
+        optimizers: Optimizers of all trained parameters.
     """
 
     def __init__(self, job: RunSpec, rank: int, device: torch.device, dims: ParallelDims, recorder: Recorder) -> None:
@@ -90,12 +92,9 @@ class Trainer:
         ]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
-        self._parts = Parts(
-            dims.fsdp if plan.shards_parameters else Peers(),
-            dims.tp,
-            frozenset().union(*(held_alike(stage, job.model, plan) for stage in self.stages.values())),
-        )
-        self.optimizer = self._make_optimizer(parameters)
+        self._groups = ShardGroups.of(job, self.stages.values(), dims)
+        self._sharded_optimizer: ShardedOptimizer | None = None
+        self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
         self._engine: LoopEngine | PipelineEngine
@@ -166,16 +165,22 @@ class Trainer:
     def update(self) -> None:
         """OPTIM with complete gradients. Its collectives, which mostly wait, are outside of its span."""
         with self._recorder.span(self._optim_action):
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             zero_gradients(self._parameters)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            self.optimizer.broadcast()
+        if self._sharded_optimizer is not None:
+            self._sharded_optimizer.broadcast()
+
+    @property
+    def local_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that hold the states of this rank: ZeRO-1 wraps one."""
+        return [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
 
     def state(self) -> TrainingState:
-        """What a checkpoint holds."""
+        """Content of a checkpoint."""
         from executor.train.training_state import TrainingState
 
-        return TrainingState(self.stages.values(), self.optimizer, self._dims, self._device)
+        return TrainingState(self.stages.values(), self.local_optimizers, self._groups, self._dims, self._device)
 
     def _build_stage(self, index: int) -> Stage:
         job, plan, model = self._job, self._job.plan, self._job.model
@@ -226,33 +231,25 @@ class Trainer:
             experts=plan.expert_shards > 1 and self._dims.experts.size > 1,
         )
 
-    def _make_optimizer(
-        self, parameters: list[nn.Parameter]
-    ) -> torch.optim.Optimizer | ShardedOptimizer | SeparateOptimizers:
-        def make(some: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return make_optimizer(job.training.update, some, self._parts)
-
-        def make_sharded(some: list[nn.Parameter]) -> torch.optim.Optimizer | ShardedOptimizer:
-            if not plan.shards_optimizer_only:
-                return make(some)
+    def _make_optimizers(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        """One optimizer, or two: ZeRO-1 does not partition experts, which differ between data-parallel ranks."""
+        job, plan = self._job, self._job.plan
+        make = partial(make_optimizer, job.training.update, groups=self._groups)
+        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
+        ids = {id(expert) for expert in experts}
+        others = [parameter for parameter in parameters if id(parameter) not in ids]
+        if plan.shards_optimizer_only:
             from executor.distributed.zero import ShardedOptimizer
 
-            return ShardedOptimizer(some, self._dims.fsdp, make)
-
-        job, plan = self._job, self._job.plan
-        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
-        if not experts:
-            return make_sharded(parameters)
-        from executor.distributed.zero import SeparateOptimizers
-
-        others = [parameter for parameter in parameters if all(parameter is not expert for expert in experts)]
-        return SeparateOptimizers(make_sharded(others), make(experts))
+            self._sharded_optimizer = ShardedOptimizer(others, self._dims.fsdp, make)
+        first = self._sharded_optimizer or make(others)
+        return [first, make(experts)] if experts else [first]
 
     def _make_clipper(self, parameters: list[nn.Parameter]) -> GradientClipper | None:
         max_norm = self._job.training.clip_grad_norm
         if max_norm is None:
             return None
-        return GradientClipper(max_norm, parameters, self._tied.second_copies, self._parts, self._dims.pp)
+        return GradientClipper(max_norm, parameters, self._tied.second_copies, self._groups, self._dims.pp)
 
     def _wrap(self, stage: Stage) -> nn.Module:
         """A stage that is not sharded computes under autocast and is reduced by DDP."""

@@ -1,148 +1,113 @@
-"""What a training is between two steps, as named tensors that any split over data-parallel ranks can read.
+"""State of a training between two steps, as named tensors that any split over data-parallel ranks can read.
 
-A parameter has the name of its layer in the whole model, so that it is found whatever the stage it is in. Tensors that
-FSDP shards are DTensors; of tensor- and expert-parallel splits every part is a tensor of its own, named by its rank.
+A parameter has the name of its layer in the whole model, in whichever stage the layer is. A DTensor has this name on
+all ranks. A tensor that tensor- or expert-parallel ranks split by hand gets their rank as a suffix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
+from executor.train.optimizers import ShardGroups
 
 __all__ = ["TrainingState"]
 
-Kind = tuple[torch.Size, torch.dtype]
-"""Shape and type of a whole tensor."""
-
-
-class _Sharing(Protocol):
-    """An optimizer made of others."""
-
-    @property
-    def optimizers(self) -> tuple[object, ...]:
-        """Those."""
-
 
 class TrainingState:
-    """Parameters, optimizer states, buffers and random number generators of one rank.
+    """Parameters, buffers, optimizer states and random number generators of one rank.
 
     Args:
-        stages: Its stages, sharded already if they are to be.
-        optimizer: What updates them: torch's own, or one with ``optimizers``.
-        dims: Its part of layers.
-        device: Where it computes.
+        stages: Stages of the rank, already sharded.
+        optimizers: Optimizers with the rank's states.
+        groups: Tells which parameters tensor-parallel ranks hold in full.
+        dims: Tensor- and expert-parallel groups of the rank.
+        device: Device of the rank.
     """
 
-    def __init__(self, stages: Iterable[Stage], optimizer: object, dims: ParallelDims, device: torch.device) -> None:
-        self._device = device
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._buffers: dict[str, Tensor] = {}
-        for stage in stages:
-            for name, parameter in stage.named_parameters():
-                self._parameters[_part_name(name, dims)] = parameter
-            persistent = stage.state_dict(keep_vars=True).keys()
-            for name, buffer in stage.named_buffers():
-                if name in persistent:
-                    self._buffers[_part_name(name, dims)] = buffer
-        self._optimizers = list(_innermost(optimizer))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it; the tensors themselves, not copies."""
-        return {
-            **{f"parameters/{name}": parameter.detach() for name, parameter in self._parameters.items()},
-            **{f"buffers/{name}": buffer for name, buffer in self._buffers.items()},
-            **{
-                f"optimizer/{name}/{key}": value
-                for name, parameter in self._parameters.items()
-                for key, value in self._states(parameter).items()
-                if isinstance(value, Tensor)
-            },
-            **self._generators(),
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        optimizers: list[torch.optim.Optimizer],
+        groups: ShardGroups,
+        dims: ParallelDims,
+        device: torch.device,
+    ) -> None:
+        self._optimizers, self._device = optimizers, device
+        self._model = Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        self._second_names = parameters.keys() - dict(self._model.named_parameters()).keys()
+        self._suffixes = {
+            name: _suffix(name, p, dims) for name, p in parameters.items() if id(p) not in groups.replicated
         }
 
-    def restore(self, stored: Mapping[str, Kind], read: Callable[[dict[str, Tensor]], None]) -> None:
-        """Takes over what is stored.
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """All of the state; tensors are not copied."""
+        model: dict[str, Any] = get_model_state_dict(self._model)
+        states: Any = get_optimizer_state_dict(self._model, self._optimizers)["state"]
+        rank = f"rank{dist.get_rank()}"
+        generators = {"cpu": {rank: torch.get_rng_state()}}
+        if self._device.type == "cuda":
+            generators["cuda"] = {rank: torch.cuda.get_rng_state(self._device)}
+        return {
+            "model": {self._stored(name): value for name, value in model.items() if name not in self._second_names},
+            "optimizer": {
+                self._stored(name): {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                for name, state in states.items()
+            },
+            "generators": generators,
+        }
 
-        Optimizer states are made where there are none yet. Generators keep their state where nothing is stored for
-        this rank, as with more ranks than there were.
+    def restore(self, reader: FileSystemReader, group: dist.ProcessGroup) -> None:
+        """Reads a checkpoint in place.
+
+        Generators keep their state if the checkpoint has none for this rank, as with more ranks than before.
 
         Args:
-            stored: Shape and type of every whole tensor that is stored, by name.
-            read: Fills tensors by name, in place.
+            reader: Reader of the checkpoint.
+            group: All ranks.
         """
-        by_parameter: dict[str, dict[str, Kind]] = {}
-        for key, kind in stored.items():
-            section, _, rest = key.partition("/")
-            if section == "optimizer":
-                name, _, state = rest.rpartition("/")
-                by_parameter.setdefault(name, {})[state] = kind
-        for name, parameter in self._parameters.items():
-            for optimizer in self._optimizers:
-                if _updates(optimizer, parameter):
-                    kinds = by_parameter.get(name, {}).items()
-                    optimizer.state[parameter] = {key: _made(parameter, optimizer, *kind) for key, kind in kinds}
-        wanted = {name: tensor for name, tensor in self.tensors().items() if name in stored}
-        read(wanted)
-        if (generator := wanted.get(f"generators/cpu/{_rank()}")) is not None:
-            torch.set_rng_state(generator)
-        if (generator := wanted.get(f"generators/cuda/{_rank()}")) is not None:
-            torch.cuda.set_rng_state(generator, self._device)
+        trained = [p for optimizer in self._optimizers for held in optimizer.param_groups for p in held["params"]]
+        gradients = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None  # torch makes optimizer states, by a step with rate 0, only without gradients
+        tensors = self.tensors()
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+        generators = {"generators": tensors.pop("generators")}
+        load(tensors, storage_reader=reader, process_group=group)
+        load(
+            generators,
+            storage_reader=reader,
+            process_group=group,
+            planner=DefaultLoadPlanner(allow_partial_load=True),
+        )
+        for kind, states in generators["generators"].items():
+            (state,) = states.values()
+            if kind == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, self._device)
 
-    def _states(self, parameter: nn.Parameter) -> dict[str, object]:
-        for optimizer in self._optimizers:
-            if parameter in optimizer.state:
-                states: dict[str, object] = optimizer.state[parameter]
-                return states
-        return {}
-
-    def _generators(self) -> dict[str, Tensor]:
-        generators = {f"generators/cpu/{_rank()}": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            generators[f"generators/cuda/{_rank()}"] = torch.cuda.get_rng_state(self._device)
-        return generators
+    def _stored(self, name: str) -> str:
+        return name + self._suffixes.get(name, "")
 
 
-def _rank() -> str:
-    return f"rank{dist.get_rank()}"
-
-
-def _part_name(name: str, dims: ParallelDims) -> str:
-    """A name that is the same on all ranks that hold the same part."""
+def _suffix(name: str, parameter: nn.Parameter, dims: ParallelDims) -> str:
+    """Ranks along the axes by which a parameter is split, unless they are axes of its mesh."""
     experts = ".experts_" in name
-    if experts and dims.ep.size > 1:
-        name = f"{name}.ep{dims.ep.rank}"
-    splits = dims.shard.etp > 1 if experts else dims.tp.size > 1
-    return f"{name}.tp{dims.tp.rank}" if splits else name
-
-
-def _innermost(optimizer: object) -> Iterable[torch.optim.Optimizer]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        yield optimizer
-        return
-    assert hasattr(optimizer, "optimizers"), f"no checkpoints of {type(optimizer).__name__}"
-    sharing: _Sharing = optimizer
-    for part in sharing.optimizers:
-        yield from _innermost(part)
-
-
-def _updates(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    return any(parameter is other for group in optimizer.param_groups for other in group["params"])
-
-
-def _made(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Room for a state: split as its parameter when it is of its shape, else whole, as a count of steps.
-
-    torch counts steps on the host, unless the update is one kernel of the device or is captured: a count on the device
-    would be read back for every parameter.
-    """
-    if shape == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device or shape else "cpu")
+    splits = {"ep": experts and dims.ep.size > 1, "tp": dims.shard.etp > 1 if experts else dims.tp.size > 1}
+    axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+    ranks = {"ep": dims.ep.rank, "tp": dims.tp.rank}
+    return "".join(f".{axis}{ranks[axis]}" for axis, split in splits.items() if split and axis not in axes)

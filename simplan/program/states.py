@@ -176,15 +176,18 @@ class RankStates:
                 yield group, elements * self._stages.state.parameter
 
     def broadcasts(self) -> tuple[Message, ...]:
-        """Updated parameters that go round afterwards, in order; the same object for all ranks of a group."""
+        """Updated parameters that go round afterwards, in order; the same object for all ranks of a group.
+
+        An owner of nothing sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
+        """
         found = self._stages.broadcasts.get(self._group)
         if found is None:
             width, dealt = self._stages.state.parameter, self._dealt() if self._deals else ()
-            sizes = [(rank, width * sum(owned.values())) for rank, owned in zip(self._group, dealt, strict=False)]
+            sizes = [width * sum(owned.values()) for owned in dealt]
             found = self._stages.broadcasts[self._group] = tuple(
-                Message(CollectiveKind.BROADCAST, size, (owner, *(rank for rank in self._group if rank != owner)))
-                for owner, size in sizes
-                if size
+                Message(CollectiveKind.BROADCAST, size or 4, (owner, *(rank for rank in self._group if rank != owner)))
+                for owner, size in zip(self._group, sizes, strict=False)
+                if any(sizes)
             )
         return found
 

@@ -50,7 +50,8 @@ class Lamb:
 
 
 def reference_optimizer(training: TrainingSpec, weights: list[nn.Parameter]) -> torch.optim.Optimizer | Lars | Lamb:
-    """By the name of a training's optimizer."""
+    """The optimizer of a training; it updates weights that need gradients."""
+    weights = [w for w in weights if w.requires_grad]
     match training.optimizer:
         case "adam":
             return torch.optim.Adam(weights, lr=RATE)

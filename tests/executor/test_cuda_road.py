@@ -15,7 +15,6 @@ from executor.calibration.timing import Stopwatch
 from executor.distributed.activation_offload import HostLink, _Kept, _Saved
 from executor.distributed.precision import allow_tf32
 from executor.profiling.memory import peak_memory
-from executor.train.training_state import _made
 from executor.worker import use_device
 
 META = torch.device("meta")
@@ -111,15 +110,6 @@ def test_memory_of_other_processes_is_not_counted_where_nvml_tells(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 600)
     assert peak_memory(torch.device("cuda")).device_bytes == wanted
-
-
-@pytest.mark.parametrize(("options", "place"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
-def test_restored_counts_of_steps_are_where_torch_has_them(options: dict[str, bool], place: str) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3, 4, device=META))
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.defaults.update(options)
-    assert _made(parameter, optimizer, torch.Size(()), torch.float32).device.type == place
-    assert _made(parameter, optimizer, torch.Size((3, 4)), torch.float32).device == META
 
 
 def test_offloading_leaves_what_is_on_the_host_already() -> None:
