@@ -21,10 +21,10 @@ from executor.calibration.link_timing import time_host_copies, time_links
 from executor.calibration.overlap_timing import time_overlap
 from executor.calibration.timing import Reference, of_rank_0
 from executor.distributed.precision import allow_tf32
-from executor.environment import environment
 from executor.launch.rank import StopRequest, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import context_bytes
+from executor.profiling.results import environment
 from executor.worker import start_rank, use_device
 from simplan.cost.calibration import (
     Calibration,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.launch.out_of_memory import RankOutOfMemoryError, asked_for, told_when_out_of_memory
+from executor.launch.errors import RankOutOfMemoryError, out_of_memory_explained, requested_bytes
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
 from executor.run import run_job
@@ -80,12 +80,12 @@ def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(
     )
 
 
-def test_torch_says_what_it_asked_for() -> None:
+def test_torch_says_what_it_requested_bytes() -> None:
     said = r"asked for 1073741824\.00 GiB more, where the host has .* no peak"
-    with pytest.raises(RankOutOfMemoryError, match=said), told_when_out_of_memory(CPU, None):
+    with pytest.raises(RankOutOfMemoryError, match=said), out_of_memory_explained(CPU, None):
         torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8)
-    assert asked_for("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of") == 2.5 * 2**30
-    assert asked_for("std::bad_alloc") is None
+    assert requested_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has") == 2.5 * 2**30
+    assert requested_bytes("std::bad_alloc") is None
 
 
 def wrapped(error: Exception) -> Exception:
@@ -100,10 +100,10 @@ SHORTAGES = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), Runtim
 
 @pytest.mark.parametrize("error", [*SHORTAGES, *map(wrapped, SHORTAGES)], ids=repr)
 def test_every_lack_of_memory_is_known(error: Exception) -> None:
-    with pytest.raises(RankOutOfMemoryError), told_when_out_of_memory(CPU, None):
+    with pytest.raises(RankOutOfMemoryError), out_of_memory_explained(CPU, None):
         raise error
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match=r"^boom$"), told_when_out_of_memory(CPU, None):
+    with pytest.raises(RuntimeError, match=r"^boom$"), out_of_memory_explained(CPU, None):
         raise RuntimeError("boom")

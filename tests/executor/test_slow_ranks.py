@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.profiling.recorder import StepRecord
-from executor.profiling.slow_ranks import LEAST_FACTOR, compute_s, find_slow_ranks, told
+from executor.profiling.steps import MIN_SLOWDOWN, compute_s, find_slow_ranks, slow_rank_sentence
 from executor.run import run_job
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.program.run_spec import RunSpec
@@ -45,7 +45,7 @@ def test_a_slow_rank_is_told(
     assert (slow.rank, slow.compared_with) == (1, (0,))
     assert slow.compute_s > SLOWER_S > slow.others_compute_s
     assert slow.factor == slow.compute_s / slow.others_compute_s
-    assert list(run.notes) == notes == [told(slow)]
+    assert list(run.notes) == notes == [slow_rank_sentence(slow)]
     assert notes[0].startswith(f"rank 1 computes {slow.factor:.1f} times as long as rank 0, which has the same to do: ")
 
 
@@ -93,13 +93,13 @@ def test_a_rank_is_slow_from_a_factor_on(make_job: Any, factor: float, seed: int
     times_s = np.exp(0.01 * np.random.default_rng(seed).normal(size=(20, 4)))
     times_s[:, 2] *= factor
     slow = found(make_job(dp=4), times_s)
-    if factor > 1.05 * LEAST_FACTOR:
+    if factor > 1.05 * MIN_SLOWDOWN:
         (one,) = slow
         assert one.rank == 2
         assert 2 not in one.compared_with
         assert len(one.compared_with) == 2
         assert one.factor == pytest.approx(factor, rel=0.05)
-    if factor < LEAST_FACTOR / 1.05:
+    if factor < MIN_SLOWDOWN / 1.05:
         assert slow == ()
 
 
@@ -121,9 +121,9 @@ def test_a_short_run_says_nothing(make_job: Any) -> None:
 
 def test_what_is_said() -> None:
     slow = SlowRank(rank=3, factor=2.14, compared_with=(0, 1), compute_s=0.0412, others_compute_s=0.0193)
-    assert told(slow) == (
+    assert slow_rank_sentence(slow) == (
         "rank 3 computes 2.1 times as long as rank 0 and rank 1, which have the same to do: "
         "41.2 ms of every step beside 19.3 ms"
     )
-    assert "than 5 others" not in told(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
-    assert "as 5 others, which have" in told(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
+    assert "than 5 others" not in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
+    assert "as 5 others, which have" in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
-from executor.profiling.results import Part, gather_parts
-from executor.profiling.steady import LEAST_STEADY, steady_from
+from executor.profiling.results import RunSegment, gather, written_here
+from executor.profiling.steps import MIN_STEADY_STEPS, steady_from
 from simplan.program.run_spec import RunSpec
 from tests.executor.conftest import MakeJob
 
@@ -45,22 +45,22 @@ def test_a_slow_step_in_the_second_half_counts() -> None:
     times = [1.0] * 20
     times[15] = 3.0
     assert steady_from(times) <= 10
-    assert len(times) - steady_from(times) >= LEAST_STEADY
+    assert len(times) - steady_from(times) >= MIN_STEADY_STEPS
 
 
 @given(st.lists(st.floats(1e-4, 1e3), max_size=40))
 def test_no_less_than_half_and_five_steps_count(times: list[float]) -> None:
     found = steady_from(times)
     assert 0 <= found <= len(times) // 2
-    assert len(times) - found >= min(len(times), LEAST_STEADY)
+    assert len(times) - found >= min(len(times), MIN_STEADY_STEPS)
 
 
 def test_a_run_without_a_number_of_warmup_steps_finds_them(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(num_steps=6, num_warmup_steps=None)
-    assert job.num_all_steps == 6 + LEAST_STEADY
+    assert job.num_all_steps == 6 + MIN_STEADY_STEPS
     write_steps(job, [9.0, 5.0, *noisy(0, 9)], tmp_path)
-    found = gather_parts([Part(job, tmp_path, 1, 0, "")], None)
+    found = gather([RunSegment(job)], written_here(tmp_path, 1))
     assert found.warmup_step_times_s[:2] == (9.0, 5.0)
-    assert len(found.step_times_s) >= LEAST_STEADY
+    assert len(found.step_times_s) >= MIN_STEADY_STEPS
     assert found.step_time_s == pytest.approx(1.0, abs=0.03)
     assert len(found.warmup_step_times_s) + len(found.step_times_s) == 11
