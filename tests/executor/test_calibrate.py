@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from executor.calibration.calibrate import calibrate
+from executor.calibration.communication_timing import Link, group_shapes, receiving_s, warmed_up
 from executor.calibration.layer_timing import time_layers
-from executor.calibration.link_timing import Link, group_shapes, receiving_s, warmed_up
-from executor.calibration.timing import Stopwatch, sample_of, wide
+from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import CalibrationRequest, ShapeRequest
 from simplan.cost.store import load
@@ -36,6 +36,7 @@ MODEL = ModelSpec(
     vocab_size=128,
     seq_len=16,
 )
+ONE_ROUND = Bench(1, torch.device("cpu"), lambda done: done < 1)
 
 
 def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
@@ -189,7 +190,7 @@ def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard,
         shape = ShapeRequest.model_validate(
             {"model": model, "shard": shard, "microbatch_size": 2, "dtype": dtype, "mixed": mixed}
         )
-        timings = time_layers(shape, 1, torch.device("cpu"), lambda done: done < 1)
+        timings = time_layers(shape, ONE_ROUND)
         told = mixed if dtype == "bf16" else "autocast"  # in fp32 there is one way only
         assert [(t.key, t.dtype, t.mixed) for t in timings] == [(key, dtype, told) for key in keys]
         assert all(
@@ -202,7 +203,7 @@ def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard,
 def test_every_kind_of_block_is_timed_once() -> None:
     """Every second block has a window."""
     model = MODEL.model_copy(update={"sliding_window": 4, "sliding_window_pattern": 2})
-    timings = time_layers(ShapeRequest(model=model, microbatch_size=2), 1, torch.device("cpu"), lambda done: done < 1)
+    timings = time_layers(ShapeRequest(model=model, microbatch_size=2), ONE_ROUND)
     assert [t.key for t in timings] == [model.layers[index].key for index in (0, 1, 2, 4)]
     assert len({t.key for t in timings}) == 4
 
