@@ -16,7 +16,7 @@ import torch
 
 from executor.launch.rank import unfinished_error_file
 from executor.launch.watchdog import Beat, Beats, RankState, is_action
-from executor.profiling.memory import peak_memory, process_bytes
+from executor.profiling.memory import process_bytes
 from simplan.errors import RunError
 from simplan.program.action import Action
 from simplan.units import format_bytes
@@ -166,11 +166,9 @@ def _during(beat: Beat | None) -> str:
 
 
 def num_kernel_kills() -> int:
-    """Processes that Linux has killed on this host for lack of memory since boot; 0 on other systems."""
-    try:
-        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    except OSError:
-        return 0
+    """Processes that Linux has killed on this host for lack of memory since boot; 0 where a container hides them."""
+    file = Path("/proc/vmstat")
+    counts = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
     return int(counts.get("oom_kill", 0))
 
 
@@ -222,7 +220,6 @@ def _memory_in_use(device: torch.device) -> tuple[int, int, str]:
         _, total = torch.cuda.mem_get_info(device)
         return torch.cuda.memory_reserved(device), total, "the device has"
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and (held := process_bytes("VmSize")) is not None:
-        return held, limit, "a process may map (ulimit -v)"
-    held = process_bytes("VmRSS") or peak_memory(device).device_bytes or 0
-    return held, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the host has"
+    if limit != resource.RLIM_INFINITY:
+        return process_bytes("VmSize"), limit, "a process may map (ulimit -v)"
+    return process_bytes("VmRSS"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the host has"

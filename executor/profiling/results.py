@@ -71,17 +71,17 @@ def environment(num_ranks: int, *, cuda: bool) -> Environment:
 
 def _driver() -> str | None:
     """Version of NVIDIA's kernel module, e.g. ``550.54.15``; None where Linux has none."""
-    info = Path("/proc/driver/nvidia/version")
-    words = info.read_text(errors="replace").partition("\n")[0].split() if info.exists() else []
+    words = _lines("/proc/driver/nvidia/version")[0].split()
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
 def _processor() -> str:
-    """Name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text(errors="replace").splitlines() if Path(file).exists() else [""]
 
 
 def written_here(folder: Path, num_ranks: int) -> Written:

@@ -17,7 +17,6 @@ from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.units import MIB
-from tests.executor.conftest import RANK_PROGRAMS
 
 CPU = torch.device("cpu")
 GROUP_BYTES = 16 * MIB
@@ -25,14 +24,13 @@ TOO_MUCH_BYTES = 2**60  # more than any machine can map
 
 
 def test_a_rank_out_of_memory_is_told_with_its_action_and_its_prediction(
-    tmp_path: Path, make_job: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_job: Any, make_model: Any, with_fault: Any
 ) -> None:
     """Its address space is limited by the system; the logits of a microbatch are several times what is left of it."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     model = make_model("llama", vocab_size=40_000)
     job = make_job("gpipe", pp=2, model=model, predicted_memory_bytes=(100 * MIB, 200 * MIB))
     with pytest.raises(RunError) as caught:
-        run_job(job, tmp_path, rank_module="limited_worker")
+        run_job(job, tmp_path, rank_module=with_fault("memory"))
     assert re.fullmatch(
         r"rank 1 ran out of memory in the forward of microbatch 2, stage 1 \(1F2 of step 1\): "
         r"it held [\d.]+ [MG]iB and asked for 7\.3 MiB more, where a process may map \(ulimit -v\) [\d.]+ [MG]iB; "

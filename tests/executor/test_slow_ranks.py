@@ -16,10 +16,9 @@ from executor.run import run_job
 from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.program.run_spec import RunSpec
 from simplan.program.timeline import SpanKind
-from tests.executor.conftest import RANK_PROGRAMS
 
 SLOWER_S = 0.9
-"""Of rank_programs/slow_worker.py."""
+"""As in rank_programs/faulty_worker.py."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"dp": 2},
@@ -34,13 +33,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     ids=STRATEGIES,
 )
 def test_a_slow_rank_is_told(
-    strategy: dict[str, Any], tmp_path: Path, make_job: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+    strategy: dict[str, Any], tmp_path: Path, make_job: Any, make_model: Any, with_fault: Any
 ) -> None:
     """What the other rank waits for it is not counted as computing."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     job = make_job(model=make_model(vocab_size=96), num_steps=5, **strategy)
     notes: list[str] = []
-    run = run_job(job, tmp_path, rank_module="slow_worker", on_note=notes.append)
+    run = run_job(job, tmp_path, rank_module=with_fault("slow"), on_note=notes.append)
     (slow,) = run.slow_ranks
     assert (slow.rank, slow.compared_with) == (1, (0,))
     assert slow.compute_s > SLOWER_S > slow.others_compute_s
