@@ -128,8 +128,7 @@ class _Run:
             job.timeout_s,
             rendezvous,
             0 if job.checkpointing is None else job.checkpointing.max_restarts,
-            lambda num_ranks: self._folder_of(self._job_on(num_ranks)),
-            lambda num_ranks: self._job_on(num_ranks).plan.num_devices,
+            self._layout,
             job.predicted_memory_bytes,
         )
         failure: str | None = "the run was interrupted"
@@ -155,6 +154,10 @@ class _Run:
         if job is None:
             raise RunError(f"no plan was made for {counted(num_ranks, 'rank')}")
         return job
+
+    def _layout(self, num_ranks: int) -> tuple[Path, int]:
+        job = self._job_on(num_ranks)
+        return self._folder_of(job), job.plan.num_devices
 
     def _folder_of(self, job: RunSpec) -> Path:
         return folder_of(self._out_dir, self._job.plan.num_devices, job.plan.num_devices)

@@ -82,12 +82,11 @@ class _LayerBench:
         footprint = 2 * layer.num_parameters * dtype.itemsize + saved * shape.microbatch_size
         num_copies = min(_MAX_COPIES, Counter(layers)[layer], 1 + _CACHE_BYTES // max(1, footprint))
 
-        def copies(weights: torch.dtype, frozen: torch.dtype | None, *, fp8: bool = False) -> list[Stage]:
-            build = partial(build_stage, shape.model, [index], weights, device, parallel=self._parallel)
-            more: dict[str, Any] = {"fp8": fp8, "frozen_dtype": frozen, "model_code": shape.model_code}
-            return [build(seed=seed, **more) for seed in range(num_copies)]
+        def copies(weights: torch.dtype, parallel: ParallelDims, **options: Any) -> list[Stage]:
+            build = partial(build_stage, shape.model, [index], weights, device, parallel=parallel)
+            return [build(seed=seed, model_code=shape.model_code, **options) for seed in range(num_copies)]
 
-        stages = copies(dtype, compute_dtype, fp8=shape.dtype == "fp8")
+        stages = copies(dtype, self._parallel, fp8=shape.dtype == "fp8", frozen_dtype=compute_dtype)
         if shape.compiled:
             from executor.distributed.compiling import compile_blocks
 
@@ -101,7 +100,9 @@ class _LayerBench:
             master.grad = torch.zeros_like(master)
         self._optimizer = make_optimizer(shape.optimizer, self._masters) if self._masters else None
         cast = dtype if self._mixed == "cast" else None
-        self._sharded = [FsdpCopies(layer, cast, device) for layer in copies(torch.float32, cast)]
+        self._sharded = [
+            FsdpCopies(layer, cast, device) for layer in copies(torch.float32, self._parallel, frozen_dtype=cast)
+        ]
         if autocast:
             self._copies = [Autocast(copy, compute_dtype, device.type) for copy in self._copies]
         batch = model_batch(shape.model, seed=0, step=0, first_sample=0, num_samples=shape.microbatch_size)

@@ -81,8 +81,8 @@ class Launch:
         timeout_s: A rank without a heartbeat for longer hangs.
         rendezvous: Connection to the other nodes; None for this machine alone.
         max_restarts: Restarts of all ranks after failures or hangs.
-        folder_of: Folder of the ranks' files, by WORLD_SIZE; None for ``out_dir``.
-        num_active: Ranks that have work, by WORLD_SIZE; other ranks are idle.
+        layout: Folder of the ranks' files and number of ranks that have work, by WORLD_SIZE; other ranks are idle.
+            None for ``out_dir`` and all ranks.
         predicted_bytes: Predicted peak memory by rank, for messages about ranks that were killed; may be empty.
     """
 
@@ -93,13 +93,8 @@ class Launch:
     timeout_s: float
     rendezvous: Rendezvous | None = None
     max_restarts: int = 0
-    folder_of: Callable[[int], Path] | None = None
-    num_active: Callable[[int], int] = lambda num_ranks: num_ranks
+    layout: Callable[[int], tuple[Path, int]] | None = None
     predicted_bytes: tuple[int, ...] = ()
-
-    def files(self, rank: int, num_ranks: int) -> RankFiles:
-        """Files of a rank where WORLD_SIZE is ``num_ranks``."""
-        return RankFiles(self.out_dir if self.folder_of is None else self.folder_of(num_ranks), rank)
 
 
 class Logs(DefaultLogsSpecs):
@@ -235,6 +230,8 @@ class _Watch:
         self._started_s, self._kills = 0.0, 0
         self._stall: Stall | None = None
         self._stalled_s = 0.0
+        self._files: dict[int, RankFiles] = {}  # of ranks that have work
+        self._num_active = 0
         self._error_files: dict[int, Path] = {}
         self._logs: dict[int, Path] = {}
         self.raised: BaseException | None = None
@@ -249,8 +246,10 @@ class _Watch:
             self._started_s, self._kills = time.monotonic(), num_kernel_kills()
             self._error_files = {rank: Path(logs.error_files[k]) for k, rank in enumerate(start.ranks)}
             self._logs = {rank: Path(logs.stderrs[k]) for k, rank in enumerate(start.ranks)}
-            for rank in start.ranks:
-                files = self._launch.files(rank, start.num_ranks)
+            layout, out_dir = self._launch.layout, self._launch.out_dir
+            folder, self._num_active = (out_dir, start.num_ranks) if layout is None else layout(start.num_ranks)
+            self._files = {rank: RankFiles(folder, rank) for rank in start.ranks if rank < self._num_active}
+            for files in self._files.values():
                 files.heartbeat.unlink(missing_ok=True)
                 files.dump.unlink(missing_ok=True)
         if self._on_start is not None:
@@ -281,12 +280,7 @@ class _Watch:
         self.thread.join()
 
     def _beats(self) -> Beats:
-        start = self._start
-        if start is None:
-            return {}
-        active = self._launch.num_active(start.num_ranks)
-        ranks = [rank for rank in start.ranks if rank < active]
-        return {rank: read_beat(self._launch.files(rank, start.num_ranks).heartbeat) for rank in ranks}
+        return {rank: read_beat(files.heartbeat) for rank, files in self._files.items()}
 
     def _run(self) -> None:
         try:
@@ -294,12 +288,12 @@ class _Watch:
                 with self._lock:
                     if self._start is not None:
                         self.poll()
-                        self._end_a_stall(self._start)
+                        self._end_a_stall(len(self._start.ranks))
         except BaseException as error:
             self.raised = error
             self._agent.stop()
 
-    def _end_a_stall(self, start: Start) -> None:
+    def _end_a_stall(self, num_local_ranks: int) -> None:
         if self._stall is not None:
             rendezvous = self._launch.rendezvous
             if rendezvous is not None and time.monotonic() > self._stalled_s + _HEED_S:
@@ -309,14 +303,14 @@ class _Watch:
                 os._exit(RunError.exit_code)
             return
         beats = self._beats()
-        others = len(start.ranks) < self._launch.num_active(start.num_ranks)
+        others = num_local_ranks < self._num_active
         stall = find_stall(beats, self._started_s, self._launch.timeout_s, others=others)
         if stall is None:
             return
         pids = [beat.pid for beat in beats.values() if beat is not None]
         if pids and not any(_is_there(pid) for pid in pids):
             return  # torchrun has ended them, and waits for other nodes
-        stall = self._by_flight_recorder(start, beats) or stall
+        stall = self._by_flight_recorder(beats) or stall
         beat = beats[stall.rank]
         if beat is None:
             raise RanksError(stall.sentence)
@@ -324,9 +318,9 @@ class _Watch:
             os.kill(beat.pid, signal.SIGKILL)
             self._stall, self._stalled_s = stall, time.monotonic()
 
-    def _by_flight_recorder(self, start: Start, beats: Beats) -> Stall | None:
+    def _by_flight_recorder(self, beats: Beats) -> Stall | None:
         """The hang by the ranks' dumps, which have collectives on CUDA, on the CPU with TORCH_FR_BUFFER_SIZE."""
-        dumps = {rank: self._launch.files(rank, start.num_ranks).dump for rank in beats}
+        dumps = {rank: files.dump for rank, files in self._files.items()}
         for beat in beats.values():
             if beat is not None:
                 with suppress(ProcessLookupError):
