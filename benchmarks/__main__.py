@@ -63,7 +63,7 @@ def main(names: list[str]) -> int:
 
 
 def _machine() -> str:
-    from executor.environment import environment
+    from executor.profiling.results import environment
 
     facts = environment(2, cuda=False)
     return (

@@ -1,7 +1,7 @@
 """``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
-``run`` and ``calibrate`` take ``--nodes NODES.json`` where several nodes run them, each with this command; ``run``
-takes the job from the leading node there. ``environment --out FILE`` writes what a measurement here would be taken on.
+On several nodes, ``run`` and ``calibrate`` take ``--nodes NODES.json`` and run on each of them; ``run`` takes the job
+from the leading node there. ``environment --out FILE`` writes the facts about this machine that change a measurement.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
@@ -31,29 +31,27 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m executor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    files = (("run", "JOB.json"), ("calibrate", "REQUEST.json"), ("rehearse", "JOB.json"))
-    for name, what in files:
+    for name, run, file in (
+        ("run", _run, "JOB.json"),
+        ("calibrate", _calibrate, "REQUEST.json"),
+        ("rehearse", _rehearse, "JOB.json"),
+        ("environment", _environment, None),
+    ):
         command = commands.add_parser(name)
-        command.add_argument("file", type=Path, metavar=what, nargs="?" if name == "run" else None)
+        command.set_defaults(run=run)
         command.add_argument("--out", type=Path, required=True)
+        if file is not None:
+            command.add_argument("file", type=Path, metavar=file, nargs="?" if name == "run" else None)
         if name == "rehearse":
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
-        else:
+        elif file is not None:
             command.add_argument("--nodes", type=Path)
-    commands.add_parser("environment").add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about host names are no messages of ours
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings about host names are not for users
     try:
-        if args.command == "run":
-            _run(args.file, args.out, args.nodes)
-        elif args.command == "calibrate":
-            _calibrate(args.file, args.out, args.nodes)
-        elif args.command == "environment":
-            _environment(args.out)
-        else:
-            _rehearse(args.file, args.out, args.rank, fake=args.fake)
+        args.run(args)
     except SimplanError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -67,58 +65,58 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _run(file: Path | None, out_dir: Path, nodes_file: Path | None) -> None:
+def _run(args: argparse.Namespace) -> None:
     from executor.run import run_job, run_on_nodes
     from simplan.program.nodes import Nodes
     from simplan.program.run_spec import RunSpec
 
-    def tell(step: int, of: int) -> None:
-        _tell({"event": "step", "step": step, "of": of})
-
-    def note(text: str) -> None:
-        _tell({"event": "note", "text": text})
-
-    job = None if file is None else _parse(RunSpec, file)
-    if nodes_file is not None:
-        run_on_nodes(_parse(Nodes, nodes_file), job, out_dir, tell, on_note=note)
+    job = None if args.file is None else _parse(RunSpec, args.file)
+    if args.nodes is not None:
+        run_on_nodes(_parse(Nodes, args.nodes), job, args.out, _report_step, on_note=_report_note)
     elif job is not None:
-        run_job(job, out_dir, tell, on_note=note)
+        run_job(job, args.out, _report_step, on_note=_report_note)
     else:
         raise SpecError(Problem(field="JOB.json", rule="is missing", fix="give it, or --nodes"))
 
 
-def _rehearse(file: Path, out: Path, rank: int, *, fake: bool) -> None:
+def _rehearse(args: argparse.Namespace) -> None:
     from executor.dry_run.rehearse import rehearse
     from simplan.files import write_whole
     from simplan.program.run_spec import RunSpec
 
-    def tell(step: int, of: int) -> None:
-        _tell({"event": "step", "step": step, "of": of})
-
-    write_whole(out, rehearse(_parse(RunSpec, file), rank, fake=fake, on_progress=tell).model_dump_json(indent=1))
+    rehearsal = rehearse(_parse(RunSpec, args.file), args.rank, fake=args.fake, on_progress=_report_step)
+    write_whole(args.out, rehearsal.model_dump_json(indent=1))
 
 
-def _environment(out: Path) -> None:
+def _environment(args: argparse.Namespace) -> None:
     import torch
 
-    from executor.environment import environment
+    from executor.profiling.results import environment
 
-    out.write_text(json.dumps(environment(1, cuda=torch.cuda.is_available())))
+    args.out.write_text(json.dumps(environment(1, cuda=torch.cuda.is_available())))
 
 
-def _calibrate(file: Path, out: Path, nodes_file: Path | None) -> None:
+def _calibrate(args: argparse.Namespace) -> None:
     from executor.calibration.calibrate import calibrate
     from simplan.cost.calibration import CalibrationRequest
     from simplan.program.nodes import Nodes
 
-    def tell(done: int, of: int, what: str) -> None:
-        _tell({"event": "progress", "done": done, "of": of, "what": what})
+    def report(done: int, of: int, what: str) -> None:
+        _report(event="progress", done=done, of=of, what=what)
 
-    nodes = None if nodes_file is None else _parse(Nodes, nodes_file)
-    calibrate(_parse(CalibrationRequest, file), tell, out, nodes=nodes)
+    nodes = None if args.nodes is None else _parse(Nodes, args.nodes)
+    calibrate(_parse(CalibrationRequest, args.file), report, args.out, nodes=nodes)
 
 
-def _tell(event: dict[str, str | int]) -> None:
+def _report_step(step: int, of: int) -> None:
+    _report(event="step", step=step, of=of)
+
+
+def _report_note(text: str) -> None:
+    _report(event="note", text=text)
+
+
+def _report(**event: str | int) -> None:
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 
@@ -129,19 +127,14 @@ def _parse(model: type[_Model], file: Path) -> _Model:
     except OSError as error:
         raise SpecError(Problem(field="", rule=f"cannot be read: {error.strerror}"), file=str(file)) from None
     except ValidationError as error:
-        raise _bad(file, error) from None
-
-
-def _bad(file: Path, error: ValidationError) -> SpecError:
-    problems = []
-    for detail in error.errors(include_url=False):
-        field = ".".join(str(part) for part in detail["loc"])
-        given = detail.get("input")
-        value = repr(given)[:80] if field and isinstance(given, str | int | float | bool) else None
-        problems.append(Problem(field=field, value=value, rule=detail["msg"]))
-    return SpecError(problems, file=str(file))
+        problems = []
+        for detail in error.errors(include_url=False):
+            field, value = ".".join(map(str, detail["loc"])), detail.get("input")
+            shown = repr(value)[:80] if field and isinstance(value, str | int | float | bool) else None
+            problems.append(Problem(field=field, value=shown, rule=detail["msg"]))
+        raise SpecError(problems, file=str(file)) from None
 
 
 if __name__ == "__main__":
-    die_with_parent(signal.SIGTERM)  # in order: what was measured is kept
+    die_with_parent(signal.SIGTERM)  # not SIGKILL, so that the measurement is kept
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: jobs that this machine cannot hold or that would not run as asked."""
+"""Checks before anything starts: jobs that the executor does not run, or that this machine cannot hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from operator import attrgetter
 
 import torch
 
@@ -18,44 +19,27 @@ from simplan.rules import RULES, violations
 from simplan.rules.schedule import stages_within_layers
 from simplan.spec import catalogue
 
-__all__ = ["check_job", "check_rehearsal", "runs_on_cuda"]
-
-_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # by precision, the dtype of a job
-_CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with some room
-
-
-_OF_PLAN = [rule for rule in RULES if not rule.reads_cluster and rule is not stages_within_layers]
-"""Ranks know the boundaries of stages, and one may be the embedding alone."""
-_COULD_NOT_BE = [rule for rule in _OF_PLAN if rule.modelled]
-_NOT_MODELLED = [rule for rule in _OF_PLAN if not rule.modelled]
-
-
-def _asked(job: RunSpec) -> Job:
-    """As rules take it; which cluster it was planned for does not matter to those that are asked here."""
-    return Job(job.model, catalogue.cluster("this-machine", 1), job.training, job.plan, job.software)
+_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # dtype of a job by precision
+_CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with a margin
+_RULES = [rule for rule in RULES if not rule.reads_cluster and rule is not stages_within_layers]
+"""Rules about plans; ranks know the boundaries of stages, one of which may be the embedding alone."""
 
 
 def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
-    """Checks a job against what the executor does and what this machine has.
+    """Checks a job against the abilities of the executor and of this machine.
 
     Args:
         job: The job.
-        num_local_ranks: Ranks of it on this machine; None for all.
+        num_local_ranks: Ranks of the job on this machine; None for all.
 
     Raises:
-        NotModelledError: The plan or the training asks for something the executor does not do.
-        SpecError: The plan cannot split the model, the machine cannot hold so many ranks, or parts of the job do not
-            fit each other.
-        ProgramError: The table is one that torch would run wrongly or not at all.
+        NotModelledError: The executor does not run an option of the plan or the training.
+        SpecError: The plan cannot split the model, the machine cannot hold the ranks, or parts of the job contradict
+            each other.
+        ProgramError: torch would run the table wrongly or not at all.
     """
-    not_modelled = [*violations(_asked(job), _NOT_MODELLED), *_not_modelled(job)]
-    if not_modelled:
-        raise NotModelledError(not_modelled)
     num_ranks = num_local_ranks or job.plan.num_devices
-    problems = [*_inconsistent(job), *_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)]
-    if problems:
-        raise SpecError(problems)
-    check_executable(job.parsed_table(), job.plan, job.software)
+    _check(job, (), [*_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)])
 
 
 def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
@@ -63,149 +47,113 @@ def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
 
     Args:
         job: The job.
-        rank: Which rank.
-        fake: Without a device.
+        rank: The rank.
+        fake: Run it without a device.
 
     Raises:
-        NotModelledError, SpecError, ProgramError: As ``check_job``, however many ranks the job has; there is no such
-            rank, or no such device here.
+        NotModelledError, SpecError, ProgramError: As ``check_job``, except that the number of ranks does not matter;
+            there is no such rank, or no such device here.
     """
-    not_modelled = [
-        *violations(_asked(job), _NOT_MODELLED),
-        *_not_modelled(job),
-        *_unmodelled_rehearsal(job, fake=fake),
-    ]
-    if not_modelled:
-        raise NotModelledError(not_modelled)
-    problems = [*_inconsistent(job), *_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
-    if problems:
+    impossible = [*_no_such_rank(job, rank), *(() if fake else _no_such_device(job))]
+    _check(job, _unmodelled_rehearsal(job, fake=fake), impossible)
+
+
+def runs_on_cuda(job: RunSpec, num_local_ranks: int) -> bool:
+    """True when the job's ranks on this machine compute on CUDA devices."""
+    return job.device == "cuda" or (job.device == "auto" and torch.cuda.device_count() >= num_local_ranks)
+
+
+def _check(job: RunSpec, unmodelled: Iterator[Problem] | tuple[()], impossible: list[Problem]) -> None:
+    """Raises the problems of any job, and these."""
+    # rules take a cluster, and the rules of this module do not read it
+    for_rules = Job(job.model, catalogue.cluster("this-machine", 1), job.training, job.plan, job.software)
+    not_modelled = violations(for_rules, [rule for rule in _RULES if not rule.modelled])
+    if problems := [*not_modelled, *_unmodelled(job), *unmodelled]:
+        raise NotModelledError(problems)
+    could_not_be = violations(for_rules, [rule for rule in _RULES if rule.modelled])
+    if problems := [*could_not_be, *_inconsistent(job), *impossible]:
         raise SpecError(problems)
     check_executable(job.parsed_table(), job.plan, job.software)
 
 
-def runs_on_cuda(job: RunSpec, num_local_ranks: int) -> bool:
-    """Whether the job's ranks on this machine compute on CUDA devices."""
-    return job.device == "cuda" or (job.device == "auto" and torch.cuda.device_count() >= num_local_ranks)
-
-
-def _not_modelled(job: RunSpec) -> Iterator[Problem]:
-    plan, training = job.plan, job.training
-    for field in ("attention_sinks", "expert_bias"):
-        if getattr(job.model, field):
-            rule = "the executor has no attention sinks" if field == "attention_sinks" else "its experts have no biases"
-            yield Problem(field=f"model.{field}", value="true", rule=rule, fix="use false")
-    if job.model.mtp_num_layers:
-        yield Problem(
-            field="model.mtp_num_layers",
-            value=str(job.model.mtp_num_layers),
-            rule="the executor has no layers for multi-token prediction",
-            fix="use 0",
-        )
-    if plan.cp > 1 and plan.cp_comm == "ring":
-        yield Problem(
-            field="plan.cp_comm",
-            value=plan.cp_comm,
-            rule="the executor has no ring attention",
-            fix="use all_gather or a2a",
-        )
-    if plan.offload_layers is not None:
-        yield Problem(
-            field="plan.offload_layers",
-            value=str(plan.offload_layers),
-            rule="the executor moves activations of all blocks",
-            fix="remove it",
-        )
+def _unmodelled(job: RunSpec) -> Iterator[Problem]:
+    model, plan, training, software = job.model, job.plan, job.training, job.software
+    fp8 = training.precision == "fp8"
+    not_split = "the executor does not split {} whose scale in fp8 is one for all of them; use 1, or precision bf16"
+    not_streamed = "the executor does not stream optimizer states through the device"
+    no_transformers = software.layers.model_code == "transformers" and find_spec("transformers") is None
+    limits = {
+        "model.attention_sinks": (model.attention_sinks, "the executor has no attention sinks; use false"),
+        "model.expert_bias": (model.expert_bias, "its experts have no biases; use false"),
+        "model.mtp_num_layers": (
+            model.mtp_num_layers > 0,
+            "the executor has no layers for multi-token prediction; use 0",
+        ),
+        "plan.cp_comm": (
+            plan.cp > 1 and plan.cp_comm == "ring",
+            "the executor has no ring attention; use all_gather or a2a",
+        ),
+        "plan.offload_layers": (
+            plan.offload_layers is not None,
+            "the executor moves activations of all blocks; remove it",
+        ),
+        "plan.grad_dtype": (
+            plan.grad_dtype not in (None, "fp32"),
+            "the executor keeps gradients in the precision of the weights; leave it out",
+        ),
+        "training.precision": (
+            training.precision not in _DTYPES and job.dtype != "fp64",
+            "the executor does not run this precision; use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
+        ),
+        "plan.offload_optimizer": (
+            plan.offload_optimizer,
+            f"is predicted only: {not_streamed}; use false, or FSDP over more ranks (plan.dp_shard)",
+        ),
+        "training.fp8_recipe": (
+            fp8 and training.fp8_recipe not in (None, "tensorwise"),
+            "the executor's linear layers have no such recipe; use tensorwise",
+        ),
+        "plan.tp": (fp8 and plan.tp > 1, not_split.format("matrices")),
+        "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
+        "software": (
+            no_transformers or not software.executable,
+            "needs Hugging Face transformers, which is not installed; pip install 'simplan[transformers]', or use torch"
+            if no_transformers
+            else "the executor runs plain torch, not another framework; use torch, or transformers for its models",
+        ),
+    }
+    for field, (is_violated, sentence) in limits.items():
+        if is_violated:
+            rule, _, fix = sentence.partition("; ")
+            yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
-    if plan.grad_dtype not in (None, "fp32"):
-        yield Problem(
-            field="plan.grad_dtype",
-            value=plan.grad_dtype,
-            rule="the executor keeps gradients in the precision of the weights",
-            fix="leave it out",
-        )
-    if training.precision not in _DTYPES and job.dtype != "fp64":
-        yield Problem(
-            field="training.precision",
-            value=training.precision,
-            rule="the executor does not run this precision",
-            fix="use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
-        )
-    if plan.offload_optimizer:
-        yield Problem(
-            field="plan.offload_optimizer",
-            value="true",
-            rule="is predicted only: the executor does not stream optimizer states through the device",
-            fix="use false, or FSDP over more ranks (plan.dp_shard)",
-        )
-    yield from _unmodelled_fp8(job)
-    if not job.software.executable:
-        yield Problem(
-            field="software",
-            value=job.software.id,
-            rule="the executor runs plain torch, not another framework",
-            fix="use torch, or transformers for its models",
-        )
-    if job.software.layers.model_code == "transformers" and find_spec("transformers") is None:
-        yield Problem(
-            field="software",
-            value=job.software.id,
-            rule="needs Hugging Face transformers, which is not installed",
-            fix="pip install 'simplan[transformers]', or use torch",
-        )
 
 
-def _unmodelled_fp8(job: RunSpec) -> Iterator[Problem]:
-    """The executor's fp8 layers have one scale for all of a tensor, and each rank all of it."""
-    plan, training = job.plan, job.training
-    if training.precision != "fp8":
-        return
-    if training.fp8_recipe not in (None, "tensorwise"):
-        yield Problem(
-            field="training.fp8_recipe",
-            value=training.fp8_recipe,
-            rule="the executor's linear layers have no such recipe",
-            fix="use tensorwise",
-        )
-    for axis, number, what in (("tp", plan.tp, "matrices"), ("cp", plan.cp, "sequences")):
-        if number > 1:
-            yield Problem(
-                field=f"plan.{axis}",
-                value=str(number),
-                rule=f"the executor does not split {what} whose scale in fp8 is one for all of them",
-                fix="use 1, or precision bf16",
-            )
+def _value(job: RunSpec, field: str) -> str:
+    """Value of a dotted field as in a scenario."""
+    value = job.software.id if field == "software" else attrgetter(field)(job)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _inconsistent(job: RunSpec) -> Iterator[Problem]:
-    plan = job.plan
-    yield from violations(_asked(job), _COULD_NOT_BE)
-    dtype = _DTYPES.get(job.training.precision)
+    dtype, num_stages = _DTYPES.get(job.training.precision), job.plan.num_stages
     if job.dtype not in (dtype, "fp64"):
-        yield Problem(
-            field="dtype",
-            value=job.dtype,
-            rule=f"must be {dtype} for training.precision = {job.training.precision}, or fp64",
-        )
-    if job.boundaries[-1] != len(job.model.layers) or len(job.boundaries) != plan.num_stages + 1:
-        yield Problem(
-            field="boundaries",
-            value=str(list(job.boundaries)),
-            rule=f"must split {len(job.model.layers)} layers into {plan.num_stages} stages",
-        )
+        rule = f"must be {dtype} for training.precision = {job.training.precision}, or fp64"
+        yield Problem(field="dtype", value=job.dtype, rule=rule)
+    if job.boundaries[-1] != len(job.model.layers) or len(job.boundaries) != num_stages + 1:
+        rule = f"must split {len(job.model.layers)} layers into {num_stages} stages"
+        yield Problem(field="boundaries", value=str(list(job.boundaries)), rule=rule)
 
 
 def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
-    if not 0 <= rank < job.plan.num_devices:
-        yield Problem(
-            field="rank",
-            value=str(rank),
-            rule=f"is none of the {job.plan.num_devices} ranks of the plan",
-            fix=f"use 0 to {job.plan.num_devices - 1}",
-        )
+    num_ranks = job.plan.num_devices
+    if not 0 <= rank < num_ranks:
+        rule = f"is none of the {num_ranks} ranks of the plan"
+        yield Problem(field="rank", value=str(rank), rule=rule, fix=f"use 0 to {num_ranks - 1}")
 
 
 def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
-    """A rehearsal follows every tensor, for which torch must run every operation by itself."""
+    """A rehearsal follows every tensor, so torch must run every operation separately."""
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")
@@ -228,28 +176,24 @@ def _no_such_device(job: RunSpec) -> Iterator[Problem]:
     if job.device == "cuda" and not torch.cuda.is_available():
         rule = "is a CUDA device, and this machine has none"
         yield Problem(field="device", value=job.device, rule=rule, fix="rehearse without a device: --fake")
-    if job.device == "cpu" and job.training.precision == "tf32":
+    if job.device == "cpu":
+        yield from _no_tf32(job)
+
+
+def _no_tf32(job: RunSpec) -> Iterator[Problem]:
+    if job.training.precision == "tf32":
         yield Problem(field="training.precision", value="tf32", rule="needs CUDA devices", fix="use fp32")
 
 
 def _too_many_ranks(job: RunSpec, num_ranks: int) -> Iterator[Problem]:
-    num_gpus = torch.cuda.device_count()
+    num_gpus, value = torch.cuda.device_count(), f"{num_ranks} ranks"
     if runs_on_cuda(job, num_ranks):
         if num_ranks > num_gpus:
-            yield Problem(
-                field="plan",
-                value=f"{num_ranks} ranks",
-                rule=f"this machine has {num_gpus} CUDA devices",
-                fix="use device cpu" if num_gpus == 0 else f"use at most {num_gpus} ranks, or device cpu",
-            )
+            fix = "use device cpu" if num_gpus == 0 else f"use at most {num_gpus} ranks, or device cpu"
+            yield Problem(field="plan", value=value, rule=f"this machine has {num_gpus} CUDA devices", fix=fix)
         return
-    if job.training.precision == "tf32":
-        yield Problem(field="training.precision", value="tf32", rule="needs CUDA devices", fix="use fp32")
-    most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _CPU_RANK_BYTES)
-    if num_ranks > most:
-        yield Problem(
-            field="plan",
-            value=f"{num_ranks} ranks",
-            rule=f"the memory of this machine holds at most {most} ranks",
-            fix=f"use at most {most}",
-        )
+    yield from _no_tf32(job)
+    max_ranks = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _CPU_RANK_BYTES)
+    if num_ranks > max_ranks:
+        rule = f"the memory of this machine holds at most {max_ranks} ranks"
+        yield Problem(field="plan", value=value, rule=rule, fix=f"use at most {max_ranks}")

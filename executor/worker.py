@@ -1,7 +1,7 @@
 """One rank of a job: ``torchrun ... -m executor.worker JOB.json OUT_DIR``.
 
-``simplan run`` starts its ranks with torchrun's agent, too, but watches them and gathers what they have measured. Where
-nobody does, rank 0 writes ``OUT_DIR/measurement.json`` itself.
+``simplan run`` also starts its ranks with torchrun's agent, but watches them and gathers their measurements. Without
+``simplan run``, rank 0 writes ``OUT_DIR/measurement.json``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
-from executor.launch.out_of_memory import told_when_out_of_memory
+from executor.launch.errors import out_of_memory_explained
 from executor.launch.rank import PARENT_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
@@ -34,7 +35,6 @@ from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
 from simplan.files import write_whole
-from simplan.program.measurement import PeakMemory
 from simplan.program.run_spec import RunSpec
 from simplan.spec.plan import RankMapping
 from simplan.units import format_bytes
@@ -42,24 +42,22 @@ from simplan.units import format_bytes
 if TYPE_CHECKING:
     from executor.train.keeping import Keeper
 
-__all__ = ["main", "start_rank", "use_device"]
-
 _AFTER_RESTART = 2
-"""Uncounted steps in the middle of a training, whose times say nothing about where they end."""
+"""Warm-up steps after a restart, where step times cannot tell when the steady state begins."""
 
 _DONE = "simplan/done"
 _FAREWELL_S = 1.0
 
 
 def use_device(device: str, num_ranks: int) -> torch.device:
-    """This rank's device, set up for computing: a CUDA device of its own, or its share of the CPU's cores.
+    """Sets up this rank's device: a separate CUDA device, or an equal share of the CPU's cores.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA when every rank can have a device.
         num_ranks: Ranks on this machine.
     """
     if device == "cuda" or (device == "auto" and torch.cuda.device_count() >= num_ranks):
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # nobody started a rank that is rehearsed
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # not set for a rehearsed rank
         torch.cuda.set_device(chosen)
         return chosen
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
@@ -69,17 +67,17 @@ def use_device(device: str, num_ranks: int) -> torch.device:
 def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None) -> Store:
     """Joins the default process group: NCCL on CUDA devices, gloo on the CPU.
 
-    torch's own timeout is longer than the launcher's patience, so that the launcher says who hangs. NCCL makes its
-    communicators when they are needed: made at once (``device_id``), they would have messages of a pipeline wait for
-    all other operations of their group.
+    torch's timeout is longer than the launcher's, so that the launcher names the rank that hangs. NCCL creates
+    communicators lazily: with eager ones (``device_id``), P2P sends of a pipeline would wait for all other operations
+    of their group.
 
     Args:
-        device: Where this rank computes.
-        timeout_s: The launcher's patience.
-        num_ranks: How many of torchrun's ranks have work; None for all.
+        device: Device of this rank.
+        timeout_s: The launcher's timeout.
+        num_ranks: Ranks of torchrun's that have work; None for all.
 
     Returns:
-        The store that these share, which rank 0 or the agent has.
+        The store of these ranks, which rank 0 or the agent has.
     """
     rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=2 * timeout_s + 60)
@@ -103,7 +101,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: StopRequest, rank: int) -> None:
-    is_watched = PARENT_VARIABLE in os.environ  # by the launcher, which has looked at all this before
+    is_watched = PARENT_VARIABLE in os.environ  # by the launcher, which has checked the job
     if not is_watched:
         _check(job)
     if rank >= job.plan.num_devices:
@@ -113,12 +111,13 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     allow_tf32(allowed=job.training.precision == "tf32")
     store = start_rank(device, job.timeout_s, job.plan.num_devices)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
-    with told_when_out_of_memory(device, predicted_bytes):
-        _train(job, folder, device, heartbeat, stop, rank)
+    files = RankFiles(folder, rank)
+    with out_of_memory_explained(device, predicted_bytes):
+        _train(job, files, device, heartbeat, stop, rank)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
     if not is_watched:
-        _gather(job, RankFiles(folder, rank), out_dir)
+        _gather(job, files, out_dir)
     if rank == 0 and job.plan.num_devices < int(os.environ["WORLD_SIZE"]):
         store.set(_DONE, "")
         time.sleep(_FAREWELL_S)  # this process has the store
@@ -126,10 +125,10 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
 
 
 def _check(job: RunSpec) -> None:
-    """What the launcher does before it starts ranks.
+    """Does the launcher's checks.
 
     Raises:
-        SpecError: torchrun has started too few ranks, or the job cannot be run, or not gone on with.
+        SpecError: torchrun has started too few ranks, or the job cannot be run or resumed.
     """
     from executor.checks import check_job
     from executor.train.checkpoint_folder import check_resume
@@ -145,19 +144,14 @@ def _check(job: RunSpec) -> None:
 
 
 def _gather(job: RunSpec, files: RankFiles, out_dir: Path) -> None:
-    """Rank 0 writes the measurement of all ranks, and says in a line what it has."""
-    from executor.profiling.results import Part, gather_parts
+    """Rank 0 writes the measurement of all ranks, and prints a line about it."""
+    from executor.profiling.results import RunSegment, gather
 
-    texts = {path.name: path.read_text() for path in (files.steps, files.checkpoints) if path.exists()}
-    everyone: list[tuple[str, dict[str, str]]] | None = None
-    leads = dist.get_rank() == 0
-    if leads:
-        everyone = [("", {})] * job.plan.num_devices
-    dist.gather_object((socket.gethostname(), texts), everyone)
-    if everyone is None:
+    written: list[Any] | None = [None] * job.plan.num_devices if dist.get_rank() == 0 else None
+    dist.gather_object((socket.gethostname(), files.texts()), written)
+    if written is None:
         return
-    num_nodes = len({node for node, _ in everyone})
-    measurement = gather_parts([Part(job, files.steps.parent, num_nodes, 0, "")], None, dict(enumerate(everyone)))
+    measurement = gather([RunSegment(job)], dict(enumerate(written)))
     file = out_dir / "measurement.json"
     write_whole(file, measurement.model_dump_json(indent=1))
     peaks = [max(filter(None, rank.peak_memory.model_dump().values()), default=0) for rank in measurement.ranks]
@@ -168,7 +162,7 @@ def _gather(job: RunSpec, files: RankFiles, out_dir: Path) -> None:
 
 
 def _idle(heartbeat: Heartbeat) -> None:
-    """Of a rank that no plan needs: ends with the others, or fails as they do, so that torchrun starts all again."""
+    """Life of a rank that no plan needs: it ends or fails with the other ranks, so that torchrun restarts all."""
     from executor.train.keeping import PeerStoppedError
 
     heartbeat.beat(RankState.WAITING, "no plan needs this rank")
@@ -181,19 +175,16 @@ def _idle(heartbeat: Heartbeat) -> None:
 
 
 def _train(
-    job: RunSpec, folder: Path, device: torch.device, heartbeat: Heartbeat, stop: StopRequest, rank: int
+    job: RunSpec, files: RankFiles, device: torch.device, heartbeat: Heartbeat, stop: StopRequest, rank: int
 ) -> None:
-    """From building the model to the measured memory."""
+    """Builds the model, takes the steps and measures memory."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
-    mapping = RankMapping.of(job.plan)
-    table = job.parsed_table()
-    recorder = Recorder(table[mapping.place(rank).pp], make_clock(device), heartbeat)
+    recorder = Recorder(job.parsed_table()[RankMapping.of(job.plan).place(rank).pp], make_clock(device), heartbeat)
     dims = ParallelDims.of(job, rank, recorder, device_type=device.type)
 
     def build() -> Trainer:
         return Trainer(job, rank, device, dims, recorder)
 
-    files = RankFiles(folder, rank)
     trainer, first, keeper = build(), 0, None
     forget_peaks(device)
     if job.checkpointing is not None:
@@ -201,18 +192,22 @@ def _train(
 
         keeper = Keeper(job, trainer.state(), files, stop, leads=rank == 0)
         heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
-        first = keeper.restore()  # the launcher refuses a folder that has some where a run is not to resume
+        first = keeper.restore()  # a run that does not resume has no checkpoints, which the launcher has checked
     _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
         from executor.distributed.compiling import watched_compilation
 
         watched = watched_compilation(heartbeat)
-    with files.steps.open("a") as steps, watched:
-        _timed_steps(job, trainer, device, recorder, steps, first, keeper)
+    with files.steps.open("a") as file, watched:
+        _timed_steps(job, trainer, device, recorder, file, first, keeper)
         del trainer, keeper
-        memory = _memory(job, build, device, recorder, heartbeat)
-        print(memory.model_dump_json(), file=steps, flush=True)
+        memory = peak_memory(device)
+        if device.type == "cpu" and job.profile_memory:
+            heartbeat.beat(RankState.RUNNING, "measuring allocations")
+            allocated_bytes = peak_allocated_bytes(partial(_first_steps, build, recorder))
+            memory = memory.model_copy(update={"allocated_bytes": allocated_bytes})
+        print(memory.model_dump_json(), file=file, flush=True)
 
 
 def _timed_steps(
@@ -224,8 +219,11 @@ def _timed_steps(
     first: int,
     keeper: Keeper | None,
 ) -> None:
-    """Warm-up and steady steps; one line for each in the rank's file, written outside of the timed part."""
+    """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
     reference = Reference(device)
+    num_warmup_steps = job.num_warmup_steps
+    if num_warmup_steps is None:  # found later by the step times, at the beginning of a run
+        num_warmup_steps = _AFTER_RESTART if first else 0
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
@@ -234,48 +232,28 @@ def _timed_steps(
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
-        is_warmup = step < first + _num_warmup_steps(job, first)
-        record = recorder.record(
-            start_s, end_s, [float(loss) for loss in losses], is_warmup=is_warmup, reference_s=reference_s
-        )
+        is_warmup = step < first + num_warmup_steps
+        record = recorder.record(start_s, end_s, list(map(float, losses)), is_warmup=is_warmup, reference_s=reference_s)
         print(record.model_dump_json(), file=file, flush=True)
-        is_last = step + 1 == job.num_all_steps
         if keeper is not None:
-            keeper.after(step + 1, list(record.losses), recorder, is_last=is_last)
+            keeper.after(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
 
 
-def _num_warmup_steps(job: RunSpec, first: int) -> int:
-    """First steps of these ranks that do not count; left open, the run's first ones are found later by their times."""
-    if job.num_warmup_steps is not None:
-        return job.num_warmup_steps
-    return _AFTER_RESTART if first else 0
-
-
 def _keep_steps_before(first: int, file: Path) -> None:
-    """Of the steps that an earlier attempt of this run has written, those that are not done again."""
+    """Removes the steps of an earlier attempt of this run that are repeated."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     kept = (line for line in lines if line.endswith("\n") and json.loads(line).get("step", first) < first)
     write_whole(file, "".join(kept))
 
 
-def _memory(
-    job: RunSpec, build: Callable[[], Trainer], device: torch.device, recorder: Recorder, heartbeat: Heartbeat
-) -> PeakMemory:
-    """Peak memory of the run; on the CPU, allocations are traced in a second, shorter run of the same training."""
-    peak = peak_memory(device)
-    if device.type == "cuda" or not job.profile_memory:
-        return peak
-
-    def rerun() -> None:
-        trainer = build()
-        for step in range(2):  # optimizer states exist from the second step on
-            batch = trainer.batch(step)
-            recorder.begin_step(step)
-            trainer.step(*batch)
-
-    heartbeat.beat(RankState.RUNNING, "measuring allocations")
-    return peak.model_copy(update={"allocated_bytes": peak_allocated_bytes(rerun)})
+def _first_steps(build: Callable[[], Trainer], recorder: Recorder) -> None:
+    """Begins the same training again, for tracing allocations."""
+    trainer = build()
+    for step in range(2):  # optimizer states exist from the second step on
+        batch = trainer.batch(step)
+        recorder.begin_step(step)
+        trainer.step(*batch)
 
 
 def _barrier(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Calibrates this machine: starts ranks that time layers, kernels and links, and gathers a Calibration."""
+"""Calibrates this machine: starts ranks that time layers, kernels and communication, and reads their Calibration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from simplan.cost.calibration import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
 from simplan.program.nodes import Nodes
 
-__all__ = ["Progress", "calibrate"]
-
 Progress = Callable[[int, int, str], None]
-"""Called with per cent done, 100, and what is being timed."""
+"""Called with the percentage done, 100, and the name of the timed part."""
 
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0  # beyond the budget
 
 
 def calibrate(
@@ -31,28 +29,29 @@ def calibrate(
     *,
     nodes: Nodes | None = None,
 ) -> Calibration:
-    """Times what the request names on ``num_ranks`` ranks at once; with ``nodes``, on each of them at once.
+    """Measures a request on ``num_ranks`` ranks simultaneously, of every node.
 
     Args:
-        request: What to measure.
-        on_progress: Is told how far it is.
-        result_file: Gets what was measured so far after every part, so that an interruption loses only one of them.
-        nodes: How to meet the other nodes, all of which get the same; None for a request about this machine alone.
+        request: The request.
+        on_progress: Called with the progress.
+        result_file: Gets the measurements so far after every part, so that an interruption loses only one part.
+        nodes: The rendezvous of the nodes, all of which get the same result; None for this machine alone.
 
     Raises:
-        SpecError: The machine has too few CUDA devices, or a CPU is to compute in tf32; nothing was started. Or the
-            nodes were not asked the same.
+        SpecError: The machine has too few CUDA devices, or a CPU would compute in tf32; nothing was started. Or the
+            nodes have different requests.
         RunError: A rank failed or hung, or nodes did not come; all are ended.
     """
     assert (nodes is not None) == (request.num_nodes > 1)
-    _check(request)
+    if problems := list(_problems(request)):
+        raise SpecError(problems)
     rendezvous = None if nodes is None else Rendezvous(nodes, request.model_dump_json() if nodes.leads else None)
     if rendezvous is not None:
         request = CalibrationRequest.model_validate_json(rendezvous.job)
     with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
         result_file = (result_file or Path(folder) / "calibration.json").resolve()
         try:
-            _measure(request, Path(folder), result_file, on_progress, rendezvous)
+            _run_ranks(request, Path(folder), result_file, on_progress, rendezvous)
         except RanksError as error:
             raise error if rendezvous is None else rendezvous.agreed(error) from None
         finally:
@@ -63,41 +62,26 @@ def calibrate(
         return Calibration.model_validate_json(result_file.read_bytes())
 
 
-def _measure(
+def _run_ranks(
     request: CalibrationRequest,
-    out_dir: Path,
+    folder: Path,
     result_file: Path,
     on_progress: Progress | None,
     rendezvous: Rendezvous | None,
 ) -> None:
-    """Runs the ranks of this machine."""
-    told: tuple[str, int] | None = None
+    reported: tuple[str, int] | None = None
 
     def on_poll(beats: Beats) -> None:
-        nonlocal told
+        nonlocal reported
         beat = next(iter(beats.values()), None)
-        if on_progress is None or beat is None or (beat.doing, beat.step) == told:
-            return
-        told = beat.doing, beat.step
-        on_progress(min(100, beat.step), 100, beat.doing)
+        if on_progress is not None and beat is not None and (beat.doing, beat.step) != reported:
+            reported = beat.doing, beat.step
+            on_progress(min(100, beat.step), 100, beat.doing)
 
-    request_file = out_dir / "request.json"
+    request_file = folder / "request.json"
     request_file.write_text(request.model_dump_json())
-    launch = Launch(
-        "executor.calibration.calibrate_worker",
-        (str(request_file), str(result_file)),
-        request.num_ranks,
-        out_dir,
-        _PATIENCE_S + request.budget_s,
-        rendezvous,
-    )
-    launch_ranks(launch, on_poll)
-
-
-def _check(request: CalibrationRequest) -> None:
-    problems = list(_problems(request))
-    if problems:
-        raise SpecError(problems)
+    module, args = "executor.calibration.calibrate_worker", (str(request_file), str(result_file))
+    launch_ranks(Launch(module, args, request.num_ranks, folder, _TIMEOUT_S + request.budget_s, rendezvous), on_poll)
 
 
 def _problems(request: CalibrationRequest) -> Iterator[Problem]:

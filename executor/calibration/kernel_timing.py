@@ -1,4 +1,4 @@
-"""Times the kernels of the grid, all ranks at once, each until its interval is narrow or the time is up."""
+"""Times the kernels of the grid on all ranks at once, each until its interval is narrow or the time is up."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import compress, product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.calibration.layer_timing import FsdpBench
-from executor.calibration.timing import TIMED_DTYPES, Stopwatch, of_rank_0, sample_of, together, wide
+from executor.calibration.layer_timing import FsdpCopies
+from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, of_rank_0, sample_of, together, wide
 from executor.models.norms import RMSNorm
-from simplan.cost.calibration import KernelName, KernelTiming, Sample, TimedDtype
+from simplan.cost.calibration import KernelName, KernelTiming, TimedDtype
 
-__all__ = ["GridSizes", "Probe", "fsdp_benches", "grid_sizes", "probes", "time_kernels"]
-
-_WIDTH = 1024  # of rows that norms and the loss run over
+_WIDTH = 1024  # of the rows of norms and the loss
 _TABLE_ROWS = 256
 _NUM_TENSORS = 4
+_MIN_TIMING_S = 3e-4
+_MAX_REPEATS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +30,24 @@ class GridSizes:
     """Sizes to time.
 
     Attributes:
-        dims: Of matrix products, each of rows, columns and depth.
-        most_volume: Largest rows x columns x depth.
-        most_elements: Largest matrix.
-        attention: Heads of all sequences, lengths, widths of heads.
-        most_scores: Largest heads x length x length x width.
-        elements: Of all other kernels.
+        dims: Rows, columns and depth of matmuls.
+        max_volume: Largest rows x columns x depth.
+        max_elements: Largest matrix.
+        attention: Heads of all sequences, sequence lengths, head_dims.
+        max_scores: Largest heads x length x length x head_dim.
+        elements: Elements of all other kernels.
     """
 
     dims: tuple[int, ...]
-    most_volume: int
-    most_elements: int
+    max_volume: int
+    max_elements: int
     attention: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    most_scores: int
+    max_scores: int
     elements: tuple[int, ...]
 
 
 def grid_sizes(device: torch.device, *, small: bool) -> GridSizes:
-    """What a device of its kind can time within minutes."""
+    """Sizes that such a device can time within minutes."""
     if small:
         return GridSizes((64, 256), 2**22, 2**16, ((8,), (64, 128), (32,)), 2**22, (2**12, 2**16))
     if device.type == "cuda":
@@ -63,54 +64,122 @@ class Probe:
     """One kernel at one size.
 
     Attributes:
-        kernel, sizes: As of ``KernelTiming``.
-        forward: Runs it, the n-th time.
-        inputs: What it has gradients of; none where its backward is not timed.
-        forward_s, backward_s: What it took, by round.
-        repeats: How often it runs in one timing, so that a timing is long enough.
+        kernel, sizes: As in ``KernelTiming``.
+        forward: Runs the kernel, for the n-th time.
+        inputs: Tensors that get gradients; empty where backward is not timed.
+        backward_kernel: Name of the backward, where that is a kernel of the grid.
+        seconds: Timings of forward and backward, by round.
+        repeats: Runs of the kernel in one timing, so that a timing is long enough.
     """
 
     kernel: KernelName
     sizes: tuple[int, ...]
-    forward: Callable[[int], object]
+    forward: Callable[[int], Any]
     inputs: Sequence[Tensor] = ()
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
+    backward_kernel: KernelName | None = None
+    seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     repeats: int = 1
+
+    def warm_up(self, watch: Stopwatch) -> None:
+        """Runs the kernel without counting, and sets the repeats; every rank must call this."""
+        for number in range(2):
+            self.round(watch, number)
+        once_s = of_rank_0(self.seconds[0][-1])
+        if self.backward_kernel is None:
+            self.repeats = min(_MAX_REPEATS, max(1, math.ceil(_MIN_TIMING_S / once_s)))
+        self.seconds = [], []
+
+    def round(self, watch: Stopwatch, number: int) -> None:
+        """Times forward, and backward if there is one."""
+        outputs: list[Tensor] = []
+
+        def forward() -> None:
+            for n in range(self.repeats):
+                output = self.forward(number * self.repeats + n)
+                if self.inputs:
+                    outputs.append(output)
+
+        self.seconds[0].append(watch(forward) / self.repeats)
+        if self.inputs:
+            gradient = torch.ones_like(outputs[0])
+
+            def backward() -> None:
+                while outputs:
+                    if self.backward_kernel is None:
+                        torch.autograd.grad(outputs.pop(), self.inputs, gradient)
+                    else:  # FSDP's hooks accumulate
+                        torch.autograd.backward(outputs.pop(), gradient)
+
+            self.seconds[1].append(watch(backward) / self.repeats)
+
+    def timings(self, dtype: TimedDtype, num_ranks: int) -> Iterator[KernelTiming]:
+        """The timings of all ranks; every rank must call this."""
+        timing = partial(KernelTiming, sizes=self.sizes, dtype=dtype, num_ranks=num_ranks)
+        forward_s = sample_of(self.seconds[0])
+        backward_s = sample_of(self.seconds[1]) if self.inputs else None
+        if self.backward_kernel is None or backward_s is None:
+            yield timing(kernel=self.kernel, seconds=forward_s, backward_s=backward_s)
+        else:
+            yield timing(kernel=self.kernel, seconds=forward_s)
+            yield timing(kernel=self.backward_kernel, seconds=backward_s)
+
+
+def time_kernels(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> list[KernelTiming]:
+    """Times every kernel at every size.
+
+    Args:
+        dtype: Precision; linear layers in FP8 are not timed.
+        bench: Place of the measurement.
+        small: Fewer and smaller sizes.
+    """
+    watch = Stopwatch(bench.device)
+    probes = list(kernel_probes(TIMED_DTYPES[dtype], bench.device, grid_sizes(bench.device, small=small)))
+    for probe in probes:
+        probe.warm_up(watch)
+    still_open, done = probes, 0
+    while still_open and bench.keep_going(done):
+        for probe in still_open:
+            together()
+            probe.round(watch, done)
+        still_open = list(compress(still_open, of_rank_0([any(map(wide, probe.seconds)) for probe in still_open])))
+        done += 1
+    return [timing for probe in probes for timing in probe.timings(dtype, bench.num_ranks)]
 
 
 class _Pool:
-    """Random numbers to take operands from."""
+    """Random numbers for operands."""
 
     def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self._numbers = torch.randn(num_elements, device=device, dtype=dtype).mul_(0.1)
 
     def take(self, rows: int, columns: int, place: int) -> Tensor:
-        """A matrix; other places do not overlap, as far as there is room."""
+        """A matrix; those of other places do not overlap, as far as the pool is large enough."""
         size = rows * columns
         first = place * size % max(1, self._numbers.numel() - size + 1) // 64 * 64
         return self._numbers[first : first + size].view(rows, columns)
 
 
-def probes(dtype: torch.dtype, device: torch.device, sizes: GridSizes) -> Iterator[Probe]:
-    """Every kernel at every size, but FSDP's copies."""
-    pool = _Pool(4 * sizes.most_elements, dtype, device)
+def kernel_probes(dtype: torch.dtype, device: torch.device, sizes: GridSizes) -> Iterator[Probe]:
+    """Every kernel at every size."""
+    pool = _Pool(4 * sizes.max_elements, dtype, device)
     one = torch.zeros(1, device=device)
     yield Probe("launch", (1,), lambda _: one.add_(1))
     for rows, columns, depth in product(sizes.dims, repeat=3):
         largest = max(rows * depth, columns * depth, rows * columns)
-        if rows * columns * depth <= sizes.most_volume and largest <= sizes.most_elements:
-            yield from _products(pool, rows, columns, depth)
+        if rows * columns * depth <= sizes.max_volume and largest <= sizes.max_elements:
+            yield from _matmuls(pool, rows, columns, depth)
     for heads, length, width in product(*sizes.attention):
-        if heads * length * length * width <= sizes.most_scores:
+        if heads * length * length * width <= sizes.max_scores:
             yield _attention(heads, length, width, dtype, device)
     for elements in sizes.elements:
         yield from _elementwise(elements, dtype, device)
         yield from _of_parameters(elements, device)
+    for elements in sizes.elements:
+        yield _fsdp_copies(elements, dtype, device)
 
 
-def _products(pool: _Pool, rows: int, columns: int, depth: int) -> Iterator[Probe]:
-    """A linear layer's three products, their operands laid out as autograd has them."""
+def _matmuls(pool: _Pool, rows: int, columns: int, depth: int) -> Iterator[Probe]:
+    """The three matmuls of a linear layer, with operands laid out as autograd has them."""
     sizes = rows, columns, depth
 
     def linear(n: int, x: Tensor) -> Tensor:
@@ -168,7 +237,7 @@ def _elementwise(elements: int, dtype: torch.dtype, device: torch.device) -> Ite
 
 
 def _of_parameters(elements: int, device: torch.device) -> Iterator[Probe]:
-    """What is done to parameters and gradients, which are fp32."""
+    """Kernels on parameters and gradients, which are FP32."""
     parts = [nn.Parameter(torch.randn(elements // _NUM_TENSORS, device=device)) for _ in range(_NUM_TENSORS)]
     others = [torch.randn_like(part) for part in parts]
     for part in parts:
@@ -200,90 +269,10 @@ def _of_parameters(elements: int, device: torch.device) -> Iterator[Probe]:
     yield Probe("sgd", sizes, partial(step, optimizer=torch.optim.SGD(parts, lr=1e-6, fused=True)))
 
 
-def fsdp_benches(
-    dtype: torch.dtype, device: torch.device, sizes: GridSizes
-) -> Iterator[tuple[tuple[int, ...], FsdpBench]]:
-    """Parameters by number, as a few matrices of one layer that FSDP shards."""
-    narrow = None if dtype in (torch.float32, torch.float64) else dtype
-    for elements in sizes.elements:
-        side = max(2, int((elements // _NUM_TENSORS) ** 0.5))
-        layer = nn.ModuleList(nn.Linear(side, side, bias=False, device=device) for _ in range(_NUM_TENSORS))
-        yield (_NUM_TENSORS * side * side,), FsdpBench(layer, narrow, device)
-
-
-_SHORTEST_S = 3e-4
-_MOST_REPEATS = 16
-
-
-def time_kernels(
-    dtype: TimedDtype, num_ranks: int, device: torch.device, keep_going: Callable[[int], bool], *, small: bool = False
-) -> list[KernelTiming]:
-    """Times every kernel at every size.
-
-    Args:
-        dtype: Precision; of the linear layers that are in 8 bits nothing is timed here.
-        num_ranks: Ranks that do this at the same time.
-        device: Where.
-        keep_going: Asked before each round with the number of rounds done; the same answer on all ranks.
-        small: Fewer and smaller sizes.
-    """
-    watch, sizes = Stopwatch(device), grid_sizes(device, small=small)
-    found = list(probes(TIMED_DTYPES[dtype], device, sizes))
-    for probe in found:
-        _round(probe, watch, 0)
-        once_s = of_rank_0(_round(probe, watch, 1))
-        probe.repeats = min(_MOST_REPEATS, max(1, math.ceil(_SHORTEST_S / once_s)))
-        probe.forward_s.clear()
-        probe.backward_s.clear()
-    benches: list[tuple[tuple[int, ...], FsdpBench, tuple[list[float], list[float]]]] = []
-    benches += ((numbers, bench, ([], [])) for numbers, bench in fsdp_benches(TIMED_DTYPES[dtype], device, sizes))
-    for _, bench, _ in benches:
-        bench.round()
-    done, still_open = 0, found
-    while still_open and keep_going(done):
-        for probe in still_open:
-            together()
-            _round(probe, watch, done)
-        for _, bench, seconds in benches:
-            together()
-            for part, took_s in zip(seconds, bench.round(), strict=True):
-                part.append(took_s)
-        done += 1
-        are_wide = of_rank_0([wide(probe.forward_s) or wide(probe.backward_s) for probe in still_open])
-        still_open = [probe for probe, is_wide in zip(still_open, are_wide, strict=True) if is_wide]
-
-    def timing(kernel: KernelName, shape: tuple[int, ...], seconds: Sample, backward: Sample | None) -> KernelTiming:
-        return KernelTiming(
-            kernel=kernel, sizes=shape, dtype=dtype, num_ranks=num_ranks, seconds=seconds, backward_s=backward
-        )
-
-    timings = [
-        timing(p.kernel, p.sizes, sample_of(p.forward_s), sample_of(p.backward_s) if p.inputs else None) for p in found
-    ]
-    for shape, _, (gather_s, reduce_s) in benches:
-        timings.append(timing("gather_copy", shape, sample_of(gather_s), None))
-        timings.append(timing("reduce_copy", shape, sample_of(reduce_s), None))
-    return timings
-
-
-def _round(probe: Probe, watch: Stopwatch, number: int) -> float:
-    """Times a probe once; gives the time of its forward."""
-    outputs: list[torch.Tensor] = []
-
-    def forward() -> None:
-        for n in range(probe.repeats):
-            output = probe.forward(number * probe.repeats + n)
-            if probe.inputs:
-                assert isinstance(output, torch.Tensor)
-                outputs.append(output)
-
-    probe.forward_s.append(watch(forward) / probe.repeats)
-    if probe.inputs:
-        gradient = torch.ones_like(outputs[0])
-
-        def backward() -> None:
-            while outputs:
-                torch.autograd.grad(outputs.pop(), probe.inputs, gradient)
-
-        probe.backward_s.append(watch(backward) / probe.repeats)
-    return probe.forward_s[-1]
+def _fsdp_copies(elements: int, dtype: torch.dtype, device: torch.device) -> Probe:
+    """FSDP's copies around the collectives of a few matrices."""
+    side = max(2, int((elements // _NUM_TENSORS) ** 0.5))
+    layer = nn.ModuleList(nn.Linear(side, side, bias=False, device=device) for _ in range(_NUM_TENSORS))
+    copies = FsdpCopies(layer, None if dtype in (torch.float32, torch.float64) else dtype, device)
+    sizes = (_NUM_TENSORS * side * side,)
+    return Probe("gather_copy", sizes, lambda _: copies.gather(), (copies.input,), "reduce_copy")

@@ -1,4 +1,4 @@
-"""Repeated timings, gathered over ranks."""
+"""Repeated timings on all ranks at once, and their statistics."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from simplan.cost.calibration import Sample, TimedDtype
-
-__all__ = ["TIMED_DTYPES", "Reference", "Stopwatch", "gathered", "of_rank_0", "sample_of", "together", "wide"]
 
 _Value = TypeVar("_Value")
 
@@ -24,22 +24,40 @@ TIMED_DTYPES: dict[TimedDtype, torch.dtype] = {
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # all but the linear layers of blocks
+    "fp8": torch.bfloat16,  # of everything except the linear layers of blocks
 }
-_FEWEST = 8
-_AHEAD_CYCLES = 20_000_000  # of the device's clock: some 10 ms
-_NARROW = 0.015  # of the median
+_MIN_TIMINGS = 8
+_AHEAD_CYCLES = 20_000_000  # of the device's clock: about 10 ms
+_MAX_HALF_WIDTH = 0.015  # of the median
 _P10_TO_P90 = 2.563  # of a normal distribution, in standard deviations
+
+KeepGoing = Callable[[int], bool]
+"""Takes the number of finished rounds; True for another round. All ranks get the same answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Place of a measurement.
+
+    Attributes:
+        num_ranks: Ranks of each node, which all take part at the same time.
+        device: Device of this rank.
+        keep_going: Called before each round.
+    """
+
+    num_ranks: int
+    device: torch.device
+    keep_going: KeepGoing
 
 
 class Stopwatch:
-    """Times calls on a device; on CUDA a call ends when its kernels have."""
+    """Times calls on a device; on CUDA a call ends when its kernels have ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def __call__(self, run: Callable[..., object], *args: object, **kwargs: object) -> float:
-        """Seconds that ``run(*args, **kwargs)`` takes."""
+        """Seconds of ``run(*args, **kwargs)``."""
         if self._cuda:
             torch.cuda.synchronize()
         start_s = time.perf_counter()
@@ -49,9 +67,9 @@ class Stopwatch:
         return time.perf_counter() - start_s
 
     def each(self, calls: Iterable[Callable[[], object]]) -> list[float]:
-        """Seconds of each of several calls in a row; on CUDA launching them does not count.
+        """Seconds of each of several calls in a row; on CUDA without their launch overhead.
 
-        The device is kept busy first, so that the host is ahead of it, as it is inside of a step.
+        The device is kept busy first, so that the host is ahead of it, as inside a step.
         """
         if not self._cuda:
             return [self(call) for call in calls]
@@ -69,12 +87,12 @@ class Stopwatch:
     def beside(
         self, begin: Callable[[], object], run: Callable[[], object], wait: Callable[[], object]
     ) -> tuple[float, float]:
-        """Seconds until ``run`` is done, and until all is, begun together.
+        """Seconds until ``run`` has ended, and until everything has.
 
         Args:
-            begin: Starts something that goes on by itself, on CUDA on another stream.
-            run: What runs beside it.
-            wait: Waits for what was begun.
+            begin: Starts asynchronous work, on CUDA on another stream.
+            run: Overlaps with that work.
+            wait: Waits for that work.
         """
         if not self._cuda:
             start_s = time.perf_counter()
@@ -84,7 +102,7 @@ class Stopwatch:
             wait()
             return ran_s, time.perf_counter() - start_s
         torch.cuda.synchronize()
-        # events, for a synchronization before the products would wait for the collectives
+        # events, because a synchronization before the matmuls would wait for the collectives
         start, ran, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
         start.record()
         begin()
@@ -97,84 +115,68 @@ class Stopwatch:
 
 
 def together() -> None:
-    """Waits for all ranks, so that what follows runs on all of them at once."""
+    """Waits for all ranks, so that they start the next timing simultaneously."""
     if dist.get_world_size() > 1:
         dist.barrier()
 
 
 def gathered(value: _Value) -> list[_Value]:
     """The values of all ranks; every rank must call this."""
-    found: list[_Value] = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[_Value] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def of_rank_0(value: _Value) -> _Value:
-    """What rank 0 says, so that all ranks do the same."""
-    told = [value]
+    """The value of rank 0; every rank must call this."""
+    values = [value]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def wide(seconds: Sequence[float]) -> bool:
-    """Whether the median is not known well yet: its 95 % interval, from quartiles, is wider than 1.5 % either way.
+    """True while the 95 % interval of the median, from quartiles, is wider than 1.5 % either way.
 
-    The half-width is 1.57 (q3 - q1) / sqrt(n) (McGill, Tukey and Larsen 1978). Nothing timed is known well.
+    The half-width is 1.57 (q3 - q1) / sqrt(n) (McGill, Tukey and Larsen 1978). Nothing timed is not wide.
     """
     if not seconds:
         return False
-    if len(seconds) < _FEWEST:
+    if len(seconds) < _MIN_TIMINGS:
         return True
-    ordered = sorted(seconds)
-    quartiles_s = _quantile(ordered, 0.75) - _quantile(ordered, 0.25)
-    return 1.57 * quartiles_s / math.sqrt(len(ordered)) > _NARROW * _quantile(ordered, 0.5)
+    low_s, median_s, high_s = np.quantile(seconds, (0.25, 0.5, 0.75))
+    return bool(1.57 * (high_s - low_s) / math.sqrt(len(seconds)) > _MAX_HALF_WIDTH * median_s)
 
 
 def sample_of(seconds: Sequence[float], per_round: int = 1) -> Sample:
-    """What the timings of all ranks come to; every rank must call this.
+    """Statistics over the timings of all ranks; every rank must call this.
 
     Args:
         seconds: This rank's timings in order.
-        per_round: How many of them belong to one round.
+        per_round: Timings of one round.
     """
     of_ranks = gathered(list(seconds))
-    ordered = sorted(value for values in of_ranks for value in values)
-    low_s, high_s = _quantile(ordered, 0.05), _quantile(ordered, 0.95)
-    rounds = sorted(
-        statistics.fmean(values[first : first + per_round])
-        for values in of_ranks
-        for first in range(0, len(values), per_round)
-    )
-    mean_s = statistics.fmean(min(max(value, low_s), high_s) for value in ordered)
+    values_s = np.concatenate(of_ranks)
+    rounds_s = [np.mean(of_rank[i : i + per_round]) for of_rank in of_ranks for i in range(0, len(of_rank), per_round)]
+    mean_s = float(values_s.clip(*np.quantile(values_s, (0.05, 0.95))).mean())
+    low_s, high_s = np.quantile(values_s, (0.1, 0.9))
+    low_round_s, high_round_s = np.quantile(rounds_s, (0.1, 0.9))
     return Sample(
         mean_s=mean_s,
-        low_s=_quantile(ordered, 0.1),
-        high_s=_quantile(ordered, 0.9),
-        round_std=(_quantile(rounds, 0.9) - _quantile(rounds, 0.1)) / _P10_TO_P90 / mean_s,
-        num_repeats=len(ordered),
+        low_s=float(low_s),
+        high_s=float(high_s),
+        round_std=float(high_round_s - low_round_s) / _P10_TO_P90 / mean_s,
+        num_repeats=len(values_s),
     )
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the neighbours, as numpy's."""
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-_SIZES = {"cpu": (384, torch.float32), "cuda": (4096, torch.bfloat16)}
-_LEAST_S = 0.02
-_MOST_PRODUCTS = 200
+_MATMULS = {"cpu": (384, torch.float32), "cuda": (4096, torch.bfloat16)}
+_MIN_REFERENCE_S = 0.02
+_MAX_MATMULS = 200
 
 
 class Reference:
-    """The product, on all ranks at once.
-
-    Args:
-        device: Where.
-    """
+    """The reference matmul, on all ranks at once: a measure of the machine's speed at the moment."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -182,37 +184,30 @@ class Reference:
         self._seconds: list[float] = []
 
     def time_once(self) -> float:
-        """Mean seconds of a product over at least a fiftieth of a second; every rank must call this.
+        """Mean seconds of a matmul over at least a fiftieth of a second; every rank must call this.
 
-        Its matrices are given back before this returns, so they do not count in what a step needs.
+        The matrices are freed before this returns, so they do not count in the memory of a step.
         """
-        size, dtype = _SIZES[self._device.type]
+        size, dtype = _MATMULS[self._device.type]
         first = torch.full((size, size), 0.5, dtype=dtype, device=self._device)
         second, product = torch.full_like(first, 0.5), torch.empty_like(first)
         torch.mm(first, second, out=product)
         together()
         spent_s, count = 0.0, 0
-        while spent_s < _LEAST_S and count < _MOST_PRODUCTS:
+        while spent_s < _MIN_REFERENCE_S and count < _MAX_MATMULS:
             spent_s += self._watch(torch.mm, first, second, out=product)
             count += 1
         self._seconds.append(spent_s / count)
         return self._seconds[-1]
 
-    def beside(self, keep_going: Callable[[int], bool]) -> Callable[[int], bool]:
-        """Times the product before every round that ``keep_going`` allows."""
-
-        def timed(done: int) -> bool:
-            going = keep_going(done)
-            if going:
-                self.time_once()
-            return going
-
-        return timed
+    def before_rounds(self, keep_going: KeepGoing) -> KeepGoing:
+        """Times the matmul before every round that ``keep_going`` allows."""
+        return lambda done: keep_going(done) and self.time_once() > 0.0
 
     def median_s(self) -> float | None:
-        """Of all that was timed on all ranks, None for nothing; every rank must call this.
+        """Median over all timings of all ranks, None without any; every rank must call this.
 
-        Not the mean: one stall of the machine in so short a time would count as if it were slow throughout.
+        Not the mean: one stall of the machine in so short a time would count like a slow machine.
         """
-        found = [seconds for of_rank in gathered(self._seconds) for seconds in of_rank]
-        return statistics.median(found) if found else None
+        seconds = [value for of_rank in gathered(self._seconds) for value in of_rank]
+        return statistics.median(seconds) if seconds else None

@@ -15,10 +15,10 @@ from executor.checks import check_rehearsal
 from executor.distributed.precision import allow_tf32
 from executor.dry_run.account import Account, CountingRecorder, counted_steps
 from executor.dry_run.fake_rank import alone_as, fake_rank
-from executor.environment import environment
 from executor.profiling.ledger import Ledger
 from executor.profiling.memory import forget_peaks, peak_memory
 from executor.profiling.recorder import Recorder, StepRecord, make_clock
+from executor.profiling.results import environment
 from executor.train.trainer import Trainer
 from executor.worker import use_device
 from simplan.errors import RunError

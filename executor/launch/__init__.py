@@ -1,1 +1,1 @@
-"""Starting ranks with torchrun's elastic agent, watching them, and saying why they ended."""
+"""Ranks started with torchrun's elastic agent, watched, and the reasons why they ended."""

@@ -1,8 +1,8 @@
 """Runs ranks with torchrun's elastic agent in this process, and watches those of this node.
 
-The agent has the main thread; a second one reads heartbeats, tells how far the run is and kills a rank that hangs,
-which the agent then takes for a failed one. Whatever happens, no process is left behind: the agent ends the ranks, and
-Linux does when this process is killed.
+The agent has the main thread. A second thread reads heartbeats, reports progress and kills a rank that hangs, which the
+agent then takes for a failed one. No process is left behind: the agent ends the ranks, and Linux does when this process
+is killed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -30,13 +30,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from executor.launch.errors import RankEnd, RanksError
+from executor.launch.errors import RankEnd, RanksError, num_kernel_kills
 from executor.launch.nodes import Rendezvous
-from executor.launch.rank import PARENT_VARIABLE, RankFiles, num_kernel_kills
+from executor.launch.rank import PARENT_VARIABLE, RankFiles
 from executor.launch.watchdog import Beats, Stall, find_stall, late_in_collective, read_beat, read_dump
 from simplan.errors import RunError
-
-__all__ = ["Agent", "Launch", "Start", "Torchrun", "launch_ranks", "rank_environment"]
 
 _POLL_S = 0.1
 _DUMP_S = 2.0  # for Flight Recorder's dumps
@@ -46,7 +44,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 
 _RANK_ENVIRONMENT = {
     # For glibc on CPU ranks: freed tensors stay with the process, as a caching allocator keeps them on a GPU. Without
-    # it every large tensor is mapped and faulted in anew, so that a kernel's time depends on what was freed before it.
+    # it every large tensor is mapped and faulted in again, so that a kernel's time depends on what was freed before it.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**62),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -54,12 +52,12 @@ _RANK_ENVIRONMENT = {
 
 
 class Start(NamedTuple):
-    """The agent starts ranks, for the first time or again.
+    """Start of ranks by the agent.
 
     Attributes:
         ranks: Global ranks of this node.
-        num_ranks: Of all nodes: WORLD_SIZE.
-        restarts: How often ranks that failed have been started again.
+        num_ranks: Ranks of all nodes: WORLD_SIZE.
+        restarts: Number of restarts after failures so far.
     """
 
     ranks: tuple[int, ...]
@@ -67,21 +65,25 @@ class Start(NamedTuple):
     restarts: int
 
 
+OnStart = Callable[[Start, RunError | None], None]
+"""Called when ranks start, with the failure of the ranks before; None at first and where nodes came or left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is to be run.
+    """Request to run ranks.
 
     Attributes:
         module: Module that is one rank's program; its main calls ``executor.launch.rank.live_as_rank``.
-        args: Its command line.
+        args: Command line of the module.
         num_ranks: Ranks on this node.
         out_dir: Folder of the run, which exists; gets torchrun's log folder.
-        timeout_s: A rank without a sign of life for so long hangs.
-        rendezvous: With the other nodes; None for this machine alone.
-        max_restarts: How often ranks are started again when some failed or hang.
-        folder_of: Where the files of ranks are, by WORLD_SIZE.
-        num_active: How many ranks of WORLD_SIZE have work; the others are idle.
-        predicted_bytes: By rank, what it was predicted to need on its device; for saying so when it was too much.
+        timeout_s: A rank without a heartbeat for longer hangs.
+        rendezvous: Connection to the other nodes; None for this machine alone.
+        max_restarts: Restarts of all ranks after failures or hangs.
+        layout: Folder of the ranks' files and number of ranks that have work, by WORLD_SIZE; other ranks are idle.
+            None for ``out_dir`` and all ranks.
+        predicted_bytes: Predicted peak memory by rank, for messages about ranks that were killed; may be empty.
     """
 
     module: str
@@ -91,43 +93,32 @@ class Launch:
     timeout_s: float
     rendezvous: Rendezvous | None = None
     max_restarts: int = 0
-    folder_of: Callable[[int], Path] | None = None
-    num_active: Callable[[int], int] = lambda num_ranks: num_ranks
+    layout: Callable[[int], tuple[Path, int]] | None = None
     predicted_bytes: tuple[int, ...] = ()
-
-    def files(self, rank: int, num_ranks: int) -> RankFiles:
-        """Of one of so many ranks."""
-        return RankFiles(self.out_dir if self.folder_of is None else self.folder_of(num_ranks), rank)
-
-
-OnStart = Callable[[Start, RunError | None], None]
-"""Called when ranks are started, with why those before them have ended; None at first and where nodes came or left."""
 
 
 class Logs(DefaultLogsSpecs):
-    """torchrun's log folders; it asks for them whenever it starts ranks.
+    """torchrun's log folders, which the agent requests whenever it starts ranks.
 
     Args:
-        log_dir: The folder.
-        before, after: Called before folders are made, and with them.
+        log_dir: Root of the folders.
+        on_start: Called with each start and its folders.
     """
 
-    def __init__(self, log_dir: Path, before: Callable[[], None], after: Callable[[Start, LogsDest], None]) -> None:
+    def __init__(self, log_dir: Path, on_start: Callable[[Start, LogsDest], None]) -> None:
         super().__init__(str(log_dir), redirects=Std.ALL)
-        self._before, self._after = before, after
+        self._on_start = on_start
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """As torch's."""
-        self._before()
-        made = super().reify(envs)
-        first = envs[0]
+        """Makes the folders for ranks with these environments."""
+        made, first = super().reify(envs), envs[0]
         ranks = tuple(int(env["RANK"]) for env in envs.values())
-        self._after(Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"])), made)
+        self._on_start(Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"])), made)
         return made
 
 
 class Agent:
-    """What starts ranks and waits for them, in the main thread: torchrun's, as ``torchrun`` itself runs it."""
+    """torchrun's elastic agent in the main thread; tests replace this class by one that forks ranks."""
 
     def run(self, launch: Launch, logs: Logs) -> None:
         """Returns when all ranks have finished.
@@ -137,22 +128,6 @@ class Agent:
             SignalException: ``stop`` was called, or this process got a signal; ranks have ended.
             RendezvousError: The other nodes did not come.
         """
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Has ``run`` end the ranks and raise; called from another thread."""
-        raise NotImplementedError
-
-    def abandon(self, error: RunError) -> NoReturn:
-        """Ends this process and its ranks at once: ``run`` waits for a store that does not answer."""
-        raise NotImplementedError
-
-
-class Torchrun(Agent):
-    """torchrun's elastic agent."""
-
-    def run(self, launch: Launch, logs: Logs) -> None:
-        """As said."""
         rendezvous = launch.rendezvous
         nodes = None if rendezvous is None else rendezvous.nodes
         os.environ.update(rank_environment(rendezvous))
@@ -174,22 +149,12 @@ class Torchrun(Agent):
             launch_agent(config, sys.executable, arguments)
 
     def stop(self) -> None:
-        """As said."""
+        """Makes ``run`` end the ranks and raise; called from another thread."""
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def abandon(self, error: RunError) -> NoReturn:
-        """As said; Linux ends the ranks with this process."""
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-
-
-make_agent: Callable[[], Agent] = Torchrun
-"""Tests put ranks here that are forked."""
 
 
 def rank_environment(rendezvous: Rendezvous | None = None) -> dict[str, str]:
-    """Ranks import the same packages as we do, and nothing from the folder they happen to start in."""
+    """Environment of ranks, which import the packages of this process and nothing from their working folder."""
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun would set and announce one thread per rank; the ranks set their own number.
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
@@ -205,33 +170,29 @@ def launch_ranks(
     """Runs this node's ranks until all have finished.
 
     Args:
-        launch: What is run.
-        on_poll: Called a few times per second with the last beat of every rank of this node; what it raises ends the
-            run and is raised here.
-        on_start: Called whenever ranks are started.
+        launch: The request.
+        on_poll: Called a few times per second with the last heartbeats of this node's ranks; an exception of it ends
+            the run and is raised here.
+        on_start: Called whenever ranks start.
 
     Raises:
         RanksError: A rank raised, was killed, left early or hung; one sentence says which and why.
         RunError: The other nodes did not come.
         KeyboardInterrupt, SystemExit: This process got SIGINT or SIGTERM; ranks had the time for a checkpoint.
     """
-    agent = make_agent()
+    agent = Agent()
     watch = _Watch(launch, agent, on_poll, on_start)
-    logs = Logs(launch.out_dir / "logs", watch.look_back, watch.ranks_start)
     watch.thread.start()
     try:
-        agent.run(launch, logs)
+        agent.run(launch, Logs(launch.out_dir / "logs", watch.ranks_start))
     except ChildFailedError as failed:
         watch.poll()
         raise watch.cause({rank: failure.exitcode for rank, failure in failed.failures.items()}) from None
     except SignalException as error:
-        watch.done.set()
-        watch.thread.join()
-        if watch.raised is not None:
-            raise watch.raised from None
-        if error.sigval == signal.SIGINT:
+        watch.end()
+        if watch.raised is None and error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise SystemExit(128 + int(error.sigval)) from None
+        raise watch.raised or SystemExit(128 + int(error.sigval)) from None
     except RendezvousTimeoutError:
         raise RunError(_too_few(launch)) from None
     except RendezvousClosedError:
@@ -240,11 +201,10 @@ def launch_ranks(
         at = launch.rendezvous.nodes.endpoint if launch.rendezvous else "this machine"
         raise RanksError(f"the store of the run at {at} cannot be reached: {error}", is_consequence=True) from None
     finally:
-        watch.done.set()
-        watch.thread.join()
+        watch.end()
     if watch.raised is not None:
         raise watch.raised
-    watch.poll()  # how far it came at last
+    watch.poll()  # the last steps
 
 
 def _too_few(launch: Launch) -> str:
@@ -254,54 +214,49 @@ def _too_few(launch: Launch) -> str:
     return f"{least} nodes did not meet at {nodes.endpoint} within {nodes.join_timeout_s:g} s"
 
 
-@dataclass(slots=True)
 class _Watch:
-    """The second thread, and what it knows about the ranks that run."""
+    """The second thread and its knowledge of the running ranks.
 
-    launch: Launch
-    agent: Agent
-    on_poll: Callable[[Beats], None] | None
-    on_start: OnStart | None
-    done: threading.Event = field(default_factory=threading.Event)
-    raised: BaseException | None = None
-    start: Start | None = None
-    _started_s: float = 0.0
-    _kills: int = 0
-    _stall: Stall | None = None
-    _stalled_s: float = 0.0
-    _before: RanksError | None = None
-    _error_files: dict[int, Path] = field(default_factory=dict)
-    _logs: dict[int, Path] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    thread: threading.Thread = field(init=False)
+    Attributes:
+        raised: Exception that ended the thread.
+    """
 
-    def __post_init__(self) -> None:
-        """Makes the thread."""
+    def __init__(
+        self, launch: Launch, agent: Agent, on_poll: Callable[[Beats], None] | None, on_start: OnStart | None
+    ) -> None:
+        self._launch, self._agent, self._on_poll, self._on_start = launch, agent, on_poll, on_start
+        self._done, self._lock = threading.Event(), threading.Lock()
+        self._start: Start | None = None
+        self._started_s, self._kills = 0.0, 0
+        self._stall: Stall | None = None
+        self._stalled_s = 0.0
+        self._files: dict[int, RankFiles] = {}  # of ranks that have work
+        self._num_active = 0
+        self._error_files: dict[int, Path] = {}
+        self._logs: dict[int, Path] = {}
+        self.raised: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def look_back(self) -> None:
-        """Ranks are about to be started: why those before them have ended."""
-        self._before = None if self.start is None else self.cause(None)
-
     def ranks_start(self, start: Start, logs: LogsDest) -> None:
-        """They are started now."""
-        before, launch = self.start, self.launch
+        """Called by the agent when it starts ranks."""
+        failed = self._start is not None and start.restarts > self._start.restarts
+        why = self.cause(None) if failed else None  # where nodes came or left, torchrun has removed the error files
         with self._lock:
-            failed = before is not None and start.restarts > before.restarts
-            self.start, self._stall = start, None
+            self._start, self._stall = start, None
             self._started_s, self._kills = time.monotonic(), num_kernel_kills()
-            local = dict(enumerate(start.ranks))
-            self._error_files = {rank: Path(logs.error_files[k]) for k, rank in local.items()}
-            self._logs = {rank: Path(logs.stderrs[k]) for k, rank in local.items()}
-            for rank in start.ranks:
-                files = launch.files(rank, start.num_ranks)
+            self._error_files = {rank: Path(logs.error_files[k]) for k, rank in enumerate(start.ranks)}
+            self._logs = {rank: Path(logs.stderrs[k]) for k, rank in enumerate(start.ranks)}
+            layout, out_dir = self._launch.layout, self._launch.out_dir
+            folder, self._num_active = (out_dir, start.num_ranks) if layout is None else layout(start.num_ranks)
+            self._files = {rank: RankFiles(folder, rank) for rank in start.ranks if rank < self._num_active}
+            for files in self._files.values():
                 files.heartbeat.unlink(missing_ok=True)
                 files.dump.unlink(missing_ok=True)
-        if self.on_start is not None:
-            self.on_start(start, self._before if failed else None)
+        if self._on_start is not None:
+            self._on_start(start, why)
 
     def cause(self, exits: dict[int, int] | None) -> RanksError:
-        """Why the ranks have ended."""
+        """Reason for which the ranks have ended."""
         with self._lock:
             if self._stall is not None:
                 return RanksError(self._stall.sentence)
@@ -311,50 +266,51 @@ class _Watch:
                 self._logs,
                 exits,
                 kernel_killed=num_kernel_kills() > self._kills,
-                predicted_bytes=self.launch.predicted_bytes,
+                predicted_bytes=self._launch.predicted_bytes,
             ).cause()
 
     def poll(self) -> None:
-        """Tells how far the ranks are."""
-        if self.on_poll is not None and self.start is not None:
-            self.on_poll(self._beats())
+        """Reports progress."""
+        if self._on_poll is not None and self._start is not None:
+            self._on_poll(self._beats())
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._done.set()
+        self.thread.join()
 
     def _beats(self) -> Beats:
-        start = self.start
-        if start is None:
-            return {}
-        active = self.launch.num_active(start.num_ranks)
-        return {
-            rank: read_beat(self.launch.files(rank, start.num_ranks).heartbeat) for rank in start.ranks if rank < active
-        }
+        return {rank: read_beat(files.heartbeat) for rank, files in self._files.items()}
 
     def _run(self) -> None:
         try:
-            while not self.done.wait(_POLL_S):
+            while not self._done.wait(_POLL_S):
                 with self._lock:
-                    if self.start is not None:
+                    if self._start is not None:
                         self.poll()
-                        self._end_a_stall(self.start)
+                        self._end_a_stall(len(self._start.ranks))
         except BaseException as error:
             self.raised = error
-            self.agent.stop()
+            self._agent.stop()
 
-    def _end_a_stall(self, start: Start) -> None:
+    def _end_a_stall(self, num_local_ranks: int) -> None:
         if self._stall is not None:
-            rendezvous = self.launch.rendezvous
+            rendezvous = self._launch.rendezvous
             if rendezvous is not None and time.monotonic() > self._stalled_s + _HEED_S:
-                at = rendezvous.nodes.endpoint
-                self.agent.abandon(RunError(f"{self._stall.sentence}; the store at {at} does not answer"))
+                # the agent waits for a store that does not answer; Linux ends the ranks with this process
+                sys.stderr.write(f"{self._stall.sentence}; the store at {rendezvous.nodes.endpoint} does not answer\n")
+                sys.stderr.flush()
+                os._exit(RunError.exit_code)
             return
         beats = self._beats()
-        others = len(start.ranks) < self.launch.num_active(start.num_ranks)
-        stall = find_stall(beats, self._started_s, self.launch.timeout_s, others=others)
+        others = num_local_ranks < self._num_active
+        stall = find_stall(beats, self._started_s, self._launch.timeout_s, others=others)
         if stall is None:
             return
         pids = [beat.pid for beat in beats.values() if beat is not None]
         if pids and not any(_is_there(pid) for pid in pids):
             return  # torchrun has ended them, and waits for other nodes
-        stall = self._by_flight_recorder(start, beats) or stall
+        stall = self._by_flight_recorder(beats) or stall
         beat = beats[stall.rank]
         if beat is None:
             raise RanksError(stall.sentence)
@@ -362,21 +318,20 @@ class _Watch:
             os.kill(beat.pid, signal.SIGKILL)
             self._stall, self._stalled_s = stall, time.monotonic()
 
-    def _by_flight_recorder(self, start: Start, beats: Beats) -> Stall | None:
-        """What the ranks' dumps say, where they record collectives: always on CUDA, else with TORCH_FR_BUFFER_SIZE."""
-        files = {rank: self.launch.files(rank, start.num_ranks) for rank in beats}
+    def _by_flight_recorder(self, beats: Beats) -> Stall | None:
+        """The hang by the ranks' dumps, which have collectives on CUDA, on the CPU with TORCH_FR_BUFFER_SIZE."""
+        dumps = {rank: files.dump for rank, files in self._files.items()}
         for beat in beats.values():
             if beat is not None:
                 with suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGUSR1)
         end_s = time.monotonic() + _DUMP_S
-        while time.monotonic() < end_s and not all(of_rank.dump.exists() for of_rank in files.values()):
+        while time.monotonic() < end_s and not all(file.exists() for file in dumps.values()):
             time.sleep(_POLL_S)
-        dumps = {rank: dump for rank, of_rank in files.items() if (dump := read_dump(of_rank.dump)) is not None}
-        late = late_in_collective(dumps)
+        late = late_in_collective({rank: dump for rank, file in dumps.items() if (dump := read_dump(file)) is not None})
         if late is None:
             return None
-        return Stall(late.rank, f"no progress for {self.launch.timeout_s:g} s: {late.sentence}")
+        return Stall(late.rank, f"no progress for {self._launch.timeout_s:g} s: {late.sentence}")
 
 
 def _is_there(pid: int) -> bool:
@@ -389,7 +344,7 @@ def _is_there(pid: int) -> bool:
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Torch's agent takes over handlers of signals, and keeps them."""
+    """Puts back the signal handlers that torch's agent replaces."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     previous = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -401,7 +356,7 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextmanager
 def _logging_to(file: Path) -> Iterator[None]:
-    """What torch's agent logs is none of our messages."""
+    """Sends the log of torch's agent to a file instead of stderr."""
     logger = logging.getLogger("torch.distributed")
     handler = logging.FileHandler(file, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -1,7 +1,7 @@
-"""The other nodes of a run: one store of torch's on the node at the endpoint, which torchrun's rendezvous uses as well.
+"""The other nodes of a run: a TCPStore on the node at the endpoint, which torchrun's rendezvous uses too.
 
-The leading node puts the job into the store, from where the others take it; at the end all of them leave there what
-their ranks have measured, and why they failed.
+The leading node puts the job into the store, and the other nodes take it from there. At the end every node puts the
+measurements of its ranks there, and the reason of a failure.
 """
 
 from __future__ import annotations
@@ -25,32 +25,30 @@ from executor.launch.errors import RanksError
 from simplan.errors import Problem, RunError, SpecError
 from simplan.program.nodes import Nodes
 
-__all__ = ["Rendezvous", "interface_towards"]
-
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NAME_BYTES = 16  # IFNAMSIZ
 _ANYWHERE = "192.0.2.1"  # RFC 5737: nothing is sent there
-_CAUSE_S = 5.0  # for the node where the cause was to tell it
+_CAUSE_S = 5.0  # for the node with the cause to report it
 _COLLECT_S = 30.0
 _FAILED_S = 12.0  # ranks that another node has stopped wait 5 s for a signal of their own
 _ANSWER_S = 15  # of the store; without one, the leading node is lost
 
 
 class Rendezvous:
-    """This node's line to the others.
+    """Connection of this node to the other nodes.
 
     Args:
         nodes: The request.
-        job: On the leading node, what all run.
+        job: The job as JSON, on the leading node only.
 
     Attributes:
-        job: The same on all nodes, as JSON.
-        address: Of this node, where the others see it.
-        environment: What gloo and NCCL need to talk over the interface with that address.
+        job: The job, the same on all nodes.
+        address: Address of this node for the other nodes.
+        environment: Variables that make gloo and NCCL use the interface with that address.
 
     Raises:
-        SpecError: The leading node cannot listen there, or was asked something else.
-        RunError: It did not answer in time.
+        SpecError: The leading node cannot listen at the endpoint, or its request is another one.
+        RunError: The leading node did not answer in time.
     """
 
     def __init__(self, nodes: Nodes, job: str | None) -> None:
@@ -87,7 +85,7 @@ class Rendezvous:
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
 
     def torchrun_settings(self) -> dict[str, str | int]:
-        """``rdzv_configs`` of torch's launcher; the store is there already."""
+        """``rdzv_configs`` of torch's launcher for the existing store."""
         return {
             "is_host": "false",
             "join_timeout": int(self.nodes.join_timeout_s) + 1,
@@ -96,7 +94,7 @@ class Rendezvous:
         }
 
     def agreed(self, mine: RanksError) -> RunError:
-        """Why the run failed: what another node says where this one saw only a consequence of it."""
+        """Reason of the failure: that of another node, where this node saw only a consequence."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             if not mine.is_consequence:
                 self._store.compare_set("cause", "", f"{socket.gethostname()}: {mine}")
@@ -106,7 +104,7 @@ class Rendezvous:
         return mine
 
     def farewell(self) -> None:
-        """Ends when all nodes have: the leading one has the store."""
+        """Keeps the leading node, which has the store, until the other nodes have ended."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             left = self._store.add("left", 1)
             if self.nodes.leads and left < self.nodes.max_nodes:
@@ -115,65 +113,60 @@ class Rendezvous:
                     time.sleep(0.05)
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """These ranks begin here: what a node has left that had them before is of no more use."""
+        """Deletes measurements of these ranks by another node; they start on this node now."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             for rank in ranks:
                 self._store.delete_key(f"rank/{rank}")
 
     def leave(self, files: Mapping[int, Mapping[str, str]]) -> None:
-        """Gives the leading node what ranks of this one have written, by rank and name."""
+        """Gives the leading node the files of this node's ranks: texts by rank and file name."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             for rank, texts in files.items():
-                told = {"node": f"{socket.gethostname()} {self.address}", "texts": texts}
-                self._store.set(f"rank/{rank}", _packed(json.dumps(told)))
+                told = json.dumps({"node": f"{socket.gethostname()} {self.address}", "texts": texts})
+                self._store.set(f"rank/{rank}", base64.b64encode(zlib.compress(told.encode())).decode())
 
     def collect(self, num_ranks: int, *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
-        """On the leading node: of every rank its node and what it has written, as far as it comes in time."""
-        found = {}
+        """Collects on the leading node, by rank, the node and the files that arrive in time."""
+        collected = {}
         end_s = time.monotonic() + (_FAILED_S if failed else _COLLECT_S)
         for rank in range(num_ranks):
             left_s = max(0.01, end_s - time.monotonic())
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self._store.wait([f"rank/{rank}"], timedelta(seconds=left_s))
                 told = json.loads(zlib.decompress(base64.b64decode(self._store.get(f"rank/{rank}"))))
-                found[rank] = (told["node"], told["texts"])
-        return found
-
-
-def _packed(text: str) -> str:
-    return base64.b64encode(zlib.compress(text.encode())).decode()
+                collected[rank] = (told["node"], told["texts"])
+        return collected
 
 
 def interface_towards(nodes: Nodes) -> tuple[str, str]:
-    """The network interface on the route to the endpoint and this node's address on it.
+    """Network interface on the route to the endpoint and this node's address on that interface.
 
-    ``GLOO_SOCKET_IFNAME`` names another one. The leading node, whose route to itself is the loopback where its name
-    stands for 127.0.1.1, takes the one of its default route then.
+    ``GLOO_SOCKET_IFNAME`` names another interface. Where the name of the leading node stands for 127.0.1.1, its route
+    to itself is the loopback: then the interface is that of its default route.
 
     Raises:
-        SpecError: There is none.
+        SpecError: There is no such interface.
     """
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
-    if wanted is not None:
-        address = _address_of(wanted)
-        if address is None:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is not None:
+        if (address := _address_of(interface)) is None:
             rule = "is no network interface with an IPv4 address here"
-            raise SpecError(Problem(field="GLOO_SOCKET_IFNAME", value=wanted, rule=rule))
-        return wanted, address
+            raise SpecError(Problem(field="GLOO_SOCKET_IFNAME", value=interface, rule=rule))
+        return interface, address
     try:
         address = _route_to(nodes.host)
         if nodes.leads and address.startswith("127.") and not nodes.host.startswith(("127.", "localhost")):
             with contextlib.suppress(OSError):
                 address = _route_to(_ANYWHERE)
-        found = next((name for _, name in socket.if_nameindex() if _same_net(_address_of(name), address)), None)
+        interface = next((name for _, name in socket.if_nameindex() if _matches(_address_of(name), address)), None)
     except OSError as error:
         rule = f"cannot be reached from here: {error.strerror}"
         raise SpecError(Problem(field="--rdzv-endpoint", value=nodes.host, rule=rule)) from None
-    if found is None:
+    if interface is None:
         rule = f"no network interface here has the address {address}, which the route to it starts from"
         fix = "set GLOO_SOCKET_IFNAME"
         raise SpecError(Problem(field="--rdzv-endpoint", value=nodes.host, rule=rule, fix=fix))
-    return found, address
+    return interface, address
 
 
 def _route_to(host: str) -> str:
@@ -183,7 +176,7 @@ def _route_to(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _same_net(mine: str | None, address: str) -> bool:
+def _matches(mine: str | None, address: str) -> bool:
     return mine is not None and (mine == address or (mine.startswith("127.") and address.startswith("127.")))
 
 

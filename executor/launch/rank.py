@@ -1,7 +1,7 @@
-"""The life of one rank: ``python -m executor.launch.rank MODULE ARGS``, started by torchrun.
+"""The process of one rank: ``python -m executor.launch.rank MODULE ARGS``, started by torchrun.
 
-Ties the rank's life to its parent's before the rank's program is imported: importing torch takes seconds, in which the
-parent may be killed. That is why this module imports next to nothing.
+The process is tied to its parent before the rank's program is imported: importing torch takes seconds, in which the
+parent may be killed. Therefore this module imports next to nothing.
 """
 
 from __future__ import annotations
@@ -18,44 +18,21 @@ from pathlib import Path
 
 from executor.launch.watchdog import Heartbeat, RankState
 
-__all__ = [
-    "PARENT_VARIABLE",
-    "RankFiles",
-    "StopRequest",
-    "die_with_parent",
-    "folder_of",
-    "live_as_rank",
-    "main",
-    "num_kernel_kills",
-    "unfinished_error_file",
-]
-
 PARENT_VARIABLE = "SIMPLAN_PARENT"
-"""Environment variable in which a process tells its children its id."""
+"""Environment variable with the process id of the launcher, for its children."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux to send this process a signal when its parent ends, however that happens; elsewhere does nothing.
+    """Asks Linux to send this process a signal when its parent ends for any reason.
 
-    A parent that has told its id in ``PARENT_VARIABLE`` may have ended before this call: then the signal comes now.
+    The parent named by ``PARENT_VARIABLE`` may have ended before this call: then the signal comes now.
     """
-    if sys.platform != "linux":
-        return
     parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before we asked
         os.kill(os.getpid(), number)
-
-
-def num_kernel_kills() -> int:
-    """How many processes Linux has killed on this host for want of memory since it started; elsewhere 0."""
-    try:
-        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    except OSError:
-        return 0
-    return int(counts.get("oom_kill", 0))
 
 
 _STOP_S = 15.0  # for a step and a checkpoint; torchrun kills after 30 s, Kubernetes and Slurm too
@@ -63,13 +40,13 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 class RankFiles:
-    """The files of one rank in the folder of a run; its output and its error are in torchrun's log folder.
+    """Files of one rank in the folder of a run; torchrun's log folder has the rank's output and error.
 
     Attributes:
-        heartbeat: Its signs of life (binary).
-        dump: What Flight Recorder knows, written when the rank hangs (pickle).
+        heartbeat: Heartbeats (binary).
+        dump: Flight Recorder's dump, written when the rank hangs (pickle).
         steps: One JSON line per finished step, written by ``run`` jobs.
-        checkpoints: One JSON line per checkpoint, of rank 0.
+        checkpoints: One JSON line per checkpoint, written by rank 0.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -78,9 +55,13 @@ class RankFiles:
         self.steps = folder / f"rank{rank}.steps.jsonl"
         self.checkpoints = folder / f"rank{rank}.checkpoints.jsonl"
 
+    def texts(self) -> dict[str, str]:
+        """Texts of the JSON files by name, without files that do not exist."""
+        return {path.name: path.read_text() for path in (self.steps, self.checkpoints) if path.exists()}
+
 
 def folder_of(out_dir: Path, num_asked: int, num_ranks: int) -> Path:
-    """Where ranks write: the folder of the run, or one in it where fewer of them run than were asked for."""
+    """Folder of the ranks' files: that of the run, or one in it for a plan with fewer ranks than requested."""
     if num_ranks == num_asked:
         return out_dir
     folder = out_dir / f"on-{num_ranks}-ranks"
@@ -89,22 +70,22 @@ def folder_of(out_dir: Path, num_asked: int, num_ranks: int) -> Path:
 
 
 def unfinished_error_file(file: Path) -> Path:
-    """Where a rank begins its error file, which has its name when it is whole."""
+    """Name of an error file that is being written."""
     return file.with_suffix(".unfinished")
 
 
 class StopRequest:
-    """Whether this rank is told to stop (SIGTERM or SIGINT), noticed also while it is stuck in a collective.
+    """Request to stop (SIGTERM or SIGINT), noticed also while the rank is stuck in a collective.
 
-    A thread is told of signals: handlers in Python run between two instructions of the main thread, which may wait for
-    ever. Who cannot take a checkpoint ends at once, the others when they have not stopped by themselves in 15 s.
+    A thread receives the signals: Python's handlers run between two instructions of the main thread, which may wait
+    forever. A rank that cannot take a checkpoint ends immediately, other ranks after 15 s at the latest.
 
     Args:
-        heartbeat: Of this rank.
-        dump: Gets Flight Recorder's dump on SIGUSR1.
+        heartbeat: Heartbeat of this rank.
+        dump: File for Flight Recorder's dump on SIGUSR1.
 
     Attributes:
-        can_stop: Whether the rank stops by itself after a step.
+        can_stop: The rank stops by itself after a step.
     """
 
     def __init__(self, heartbeat: Heartbeat, dump: Path) -> None:
@@ -119,7 +100,7 @@ class StopRequest:
         threading.Thread(target=self._listen, args=(read_end, dump), name="signals", daemon=True).start()
 
     def is_told(self, within_s: float = 0.0) -> bool:
-        """Whether it is told to stop, now or within some seconds."""
+        """True when the rank is told to stop, now or within some seconds."""
         return self._told.wait(within_s)
 
     def _listen(self, read_end: int, dump: Path) -> None:
@@ -152,50 +133,40 @@ def _dump_flight_recorder(file: Path) -> None:
 def live_as_rank(folder: Path, body: Callable[[Heartbeat, StopRequest, int], None]) -> None:
     """Runs ``body(heartbeat, stop, rank)`` as the whole work of this process, which torchrun started.
 
-    An exception is written to the error file that torchrun names, and ends the process at once with exit code 1:
-    threads of torch may be stuck in communication with ranks that are gone.
+    An exception is written to torchrun's error file and ends the process immediately with exit code 1: threads of
+    torch may be stuck in communication with ranks that are gone.
 
     Args:
-        folder: For the rank's files.
-        body: What it does.
+        folder: Folder of the rank's files.
+        body: The rank's work.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-    class WholeErrorFile(ErrorHandler):
-        """Puts a whole file in its place: torch's agent fails on an empty one, as of a full disk or a kill."""
-
-        def record_exception(self, e: BaseException) -> None:
-            """As said."""
-            super().record_exception(e)
-            if (file := super()._get_error_file_path()) is not None:
-                unfinished_error_file(Path(file)).rename(file)
-
-        def _get_error_file_path(self) -> str | None:
-            file = super()._get_error_file_path()
-            return None if file is None else str(unfinished_error_file(Path(file)))
-
+    # torch's agent fails on an empty error file, as a full disk or a kill leaves it: only a whole one gets the name
+    error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(unfinished_error_file(error_file))
     rank = int(os.environ["RANK"])
     files = RankFiles(folder, rank)
     heartbeat = Heartbeat(files.heartbeat)
     stop = StopRequest(heartbeat, files.dump)
+    handler = ErrorHandler()
+    handler.initialize()
     try:
-        record(lambda: body(heartbeat, stop, rank), WholeErrorFile())()
-    except BaseException as error:  # also SystemExit: whatever ends a rank early is told
-        if not _is_told(error):  # the heartbeat has its place on the disk already
-            full = isinstance(error, OSError) and error.strerror
-            why = f"{full} in the folder of the run" if full else f"{type(error).__name__}: {error}"
-            heartbeat.beat(RankState.FAILED, why)
+        body(heartbeat, stop, rank)
+    except BaseException as error:  # SystemExit too: every early end has a reason
+        try:
+            if not isinstance(error, Exception):
+                heartbeat.beat(RankState.FAILED, f"{type(error).__name__}: {error}")
+            else:
+                handler.record_exception(error)
+                unfinished_error_file(error_file).rename(error_file)
+        except OSError as full:  # the heartbeat has its place on the disk already
+            heartbeat.beat(RankState.FAILED, f"{full.strerror} in the folder of the run")
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1)
     heartbeat.beat(RankState.FINISHED, "finished")
-
-
-def _is_told(error: BaseException) -> bool:
-    """Whether torchrun's error file has what ended this rank."""
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
-    return isinstance(error, Exception) and file.is_file()
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
-"""How the launcher sees what the ranks of its node do, and finds the one that hangs.
+"""Heartbeats of the ranks of a node, and the rank that hangs.
 
 A rank writes a record of 100 bytes into a memory-mapped file before and after every action, which costs about a
-microsecond and survives its death. torch's FileTimerServer ends whatever outlives a deadline; it cannot tell a rank
-that hangs from the ranks that wait for it. Heartbeats can where the host computes. On CUDA the host runs ahead of the
-device, so there Flight Recorder's dumps say which rank has not issued the collective that the others wait in.
+microsecond and survives the death of the rank. FileTimerServer of torch ends every process that outlives a deadline
+and cannot tell a rank that hangs from the ranks that wait for it. Heartbeats can where the host computes. On CUDA the
+host runs ahead of the device: there the dumps of Flight Recorder name the rank that has not issued the collective the
+others wait in.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import pickle
@@ -18,26 +20,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Beat",
-    "Beats",
-    "Heartbeat",
-    "RankState",
-    "Stall",
-    "Unwatched",
-    "find_stall",
-    "is_action",
-    "late_in_collective",
-    "read_beat",
-    "read_dump",
-]
-
-_RECORD = struct.Struct("<qdqq64s")  # pid, time of the beat, step, state, what it does
+_RECORD = struct.Struct("<qdqq64s")  # pid, time, step, state, activity
 _REMOTE_FACTOR = 1.5  # where other nodes have ranks, the node of the one that hangs ends it before this
 
 
 class RankState(IntEnum):
-    """What a rank is doing; ``WAITING`` is for another rank."""
+    """State of a rank; ``WAITING`` is for another rank."""
 
     STARTING = 0
     RUNNING = 1
@@ -47,14 +35,14 @@ class RankState(IntEnum):
 
 
 class Beat(NamedTuple):
-    """The last sign of life of a rank.
+    """Heartbeat of a rank.
 
     Attributes:
-        pid: Its process.
-        time_s: When it wrote this, on ``time.monotonic``'s clock (common to all processes of a machine).
-        step: Steps it has finished.
-        state: What it is doing.
-        doing: The action it runs or waits to start, or a phrase (``building the model``).
+        pid: Process id.
+        time_s: Time on ``time.monotonic``'s clock, which all processes of a machine share.
+        step: Finished steps.
+        state: State.
+        doing: Action that the rank runs or waits to start, or a phrase (``building the model``).
     """
 
     pid: int
@@ -65,14 +53,14 @@ class Beat(NamedTuple):
 
 
 Beats = Mapping[int, Beat | None]
-"""By global rank, of the ranks of one node; None for a rank that has not started."""
+"""Last heartbeats of the ranks of one node, by global rank; None for a rank that has not started."""
 
 
 class Heartbeat:
-    """A rank's side of its record.
+    """Writer of a rank's heartbeats.
 
     Args:
-        path: The file, made anew.
+        path: The file, which is replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +72,7 @@ class Heartbeat:
         self.beat(RankState.STARTING, "starting")
 
     def beat(self, state: RankState, doing: str, step: int | None = None) -> None:
-        """Writes the record; ``step`` stays as it was when not given."""
+        """Writes the record; None leaves the step as it was."""
         if step is not None:
             self._step = step
         # one copy: pack_into would clear the record first, and the launcher reads at any time
@@ -92,23 +80,20 @@ class Heartbeat:
 
 
 class Unwatched(Heartbeat):
-    """Of a rank that no launcher watches."""
+    """Heartbeat of a rank without a launcher."""
 
     def __init__(self) -> None: ...
 
     def beat(self, state: RankState, doing: str, step: int | None = None) -> None:
-        """Nobody looks."""
+        """Does nothing."""
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The record as it stands; None when the rank has not written one yet."""
+    """Last heartbeat in the file; None when the rank has not written one yet."""
     try:
-        data = path.read_bytes()
-    except OSError:
+        pid, time_s, step, state, doing = _RECORD.unpack(path.read_bytes())
+    except (OSError, struct.error):
         return None
-    if len(data) != _RECORD.size:
-        return None
-    pid, time_s, step, state, doing = _RECORD.unpack(data)
     if pid == 0:
         return None
     return Beat(pid, time_s, step, RankState(state), doing.rstrip(b"\0").decode(errors="replace"))
@@ -118,8 +103,8 @@ class Stall(NamedTuple):
     """A hang.
 
     Attributes:
-        rank: Who stopped first.
-        sentence: For people.
+        rank: Rank that stopped first.
+        sentence: Message for the user.
     """
 
     rank: int
@@ -127,16 +112,16 @@ class Stall(NamedTuple):
 
 
 def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool = False) -> Stall | None:
-    """The hang, or None while there is none.
+    """Finds a hang; None while there is none.
 
-    A rank may wait for longer than ``timeout_s`` on others that still work; it is a hang when a rank that does not
-    wait, or every rank that has not finished, is silent for so long.
+    A rank may wait longer than ``timeout_s`` for other ranks that still work. A hang is a silence of that length of a
+    rank that does not wait, or of every rank that has not finished.
 
     Args:
-        beats: Last signs of life of this node's ranks.
-        started_s: When they were started.
-        timeout_s: The longest silence.
-        others: Whether other nodes have ranks, too: where all ranks here wait for these, their node is to act first.
+        beats: Last heartbeats of this node's ranks.
+        started_s: Start of the ranks.
+        timeout_s: Longest allowed silence.
+        others: Other nodes have ranks too: where all ranks here wait for those, their node acts first.
     """
     now_s = time.monotonic()
 
@@ -151,7 +136,7 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
     silent = [rank for rank in alive if silent_s(beats[rank]) > timeout_s]
     if not silent or (len(silent) < len(alive) and all(waits(rank) for rank in silent)):
         return None
-    # Who waits for a message is a victim; of the others, the one silent longest stopped first.
+    # A rank that waits for a peer is a victim; of the others, the one silent longest stopped first.
     culprit = max(silent, key=lambda rank: (not waits(rank), silent_s(beats[rank])))
     rest = "".join(f"; rank {rank} was {_doing(beat)}" for rank, beat in beats.items() if rank != culprit)
     beat = beats[culprit]
@@ -169,7 +154,7 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
 
 
 def is_action(doing: str) -> bool:
-    """Whether a rank is inside of a step."""
+    """True for an action, False for a phrase."""
     return doing[:1].isdigit()
 
 
@@ -182,16 +167,16 @@ def _doing(beat: Beat | None) -> str:
 
 
 def read_dump(path: Path) -> Mapping[str, Any] | None:
-    """A rank's dump of torch's Flight Recorder (a pickled dict); None when there is none or half of one."""
+    """Reads a rank's dump of torch's Flight Recorder (a pickled dict); None when there is none or half of one."""
     try:
-        found = pickle.loads(path.read_bytes())
+        dump = pickle.loads(path.read_bytes())
     except (OSError, EOFError, pickle.UnpicklingError):
         return None
-    return found if isinstance(found, dict) else None
+    return dump if isinstance(dump, dict) else None
 
 
 def late_in_collective(dumps: Mapping[int, Mapping[str, Any]]) -> Stall | None:
-    """The rank that others wait for in a collective that it has not issued, by Flight Recorder's dumps.
+    """Finds the rank that has not issued a collective in which other ranks wait, by Flight Recorder's dumps.
 
     Collectives of a process group have numbers, the same on all its ranks. Of a collective that some rank has issued
     and not completed, the rank of the group that has issued the fewest is late.
@@ -200,23 +185,19 @@ def late_in_collective(dumps: Mapping[int, Mapping[str, Any]]) -> Stall | None:
         dumps: By global rank: ``entries`` with ``process_group``, ``collective_seq_id``, ``profiling_name`` and
             ``retired``, and ``pg_config`` with the ``ranks`` of every group.
     """
-    issued = {
-        rank: {entry["process_group"][0]: entry for entry in dump.get("entries", ()) if not entry.get("is_p2p")}
+    last = {
+        (rank, entry["process_group"][0]): entry
         for rank, dump in dumps.items()
+        for entry in dump.get("entries", ())
+        if not entry.get("is_p2p")
     }
-    pending = [
-        (entry["collective_seq_id"], group, rank, entry)
-        for rank, of_groups in issued.items()
-        for group, entry in of_groups.items()
-        if not entry.get("retired", entry.get("state") == "completed")
-    ]
-    for number, group, waiting, entry in sorted(pending, key=lambda found: found[0]):
-        counts = {
-            rank: of_groups[group]["collective_seq_id"] if group in of_groups else 0
-            for rank, of_groups in issued.items()
-            if rank in _members(dumps[waiting], group)
-        }
-        late = min(counts, key=lambda rank: counts[rank], default=waiting)
+    for (waiting, group), entry in sorted(last.items(), key=lambda item: int(item[1]["collective_seq_id"])):
+        if entry.get("retired", entry.get("state") == "completed"):
+            continue
+        members = [rank for rank in _members(dumps[waiting], group) if rank in dumps]
+        counts = {rank: last.get((rank, group), {"collective_seq_id": 0})["collective_seq_id"] for rank in members}
+        late = min(members, key=lambda rank: counts[rank], default=waiting)
+        number = entry["collective_seq_id"]
         if counts.get(late, number) < number:
             name = f"{entry['profiling_name']} number {number} of group {entry['process_group'][1] or group}"
             return Stall(late, f"rank {late} has not issued {name}, in which rank {waiting} waits")
@@ -224,7 +205,6 @@ def late_in_collective(dumps: Mapping[int, Mapping[str, Any]]) -> Stall | None:
 
 
 def _members(dump: Mapping[str, Any], group: str) -> Sequence[int]:
-    config = dump.get("pg_config", {})
-    found = next((c for c in config.values() if c.get("name") in (group, "")), None)
-    ranks = str(found["ranks"]).strip("[]") if found else ""
-    return [int(rank) for rank in ranks.split(",") if rank.strip()]
+    groups = dump.get("pg_config", {}).values()
+    ranks = next((str(config["ranks"]) for config in groups if config.get("name") in (group, "")), "[]")
+    return list(map(int, json.loads(ranks)))

@@ -1,10 +1,8 @@
-"""Peak memory of this process, by the device's own accounts and by the profiler's trace of allocations."""
+"""Peak memory of this process, by the device's statistics and by the profiler's trace of allocations."""
 
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from simplan.program.measurement import PeakMemory
 
-__all__ = ["context_bytes", "forget_peaks", "peak_allocated_bytes", "peak_memory", "process_bytes"]
-
 
 def peak_memory(device: torch.device) -> PeakMemory:
-    """What the device's accounts say about this process so far.
+    """Peak memory of this process so far, by the device's statistics.
 
-    CUDA: the caching allocator's peaks, and what the driver counts as used by this process now, or, where NVML cannot
-    be asked or does not know the process (as in a container), by all of them. CPU: the peak resident set; allocated
-    bytes need a trace (``peak_allocated_bytes``).
+    CUDA: the caching allocator's peaks, and the memory that the driver counts for this process now, or for all
+    processes where NVML is missing or does not know the process (as in a container). CPU: the peak resident set;
+    allocated bytes need a trace (``peak_allocated_bytes``).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -33,7 +29,7 @@ def peak_memory(device: torch.device) -> PeakMemory:
             reserved_bytes=torch.cuda.max_memory_reserved(device),
             device_bytes=_of_this_process(device) or total - free,
         )
-    return PeakMemory(device_bytes=_peak_resident_bytes())
+    return PeakMemory(device_bytes=process_bytes("VmHWM"))
 
 
 def _of_this_process(device: torch.device) -> int | None:
@@ -51,16 +47,16 @@ def _of_this_process(device: torch.device) -> int | None:
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Counts peaks from here on: what making and splitting the weights took is not of the training."""
+    """Resets the peaks, so that building and sharding the weights does not count as training."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def context_bytes(device: torch.device) -> int:
-    """What this process takes on its device before it trains anything of size: to be asked first.
+    """Memory of this process on its device before it trains a model of any size; to be called first.
 
-    One step of a tiny network makes torch load what any training needs.
+    One step of a tiny network makes torch load the libraries that any training needs.
     """
     layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()).to(device)
     optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
@@ -71,39 +67,28 @@ def context_bytes(device: torch.device) -> int:
     return peak_memory(device).device_bytes or 0
 
 
-def process_bytes(what: str) -> int | None:
-    """What Linux counts of this process: ``VmHWM`` (peak resident), ``VmRSS``, ``VmSize``; None elsewhere."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    line = next(line for line in status.read_text().splitlines() if line.startswith(f"{what}:"))
-    return int(line.split()[1]) * 1024
+def process_bytes(name: str) -> int:
+    """Memory of this process by Linux: ``VmHWM`` (peak resident set), ``VmRSS`` or ``VmSize``.
 
-
-def _peak_resident_bytes() -> int:
-    peak = process_bytes("VmHWM")  # unlike getrusage, not raised by the process we were forked from
-    if peak is not None:
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    Unlike that of getrusage, the peak does not include the process from which this one was forked.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
 def peak_allocated_bytes(run: Callable[[], None]) -> int:
-    """Most bytes that tensors made by ``run`` held at once on the CPU, by torch's trace of allocations.
-
-    ``run`` starts from nothing: tensors made before it are not counted.
-    """
+    """Peak of the bytes of all tensors that ``run`` makes on the CPU, by torch's trace of allocations."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         run()
-    held = _Held()
-    return max((held.change(address, num_bytes) for address, num_bytes in _memory_events(trace)), default=0)
+    allocated = _Allocated()
+    return max((allocated.change(address, num_bytes) for address, num_bytes in _memory_events(trace)), default=0)
 
 
-class _Held:
-    """What is allocated, by address.
+class _Allocated:
+    """Allocations by address.
 
-    Releases by threads of torch's own (gloo's hold what they send) are missing in the trace. They show when the memory
-    is given out again.
+    The trace has no releases by other threads of torch, such as gloo's, which hold the tensors they send. Such a
+    release shows when the memory is allocated again.
     """
 
     def __init__(self) -> None:
@@ -112,34 +97,34 @@ class _Held:
         self._sizes: dict[int, int] = {}
 
     def change(self, address: int, num_bytes: int) -> int:
-        """An allocation, or, negative, a release; gives the bytes that are held after it."""
+        """Counts an allocation, or a release if negative; returns the bytes allocated after it."""
         if num_bytes < 0:
             if address in self._sizes:
                 self._forget(bisect_left(self._starts, address))
             return self._total
-        place = bisect_left(self._starts, address)
-        if place and self._starts[place - 1] + self._sizes[self._starts[place - 1]] > address:
-            place -= 1
-        while place < len(self._starts) and self._starts[place] < address + num_bytes:
-            self._forget(place)
-        self._starts.insert(place, address)
+        index = bisect_left(self._starts, address)
+        if index and self._starts[index - 1] + self._sizes[self._starts[index - 1]] > address:
+            index -= 1
+        while index < len(self._starts) and self._starts[index] < address + num_bytes:
+            self._forget(index)
+        self._starts.insert(index, address)
         self._sizes[address] = num_bytes
         self._total += num_bytes
         return self._total
 
-    def _forget(self, place: int) -> None:
-        self._total -= self._sizes.pop(self._starts.pop(place))
+    def _forget(self, index: int) -> None:
+        self._total -= self._sizes.pop(self._starts.pop(index))
 
 
 def _memory_events(trace: profile) -> list[tuple[int, int]]:
     """Address and bytes of every allocation (positive) and release (negative), in order of time."""
     assert trace.profiler is not None
     results: Any = trace.profiler.kineto_results
-    pending, found = list(results.experimental_event_tree()), []
+    pending, events = list(results.experimental_event_tree()), []
     while pending:
         event = pending.pop()
         pending.extend(event.children)
         if event.name == "[memory]":
-            found.append((event.start_time_ns, event.extra_fields))
-    found.sort(key=lambda timed: timed[0])
-    return [(fields.ptr, fields.alloc_size) for _, fields in found]
+            events.append(event)
+    events.sort(key=lambda event: event.start_time_ns)
+    return [(event.extra_fields.ptr, event.extra_fields.alloc_size) for event in events]

@@ -151,9 +151,8 @@ def run(
     --nnodes MIN:MAX, as many begin as are there after a last call; when some are lost or told to leave (SIGTERM), the
     others go on with fewer data-parallel ranks, and with more when nodes come.
     """
-    from simplan.cli.checkpointing import checkpointing
     from simplan.cli.commands import run_command
-    from simplan.cli.execute import RunOptions
+    from simplan.cli.execute import RunOptions, checkpointing
     from simplan.cli.nodes import Meeting, numbers_of_nodes
 
     options = RunOptions(
@@ -443,7 +442,7 @@ def export(
     Each node runs `torchrun ... -m executor.worker JOB OUT`; the job is in the file. Rank 0 writes
     OUT/measurement.json, which `simplan compare` shows beside a prediction.
     """
-    from simplan.cli.checkpointing import checkpointing
+    from simplan.cli.execute import checkpointing
     from simplan.cli.export import export_command
 
     return export_command(

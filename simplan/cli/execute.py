@@ -16,7 +16,7 @@ from simplan.cli.processes import run_executor
 from simplan.cli.progress import Progress
 from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration import Calibration
-from simplan.errors import NotModelledError, Problem, RunError
+from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_spec_of
 from simplan.prediction import Prediction
@@ -32,6 +32,7 @@ from simplan.validate.compare import Comparison, compare
 __all__ = [
     "Outcome",
     "RunOptions",
+    "checkpointing",
     "default_folder",
     "execute",
     "exported_job",
@@ -60,6 +61,28 @@ class RunOptions:
     timeout_s: float = 120.0
     nodes: Nodes | None = None
     checkpointing: Checkpointing | None = None
+
+
+def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resume: bool) -> Checkpointing | None:
+    """Checkpointing as the flags say; None without a folder.
+
+    Args:
+        folder: ``--checkpoint-dir``.
+        every: ``--checkpoint-every``.
+        restarts: ``--max-restarts``.
+        resume: ``--resume``.
+
+    Raises:
+        SpecError: A flag needs a folder.
+    """
+    if folder is None:
+        flags = {"--checkpoint-every": every is not None, "--max-restarts": restarts > 0, "--resume": resume}
+        rule, fix = "needs a folder for checkpoints", "add --checkpoint-dir DIR"
+        if problems := [Problem(field=flag, rule=rule, fix=fix) for flag, is_given in flags.items() if is_given]:
+            raise SpecError(problems)
+        return None
+    asked = Checkpointing(folder=str(folder.resolve()), resume=resume, max_restarts=restarts)
+    return asked if every is None else asked.model_copy(update={"every": every})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from simplan.prediction import Prediction
 from simplan.program.checkpoint import Checkpointing
 from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
 from simplan.scenario import Scenario
+from simplan.units import counted
 
 __all__ = ["fewer_nodes", "refuse_unless_it_can_go_on", "scenario_on", "scenarios_on_fewer"]
 
@@ -41,7 +42,7 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
     try:
         scenario_on(scenario, min_nodes)
     except SpecError as error:
-        rule = f"{_counted(min_nodes)} cannot go on with this plan: {_said(error)}"
+        rule = f"{counted(min_nodes, 'node')} cannot go on with this plan: {_said(error)}"
         fix = f"or use --nnodes {scenario.job.cluster.num_nodes}"
         raise SpecError(Problem(field="--nnodes", value=number, rule=rule, fix=fix), file=scenario.file) from None
 
@@ -61,7 +62,7 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
         try:
             found[number] = scenario_on(scenario, number)
         except SpecError as error:
-            sentences.append(f"{_counted(number)} could not go on, but fewer of them: {_said(error)}")
+            sentences.append(f"{counted(number, 'node')} could not go on, but fewer of them: {_said(error)}")
     return found, sentences
 
 
@@ -82,7 +83,3 @@ def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:
 
 def _said(error: SpecError) -> str:
     return "; ".join(problem.sentence() for problem in error.problems)
-
-
-def _counted(number: int) -> str:
-    return f"{number} node{'s' if number > 1 else ''}"

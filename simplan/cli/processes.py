@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from simplan.children import ask_to_end, exit_code
 from simplan.cli.output import say
@@ -73,20 +73,14 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
             code = exit_code(child)
         except BaseException:
             _end(child)
-            if exit_code(child) == _TERMINATED and (said := _read(messages)):
-                say(said)  # how it has left, where others go on
             raise
         finally:
             if child.stdout is not None:
                 child.stdout.close()
-        said = _read(messages)
+        messages.seek(0)
+        said = messages.read().strip()
     assert code is not None
     _raise_for(code, said)
-
-
-def _read(messages: IO[str]) -> str:
-    messages.seek(0)
-    return messages.read().strip()
 
 
 def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
@@ -124,8 +118,7 @@ def _raise_for(code: int, said: str) -> None:
         raise SpecError(Problem(field="", rule=said))
     if code == RunError.exit_code and said:
         raise RunError(said)
-    if code == _TERMINATED and said:  # it was told to leave, and the others go on
-        say(said)
+    if code == _TERMINATED:
         raise SystemExit(code)
     ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     last = f": {said.splitlines()[-1]}" if said else ""

@@ -96,5 +96,5 @@ class ForkingAgent(Agent):
 def forked_ranks() -> Iterator[None]:
     """All launches of this process fork their ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor.launch.launcher, "make_agent", ForkingAgent)
+        patch.setattr(executor.launch.launcher, "Agent", ForkingAgent)
         yield

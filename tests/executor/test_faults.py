@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.program.measurement import Measurement
+from simplan.program.run_spec import RunSpec
 from tests.executor.apart import run_apart
 from tests.interrupts import heed_interrupts
 
-RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 PATIENCE_S = 60.0  # for things that take a second or two; only a failing test waits that long
 
 
@@ -40,47 +40,43 @@ def processes_of(out_dir: Path) -> list[str]:
     return found
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
 def wait_until_gone(out_dir: Path) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while processes_of(out_dir) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert processes_of(out_dir) == []
+    wait_until(lambda: processes_of(out_dir) == [])
+
+
+RAISED = "rank 1 raised RuntimeError: boom in 1F1 of step 3; the traceback is in "
+KILLED = "rank 1 was killed by signal 9 in 1F1 of step 3"
+LEFT = "rank 1 ended with exit code 3 in 1F1 of step 3; its output is in "
+HUNG = "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was waiting in 0B1"
 
 
 @pytest.mark.parametrize(
-    ("fault", "timeout_s", "said"),
+    ("run", "fault", "said"),
     [
-        ("raise", 60.0, "rank 1 raised RuntimeError: boom in 1F1 of step 3; the traceback is in "),
-        pytest.param("kill", 60.0, "rank 1 was killed by signal 9 in 1F1 of step 3", marks=pytest.mark.slow),
-        pytest.param(
-            "exit",
-            60.0,
-            "rank 1 ended with exit code 3 in 1F1 of step 3; its output is in ",
-            marks=pytest.mark.slow,
-        ),
-        (
-            "hang",
-            20.0,
-            "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was waiting in 0B1",
-        ),
+        (run_apart, "raise", RAISED),
+        pytest.param(run_apart, "kill", KILLED, marks=pytest.mark.slow),
+        pytest.param(run_apart, "exit", LEFT, marks=pytest.mark.slow),
+        (run_job, "raise", RAISED),
+        (run_job, "kill", KILLED),
+        (run_job, "exit", LEFT),
+        (run_job, "hang", HUNG),  # not under torchrun: importing torch on a loaded machine is a long silence, too
     ],
 )
 def test_a_failing_rank_ends_the_run(
-    fault: str,
-    timeout_s: float,
-    said: str,
-    tmp_path: Path,
-    make_job: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Any, fault: str, said: str, tmp_path: Path, make_job: Any, with_fault: Callable[[str], str]
 ) -> None:
-    """Under torchrun, but for the hang: ranks that import torch on a loaded machine are silent for long, too."""
-    run: Any = run_job if fault == "hang" else run_apart
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
-    monkeypatch.setenv("TEST_FAULT", fault)
+    """Under torchrun and forked: forked ranks of the other tests live and die as torchrun's."""
     told: list[tuple[int, int]] = []
-    job = make_job("1f1b", pp=2, num_steps=50, timeout_s=timeout_s)
+    job = make_job("1f1b", pp=2, num_steps=50, timeout_s=20.0 if fault == "hang" else 60.0)
     with pytest.raises(RunError) as caught:
-        run(job, tmp_path, lambda *step: told.append(step), rank_module="failing_worker")
+        run(job, tmp_path, lambda *step: told.append(step), rank_module=with_fault(fault))
     assert str(caught.value).startswith(said)
     assert told == [(1, 51), (2, 51)]
     kept = Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes())
@@ -95,18 +91,32 @@ def test_a_failing_rank_ends_the_run(
     wait_until_gone(tmp_path)
 
 
+def test_a_caller_that_gives_up_leaves_no_ranks(tmp_path: Path, make_job: Any) -> None:
+    pids: list[int] = []
+
+    def give_up(step: int, of: int) -> None:
+        beats = [read_beat(RankFiles(tmp_path, rank).heartbeat) for rank in range(2)]
+        pids.extend(beat.pid for beat in beats if beat is not None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(make_job(dp=2, num_steps=10**6), tmp_path, give_up)
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def command_for(job: RunSpec, folder: Path) -> list[str]:
+    job_file = folder / "job.json"
+    job_file.write_text(job.model_dump_json())
+    return [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(folder / "out")]
+
+
 @pytest.fixture
 def endless_run(tmp_path: Path, make_job: Any) -> Iterator[subprocess.Popen[str]]:
     """``python -m executor run`` of very many steps, just started."""
-    job_file = tmp_path / "job.json"
-    job_file.write_text(make_job(dp=2, num_steps=10**6).model_dump_json())
-    with subprocess.Popen(
-        [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(tmp_path / "out")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-    ) as process:
+    command = command_for(make_job(dp=2, num_steps=10**6), tmp_path)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts) as process:
         yield process
         process.kill()
 
@@ -142,9 +152,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[st
 
 def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
     """Killed as soon as the ranks exist, so before they have imported torch."""
-    end = time.monotonic() + PATIENCE_S
-    while len(processes_of(tmp_path)) < 3 and time.monotonic() < end:
-        time.sleep(0.005)
+    wait_until(lambda: len(processes_of(tmp_path)) == 3)
     endless_run.kill()
     wait_until_gone(tmp_path)
     assert list((tmp_path / "out").glob("*.heartbeat")) == []
@@ -152,15 +160,12 @@ def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subproce
 
 def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -> None:
     """It is asked, not killed, so that it keeps what it has measured."""
-    job_file, out_dir = tmp_path / "job.json", tmp_path / "out"
-    job_file.write_text(make_job(dp=2, num_steps=10**6).model_dump_json())
-    command = [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(out_dir)]
-    parent_program = f"import subprocess; subprocess.run({command!r})"
+    parent_program = f"import subprocess; subprocess.run({command_for(make_job(dp=2, num_steps=10**6), tmp_path)!r})"
     with subprocess.Popen([sys.executable, "-c", parent_program], stdout=subprocess.PIPE, text=True) as parent:
         wait_for_a_step(parent)
         parent.kill()
         wait_until_gone(tmp_path)  # while its output can still be written
-    kept = Measurement.model_validate_json((out_dir / "measurement.json").read_bytes())
+    kept = Measurement.model_validate_json((tmp_path / "out" / "measurement.json").read_bytes())
     assert kept.failure == "the run was interrupted"
 
 
@@ -187,10 +192,7 @@ def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job:
 
 
 def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, make_job: Any) -> None:
-    job_file = tmp_path / "job.json"
-    job_file.write_text(make_job(plan={"tp": 2}).model_dump_json())
-    command = [sys.executable, "-m", "executor", "run", str(job_file), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command_for(make_job(plan={"tp": 2}), tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")
     assert not (tmp_path / "out").exists()

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from executor.launch.out_of_memory import RankOutOfMemoryError, asked_for, told_when_out_of_memory
+from executor.launch.errors import RankOutOfMemoryError, out_of_memory_explained, requested_bytes
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.units import MIB
-from tests.executor.conftest import RANK_PROGRAMS
 
 CPU = torch.device("cpu")
 GROUP_BYTES = 16 * MIB
@@ -25,14 +24,13 @@ TOO_MUCH_BYTES = 2**60  # more than any machine can map
 
 
 def test_a_rank_out_of_memory_is_told_with_its_action_and_its_prediction(
-    tmp_path: Path, make_job: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_job: Any, make_model: Any, with_fault: Any
 ) -> None:
     """Its address space is limited by the system; the logits of a microbatch are several times what is left of it."""
-    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     model = make_model("llama", vocab_size=40_000)
     job = make_job("gpipe", pp=2, model=model, predicted_memory_bytes=(100 * MIB, 200 * MIB))
     with pytest.raises(RunError) as caught:
-        run_job(job, tmp_path, rank_module="limited_worker")
+        run_job(job, tmp_path, rank_module=with_fault("memory"))
     assert re.fullmatch(
         r"rank 1 ran out of memory in the forward of microbatch 2, stage 1 \(1F2 of step 1\): "
         r"it held [\d.]+ [MG]iB and asked for 7\.3 MiB more, where a process may map \(ulimit -v\) [\d.]+ [MG]iB; "
@@ -80,12 +78,12 @@ def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(
     )
 
 
-def test_torch_says_what_it_asked_for() -> None:
+def test_torch_says_what_it_requested_bytes() -> None:
     said = r"asked for 1073741824\.00 GiB more, where the host has .* no peak"
-    with pytest.raises(RankOutOfMemoryError, match=said), told_when_out_of_memory(CPU, None):
+    with pytest.raises(RankOutOfMemoryError, match=said), out_of_memory_explained(CPU, None):
         torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8)
-    assert asked_for("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of") == 2.5 * 2**30
-    assert asked_for("std::bad_alloc") is None
+    assert requested_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has") == 2.5 * 2**30
+    assert requested_bytes("std::bad_alloc") is None
 
 
 def wrapped(error: Exception) -> Exception:
@@ -100,10 +98,10 @@ SHORTAGES = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), Runtim
 
 @pytest.mark.parametrize("error", [*SHORTAGES, *map(wrapped, SHORTAGES)], ids=repr)
 def test_every_lack_of_memory_is_known(error: Exception) -> None:
-    with pytest.raises(RankOutOfMemoryError), told_when_out_of_memory(CPU, None):
+    with pytest.raises(RankOutOfMemoryError), out_of_memory_explained(CPU, None):
         raise error
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match=r"^boom$"), told_when_out_of_memory(CPU, None):
+    with pytest.raises(RuntimeError, match=r"^boom$"), out_of_memory_explained(CPU, None):
         raise RuntimeError("boom")
