@@ -56,7 +56,7 @@ def start_on(
     (folder / "job.json").write_text(job.model_dump_json())
     least = job.fewer_nodes[-1].num_nodes if job.fewer_nodes else len(made)
     values: dict[str, Any] = {"min_nodes": least, "max_nodes": len(made), "host": made[0].address, "port": PORT}
-    values |= {"ranks_per_node": job.plan.num_devices // len(made), "last_call_timeout_s": 2.0, **asked}
+    values |= {"ranks_per_node": job.plan.num_devices // len(made), "last_call_timeout_s": 5.0, **asked}
     for k in range(len(made)):
         (folder / f"nodes{k}.json").write_text(Nodes(**values, leads=k == 0).model_dump_json())
     return [start_node(made[k], k, folder) for k in range(len(made) if number is None else number)]

@@ -81,18 +81,15 @@ def test_a_node_that_was_asked_something_else_is_told(make_job: MakeJob, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [("none", {"dp_replicate": 0}), ("none", {"dp_shard": 0}), ("1f1b", {"pp": 0})]
+    ("schedule", "plan", "number"),
+    [("none", {"dp_replicate": 2}, 2), ("none", {"dp_shard": 4}, 4), ("1f1b", {"pp": 2}, 2), ("1f1b", {"pp": 4}, 4)],
 )
 def test_plans_on_shaped_hosts_are_those_on_one(
     schedule: str, plan: dict[str, int], number: int, make_job: MakeJob, make_model: Callable[..., Any], tmp_path: Path
 ) -> None:
-    (axis,) = plan
-    shape = {"pp": number} if axis == "pp" else {"plan": {axis: number}}
-    job = make_job(schedule, model=make_model("llama", num_hidden_layers=4, vocab_size=96), dtype="fp64", **shape)
-    batch = 8 * (1 if axis == "pp" else number)
-    job = job.model_copy(update={"training": job.training.model_copy(update={"global_batch_size": batch})})
+    model = make_model("llama", num_hidden_layers=4, vocab_size=96)
+    job = make_job(schedule, model=model, plan=plan, dtype="fp64")
     with hosts(number, 400, own_clocks=True) as made:
         assert finished(start_on(made, job, tmp_path), tmp_path) == [(0, "")] * number
     assert measured(tmp_path).losses == pytest.approx(run_job(job, tmp_path / "here").losses, rel=1e-9)
@@ -179,8 +176,6 @@ def test_all_hosts_go_on_from_the_last_checkpoint(
     whole, kept = found
     assert kept.complete
     assert kept.losses == whole.losses
-    notes = (tmp_path / "hit" / str(rank) / "logs").rglob("error.json")
-    assert list(notes) or said
     restarts = [note for note in kept.notes if "; restart " in note]
     assert len(restarts) >= 2
     if rank == 0:
@@ -289,7 +284,7 @@ def test_pipelines_go_on_without_a_host_that_is_not_needed(make_job: MakeJob, tm
 
 @pytest.mark.slow
 def test_a_host_that_stands_still_is_given_up_and_let_in_again(make_job: MakeJob, tmp_path: Path) -> None:
-    job = elastic(make_job(dp=2, timeout_s=30.0), tmp_path / "kept", 2, [1], num_steps=4000, max_restarts=5)
+    job = elastic(make_job(dp=2, timeout_s=30.0), tmp_path / "kept", 2, [1], num_steps=2000, max_restarts=5)
     whole = undisturbed(job, tmp_path / "whole")
     with hosts(2, cores=cores_of(2)) as made:
         started = start_on(made, job, tmp_path)
