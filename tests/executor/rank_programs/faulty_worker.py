@@ -19,7 +19,7 @@ from simplan.program.action import Action
 
 ROOM_BYTES = 2**20
 SLOWER_S = 0.9
-FAULT = os.environ["TEST_FAULT"]
+FAULT = os.environ.get("TEST_FAULT", "")
 
 
 class FaultyRecorder(Recorder):
