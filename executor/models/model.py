@@ -42,13 +42,13 @@ from executor.models.ends import (
 )
 from executor.models.lora import add_adapters, freeze
 from executor.train.loss import cross_entropy
-from simplan.spec.layer import LayerKind, LayerSpec
+from simplan.spec.layer import LayerKind
 from simplan.spec.layer_style import ModelCode
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from simplan.spec.shard import Shard
 
-__all__ = ["FAMILY_MODULES", "MODULES", "Stage", "build_stage", "cross_entropy", "own_weights"]
+__all__ = ["FAMILY_MODULES", "MODULES", "Stage", "build_stage", "cross_entropy", "own_weights", "split_dimensions"]
 
 MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] = {
     "gpt": {LayerKind.EMBEDDING: PositionEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: Head},
@@ -136,6 +136,7 @@ def build_stage(
     here = [layer for layer in modes if layer in layer_range]
     modes |= dict.fromkeys(here[recompute_layers:] if recompute_layers is not None else (), "none")
     attentions = Attentions(spec, parallel, device, recompute=recompute == "selective", around_rerun=around_rerun)
+    split = split_dimensions(spec, parallel.shard) if parallel.tp.size > 1 else {}
     layers: dict[int, nn.Module] = {}
     tables: tuple[Tensor, Tensor] | None = None
     for index in layer_range:
@@ -153,8 +154,7 @@ def build_stage(
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
         if parallel.tp.mesh is not None and parallel.dp.size == 1:  # DDP and ZeRO-1 take no DTensors
-            split = spec.layers_of(parallel.shard)[index]
-            split_parameters(layer, _split_dimensions(layer, spec.layers[index], split), parallel)
+            split_parameters(layer, _weights_of(layer, f"layers.{index}.", split), parallel)
         if fp8:
             from executor.distributed.low_precision import with_fp8_linears
 
@@ -176,14 +176,32 @@ def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> Callable[[Laye
     return layers[spec.layers[index].kind]
 
 
-def _split_dimensions(layer: nn.Module, whole: LayerSpec, split: LayerSpec) -> dict[str, int]:
-    """By name, the dimension along which ranks split a parameter of a linear layer or an embedding."""
+def split_dimensions(spec: ModelSpec, shard: Shard) -> dict[str, int]:
+    """By name in a stage, the dimension along which tensor-parallel ranks split a parameter; experts aside.
+
+    Args:
+        spec: The model.
+        shard: How its layers are split.
+    """
     found = {}
-    for before, after in zip(whole.parameters, split.parameters, strict=True):
-        module = layer.get_submodule(after.name.rpartition(".")[0])
-        if before.shape != after.shape and isinstance(module, nn.Linear | nn.Embedding) and ".lora_" not in after.name:
-            found[after.name] = next(dim for dim, size in enumerate(before.shape) if after.shape[dim] < size)
+    for index, (whole, split) in enumerate(zip(spec.layers, spec.layers_of(shard), strict=True)):
+        for before, after in zip(whole.parameters, split.parameters, strict=True):
+            if before.shape != after.shape and not after.expert:
+                dimension = next(dim for dim, size in enumerate(before.shape) if after.shape[dim] < size)
+                found[f"layers.{index}.{after.name}"] = dimension
     return found
+
+
+def _weights_of(layer: nn.Module, prefix: str, split: Mapping[str, int]) -> dict[str, int]:
+    """Those of linear layers and embeddings, by name in the layer; adapters stay plain tensors."""
+    kinds = nn.Linear | nn.Embedding
+    return {
+        name: split[f"{prefix}{name}"]
+        for name, _ in layer.named_parameters(remove_duplicate=False)
+        if f"{prefix}{name}" in split
+        and ".lora_" not in name
+        and isinstance(layer.get_submodule(name.rpartition(".")[0]), kinds)
+    }
 
 
 def _is_there(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> bool:

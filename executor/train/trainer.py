@@ -24,7 +24,7 @@ from executor.distributed.gradients import (
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
 from executor.models.lora import trained_parameters
-from executor.models.model import Stage, build_stage
+from executor.models.model import Stage, build_stage, split_dimensions
 from executor.profiling.recorder import Recorder
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
@@ -180,7 +180,8 @@ class Trainer:
         """Content of a checkpoint."""
         from executor.train.training_state import TrainingState
 
-        return TrainingState(self.stages.values(), self.local_optimizers, self._groups, self._dims, self._device)
+        split = split_dimensions(self._job.model, self._job.plan.shard)
+        return TrainingState(self.stages.values(), self.local_optimizers, split, self._dims, self._device)
 
     def _build_stage(self, index: int) -> Stage:
         job, plan, model = self._job, self._job.plan, self._job.model

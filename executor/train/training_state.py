@@ -1,12 +1,13 @@
 """State of a training between two steps, as named tensors that any split over data-parallel ranks can read.
 
-A parameter has the name of its layer in the whole model, in whichever stage the layer is. A DTensor has this name on
-all ranks. A tensor that tensor- or expert-parallel ranks split by hand gets their rank as a suffix.
+A parameter has the name of its layer in the whole model, in whichever stage the layer is. Parts of tensors that
+tensor-parallel ranks split are stored as DTensors, whole or sharded by FSDP, so that another number of ranks can read
+them. Of experts each rank stores a tensor of its own, with its place as a suffix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
-from executor.train.optimizers import ShardGroups
 
 __all__ = ["TrainingState"]
 
@@ -31,7 +31,7 @@ class TrainingState:
     Args:
         stages: Stages of the rank, already sharded.
         optimizers: Optimizers with the rank's states.
-        groups: Tells which parameters tensor-parallel ranks hold in full.
+        split: By name of a parameter, the dimension along which tensor-parallel ranks split it; experts aside.
         dims: Tensor- and expert-parallel groups of the rank.
         device: Device of the rank.
     """
@@ -40,7 +40,7 @@ class TrainingState:
         self,
         stages: Iterable[Stage],
         optimizers: list[torch.optim.Optimizer],
-        groups: ShardGroups,
+        split: Mapping[str, int],
         dims: ParallelDims,
         device: torch.device,
     ) -> None:
@@ -48,9 +48,8 @@ class TrainingState:
         self._model = Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         self._second_names = parameters.keys() - dict(self._model.named_parameters()).keys()
-        self._suffixes = {
-            name: _suffix(name, p, dims) for name, p in parameters.items() if id(p) not in groups.replicated
-        }
+        self._split, self._tp = split, dims.tp
+        self._suffixes = {name: _suffix(p, dims) for name, p in parameters.items() if ".experts_" in name}
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """All of the state; tensors are not copied."""
@@ -61,9 +60,17 @@ class TrainingState:
         if self._device.type == "cuda":
             generators["cuda"] = {rank: torch.cuda.get_rng_state(self._device)}
         return {
-            "model": {self._stored(name): value for name, value in model.items() if name not in self._second_names},
+            "model": {
+                self._stored(name): self._placed(name, value, value.shape)
+                for name, value in model.items()
+                if name not in self._second_names
+            },
             "optimizer": {
-                self._stored(name): {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                self._stored(name): {
+                    key: self._placed(name, value, model[name].shape)
+                    for key, value in state.items()
+                    if isinstance(value, Tensor)
+                }
                 for name, state in states.items()
             },
             "generators": generators,
@@ -103,11 +110,16 @@ class TrainingState:
     def _stored(self, name: str) -> str:
         return name + self._suffixes.get(name, "")
 
+    def _placed(self, name: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """A tensor of a parameter's shape; a part as a DTensor that shares its memory, as DDP and ZeRO-1 have none."""
+        if name not in self._split or isinstance(value, DTensor) or value.shape != shape:
+            return value
+        return DTensor.from_local(value, self._tp.mesh, (Shard(self._split[name]),), run_check=False)
 
-def _suffix(name: str, parameter: nn.Parameter, dims: ParallelDims) -> str:
-    """Ranks along the axes by which a parameter is split, unless they are axes of its mesh."""
-    experts = ".experts_" in name
-    splits = {"ep": experts and dims.ep.size > 1, "tp": dims.shard.etp > 1 if experts else dims.tp.size > 1}
+
+def _suffix(parameter: nn.Parameter, dims: ParallelDims) -> str:
+    """Ranks along the axes by which experts are split, unless they are axes of their mesh."""
+    splits = {"ep": dims.ep.size > 1, "tp": dims.shard.etp > 1}
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     ranks = {"ep": dims.ep.rank, "tp": dims.tp.rank}
     return "".join(f".{axis}{ranks[axis]}" for axis, split in splits.items() if split and axis not in axes)

@@ -70,7 +70,6 @@ class CheckpointHeader(Spec):
     file_bytes: dict[str, int]
 
 
-_SAME_AXES = ("tp", "ep")  # parts of these splits are kept as they are
 _SAME_STAGES = ("pp", "virtual_stages")
 
 
@@ -79,8 +78,9 @@ def differences(
 ) -> Iterator[Problem]:
     """Why a job cannot go on from a checkpoint: another training, or a split whose parts do not fit.
 
-    Data-parallel ranks, how states are sharded over them, and pipeline stages may be others; only a tied embedding,
-    which has two copies in a pipeline, needs the same stages.
+    Data- and tensor-parallel ranks, how states are sharded over them, and pipeline stages may be others; only a tied
+    embedding, which has two copies in a pipeline, needs the same stages, and one matrix of queries, keys and values, of
+    which each rank has some heads of all three, or experts that ranks split, as many tensor-parallel ranks.
     """
     same = [
         ("model", header.model.model_dump(), model.model_dump()),
@@ -90,7 +90,10 @@ def differences(
         for key in sorted(then.keys() | now.keys()):
             if then.get(key) != now.get(key):
                 yield _differs(f"{section}.{key}", now.get(key), then.get(key))
-    axes = (*_SAME_AXES, *(_SAME_STAGES if model.tied_embeddings else ()))
+    joined = any(parameter.name == "qkv.weight" for layer in model.layers for parameter in layer.parameters)
+    axes = ["ep", "etp", *(_SAME_STAGES if model.tied_embeddings else ())]
+    if joined or max(header.plan.etp, plan.etp) > 1:
+        axes.append("tp")
     for key in axes:
         if getattr(header.plan, key) != getattr(plan, key):
             yield _differs(f"plan.{key}", getattr(plan, key), getattr(header.plan, key))

@@ -10,19 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from executor.distributed.mesh import ParallelDims, Peers
-from executor.models.model import Stage
 from executor.run import run_job
 from executor.train.checkpoint_folder import newest_checkpoint
-from executor.train.optimizers import ShardGroups, make_optimizer
-from executor.train.training_state import TrainingState
 from simplan.errors import RunError, SpecError
 from simplan.program.checkpoint import CheckpointHeader, Checkpointing
 from simplan.program.measurement import Measurement
@@ -88,7 +78,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) -> RunSpec:
     tied = case.get("schedule") != "interleaved_1f1b"
-    model = make_model(vocab_size=96, num_hidden_layers=4, tied_embeddings=tied)
+    sizes = {key: value for key, value in case.items() if key in LLAMA}
+    case = {key: value for key, value in case.items() if key not in LLAMA}
+    model = make_model(vocab_size=96, num_hidden_layers=4, tied_embeddings=tied, **sizes)
     job: RunSpec = make_job(model=model, **{**case, **fields})
     return job
 
@@ -104,35 +96,8 @@ def test_every_strategy_goes_on_to_the_last_bit(
     assert second.losses == whole.losses[4:]
 
 
-@pytest.fixture
-def fake_group() -> Iterator[dist.ProcessGroup]:
-    """Rank 1 of two, which communicate nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_only_plain_split_tensors_are_named_by_rank(fake_group: dist.ProcessGroup) -> None:
-    """Rank 1 of two tensor-parallel ranks; a DTensor is stored for any number of them."""
-    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
-    layer = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("full", "part")})
-    layer["split"] = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]))
-    tp = Peers.of(fake_group, (0, 1), 1, None)
-    groups = ShardGroups(tp=tp, replicated=frozenset([id(layer["full"])]))
-    optimizer = make_optimizer("adamw", layer.values(), groups)
-    for parameter in layer.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    state = TrainingState([Stage([(3, layer)])], [optimizer], groups, ParallelDims(tp=tp), torch.device("cpu"))
-    tensors = state.tensors()
-    assert set(tensors["model"]) == {"layers.3.full", "layers.3.part.tp1", "layers.3.split"}
-    assert set(tensors["optimizer"]) == set(tensors["model"])
-    assert tensors["model"]["layers.3.split"].shape == (4,)
-    assert isinstance(tensors["optimizer"]["layers.3.split"]["exp_avg"], DTensor)
-
-
-CHANGES = {
+LLAMA = {"family": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ddp 2 to plain": ({"dp": 2}, {}),
     "plain to ddp 2": ({}, {"dp": 2}),
     "fsdp 4 to fsdp 2": ({"plan": {"dp_shard": 4}}, {"plan": {"dp_shard": 2}}),
@@ -141,6 +106,9 @@ CHANGES = {
     "zero1 2 to fsdp 2": ({"plan": {"dp_shard": 2, "zero_stage": 1}}, {"plan": {"dp_shard": 2}}),
     "1f1b to 1f1b x ddp 2": ({"schedule": "1f1b", "pp": 2}, {"schedule": "1f1b", "pp": 2, "dp": 2}),
     "tp x ddp 2 to tp": ({"plan": {"tp": 2}, "dp": 2}, {"plan": {"tp": 2}}),
+    "tp x ddp 2 to one": ({**LLAMA, "plan": {"tp": 2}, "dp": 2}, LLAMA),
+    "tp to fsdp": ({**LLAMA, "plan": {"tp": 2}}, {**LLAMA, "plan": {"dp_shard": 2}}),
+    "fsdp x tp to tp 4": ({**LLAMA, "plan": {"tp": 2, "dp_shard": 2}}, {**LLAMA, "plan": {"tp": 4}}),
 }
 
 
