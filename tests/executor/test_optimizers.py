@@ -1,4 +1,4 @@
-"""Every optimizer, and clipped gradients, over every way of holding parts of parameters: against one process."""
+"""Every optimizer, and clipped gradients, with every sharding of parameters: against one process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,20 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CLIP = 0.3  # below the norm in every step, so that gradients are scaled
 
-QUICK = {("tp x fsdp", "lamb"), ("zero-1", "lamb"), ("1f1b", "lars"), ("fsdp", "sgd_momentum")}
-NEW = ("sgd_momentum", "lars", "lamb")
+UPDATES: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": name, "clip_grad_norm": CLIP} for name in ("sgd_momentum", "lars", "lamb")},
+    "adamw foreach": {"optimizer": "adamw", "fused_optimizer": False},
+    "adam fused": {"optimizer": "adam", "fused_optimizer": True},
+    "sgd_momentum foreach": {"optimizer": "sgd_momentum", "fused_optimizer": False},
+    "sgd fused": {"optimizer": "sgd", "fused_optimizer": True},
+}
+QUICK = {
+    ("tp x fsdp", "lamb"),
+    ("zero-1", "lamb"),
+    ("1f1b", "lars"),
+    ("fsdp", "sgd_momentum"),
+    ("fsdp", "adamw foreach"),
+}
 
 
 def job_of(plan: str, training: dict[str, Any], make_job: MakeJob, make_model: MakeModel) -> Any:
@@ -58,55 +70,29 @@ def job_of(plan: str, training: dict[str, Any], make_job: MakeJob, make_model: M
 
 
 @pytest.mark.parametrize(
-    ("plan", "optimizer"),
+    ("plan", "update"),
     [
-        pytest.param(plan, optimizer, marks=[] if (plan, optimizer) in QUICK else [pytest.mark.slow])
+        pytest.param(plan, update, marks=[] if (plan, update) in QUICK else [pytest.mark.slow])
         for plan in PLANS
-        for optimizer in NEW
+        for update in UPDATES
     ],
 )
-def test_losses_gradients_and_collectives(
-    plan: str,
-    optimizer: str,
-    tmp_path: Path,
-    make_job: MakeJob,
-    make_model: MakeModel,
+def test_run_equals_one_process_and_issues_what_is_predicted(
+    plan: str, update: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
 ) -> None:
     """Later losses follow from updates, gradients are as clipping leaves them."""
-    job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
-    run = run_in_float64(job, tmp_path)
+    run = run_in_float64(job_of(plan, UPDATES[update], make_job, make_model), tmp_path)
     assert_equal_to_one_process(run)
     assert_issued_as_predicted(run)
 
 
 @pytest.mark.parametrize(
-    ("plan", "optimizer", "fused"),
-    [
-        pytest.param(plan, *how, marks=[] if (plan, *how) == ("fsdp", "adamw", False) else [pytest.mark.slow])
-        for plan in PLANS
-        for how in (("adamw", False), ("adam", True), ("sgd_momentum", False), ("sgd", True))
-    ],
-)
-def test_fused_or_not_it_equals_one_process(
-    plan: str,
-    optimizer: str,
-    fused: bool,
-    tmp_path: Path,
-    make_job: MakeJob,
-    make_model: MakeModel,
-) -> None:
-    job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
-    run = run_in_float64(job, tmp_path)
-    assert_equal_to_one_process(run)
-
-
-@pytest.mark.parametrize(
     ("plan", "optimizer"), [("zero-1", "adamw"), *(pytest.param("one", o, marks=pytest.mark.slow) for o in OPTIMIZERS)]
 )
-def test_what_a_step_without_fused_kernels_makes(
+def test_workspace_of_foreach_step_is_as_predicted(
     plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
 ) -> None:
-    """By torch's own account, with so few tokens that Adam's step is what needs most memory."""
+    """In a dry run, with so few tokens that Adam's step is the peak."""
     fused = False if optimizer in ("adam", "adamw", "sgd", "sgd_momentum") else None
     job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
     model = make_model("llama", vocab_size=96, hidden_size=256, num_hidden_layers=2, seq_len=4)
@@ -124,8 +110,10 @@ def test_what_a_step_without_fused_kernels_makes(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", [pytest.param("one", marks=pytest.mark.slow), "1f1b x fsdp"])
-def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel) -> None:
-    """Between steps, by torch's own account of allocations; and nothing else is made by the step."""
+def test_optimizer_states_are_as_large_as_predicted(
+    plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    """In a dry run; the step allocates nothing else."""
     job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
     job = job.model_copy(update={"dtype": "fp32"})
     found, predicted = account(job, 0), predicted_peak(job, 0)
@@ -146,7 +134,7 @@ def test_states_are_as_large_as_predicted(plan: str, optimizer: str, make_job: M
         ),
     ],
 )
-def test_what_is_not_modelled_is_refused(
+def test_unmodeled_optimizer_settings_are_refused(
     training: dict[str, Any], plan: dict[str, Any], said: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
 ) -> None:
     experts = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 48}
