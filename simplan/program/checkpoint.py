@@ -59,7 +59,7 @@ class CheckpointHeader(Spec):
         file_bytes: Size of every other file by name.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     kind: Literal["checkpoint"] = "checkpoint"
     step: Count
     model: ModelSpec
