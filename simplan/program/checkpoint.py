@@ -10,6 +10,7 @@ from pydantic import Field
 from simplan.errors import Problem
 from simplan.spec.base import Count, NonNegative, Spec
 from simplan.spec.model import ModelSpec
+from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
@@ -90,9 +91,8 @@ def differences(
         for key in sorted(then.keys() | now.keys()):
             if then.get(key) != now.get(key):
                 yield _differs(f"{section}.{key}", now.get(key), then.get(key))
-    joined = any(parameter.name == "qkv.weight" for layer in model.layers for parameter in layer.parameters)
     axes = ["ep", "etp", *(_SAME_STAGES if model.tied_embeddings else ())]
-    if joined or max(header.plan.etp, plan.etp) > 1:
+    if FAMILIES[model.family].fused_qkv or max(header.plan.etp, plan.etp) > 1:
         axes.append("tp")
     for key in axes:
         if getattr(header.plan, key) != getattr(plan, key):
