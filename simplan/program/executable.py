@@ -52,7 +52,6 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
         raise ProgramError("\n".join(wrong))
     not_modelled = [
         *_split_without_pipeline(table),
-        *_split_tensors(table, plan),
         *_split_compiled(table, software),
         *_reduced_every_microbatch(plan),
         *_buckets(plan, software),
@@ -150,16 +149,6 @@ def _split_without_pipeline(table: Table) -> Iterator[Problem]:
     if split is not None:
         yield Problem(
             field="table", value=str(split), rule="a split backward needs a pipeline", fix=f"use {split.stage}B"
-        )
-
-
-def _split_tensors(table: Table, plan: ParallelPlan) -> Iterator[Problem]:
-    """Torch cannot tell the parts of a backward for functions that make both gradients, such as the executor's."""
-    split = _first(table, _SPLIT)
-    if split is not None and plan.sequence_parallel:
-        rule = f"gathered matrices would run whole in both parts of a split backward ({split}); it is simulated only"
-        yield Problem(
-            field="plan.sequence_parallel", value="true", rule=rule, fix="use false, or a schedule without I and W"
         )
 
 

@@ -205,7 +205,7 @@ CASES: dict[str, Callable[[], RunSpec]] = {
         "zb-h1", pp=2, model=_model("llama"), plan={"dp_shard": 2, "zero_stage": 2}, dtype="fp64"
     ),
     "tp2-zb-h1-pp2-llama": lambda: _job(
-        "zb-h1", pp=2, model=_model("llama", vocab_size=96), plan={"tp": 2, "sequence_parallel": False}, dtype="fp64"
+        "zb-h1", pp=2, model=_model("llama", vocab_size=96), plan={"tp": 2}, dtype="fp64"
     ),
     "zb-v-pp2-zero3-no-reshard-2-llama": lambda: _job(
         "zb-v",

@@ -141,9 +141,7 @@ def test_what_fsdp_and_split_backward_may_do() -> None:
 
 def test_split_backward_of_gathered_matrices_is_refused_by_name() -> None:
     split = complete_table(table("0F0 0B0", "1F0 1I0 1W0"))
-    check_executable(split, ParallelPlan(pp=2, tp=2, sequence_parallel=False), software())
-    with pytest.raises(NotModelledError, match=r"plan.sequence_parallel = true: .* parts of a split backward \(1I0\)"):
-        check_executable(split, ParallelPlan(pp=2, tp=2), software())
+    check_executable(split, ParallelPlan(pp=2, tp=2), software())
 
 
 def test_split_backward_without_pipeline_is_refused_by_name() -> None:

@@ -23,6 +23,10 @@ KINDS = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::broadcast_": "broadcast",
     "c10d::alltoall_base_": "all_to_all",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_to_all_single": "all_to_all",
 }
 
 
@@ -95,7 +99,9 @@ def issued_elements(trace: profile) -> list[tuple[str, int]]:
 
 def largest_elements(call: Any) -> int:
     """Elements of the larger of a call's buffers: what was gathered, or is to be scattered."""
-    return max(math.prod(shape) for shape in shapes_in(call.structured_input_shapes()))
+    found = max(math.prod(shape) for shape in shapes_in(call.structured_input_shapes()))
+    # a functional all-gather has its input and the number of ranks
+    return found * int(call.concrete_inputs()[1]) if "functional::all_gather" in call.name() else found
 
 
 def shapes_in(shapes: Any) -> Iterator[list[int]]:
