@@ -139,7 +139,7 @@ def test_what_fsdp_and_split_backward_may_do() -> None:
     check_executable(complete_table(table("0F0 0B0", "1F0 1I0 1W0"), unshard="once"), plan, software())
 
 
-def test_split_backward_of_gathered_matrices_is_refused_by_name() -> None:
+def test_split_backward_of_gathered_matrices_is_executed() -> None:
     split = complete_table(table("0F0 0B0", "1F0 1I0 1W0"))
     check_executable(split, ParallelPlan(pp=2, tp=2), software())
 
