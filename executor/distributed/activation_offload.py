@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from executor.profiling.recorder import Recorder
+from executor.train.optimizers import local
 from simplan.program.action import Action
 
 __all__ = ["ActivationOffload", "HostLink", "Moved"]
@@ -174,6 +177,16 @@ class _Saved(NamedTuple):
     offset: int
 
 
+class _SavedDTensor(NamedTuple):
+    """The same of a DTensor."""
+
+    here: Tensor | _Saved
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Kept:
     """What one block keeps of one microbatch.
 
@@ -192,10 +205,16 @@ class _Kept:
         self._buffers: dict[tuple[int, torch.dtype], _Buffer] = {}
         self._moved: list[Moved] = []
 
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedDTensor:
         """Notes what autograd saves."""
+        if isinstance(tensor, DTensor):
+            layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+            return _SavedDTensor(self._packed(tensor.to_local()), *layout)
+        return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Tensor | _Saved:
         if self._stays is None:  # only now has FSDP put whole weights in place of its shards
-            tables = [*self._layer.parameters(), *self._layer.buffers()]
+            tables = [local(tensor) for tensor in (*self._layer.parameters(), *self._layer.buffers())]
             self._stays = frozenset([*self._others, *map(_storage, tables)])
         key = _storage(tensor)
         elsewhere = tensor.device != self._link.device  # numbers on the host, which come back as they are
@@ -248,9 +267,12 @@ class _Kept:
         self._moved.clear()
 
 
-def _unpack(saved: Tensor | _Saved) -> Tensor:
+def _unpack(saved: Tensor | _Saved | _SavedDTensor) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
+    if isinstance(saved, _SavedDTensor):
+        here, mesh, placements = _unpack(saved.here), saved.mesh, saved.placements
+        return DTensor.from_local(here, mesh, placements, run_check=False, shape=saved.shape, stride=saved.stride)
     assert saved.buffer.on_device is not None
     return saved.buffer.on_device.as_strided(saved.size, saved.stride, saved.offset)
 

@@ -119,8 +119,9 @@ def _is_summed(kernel: object) -> bool:
 
 
 def _is_scattered(kernel: object) -> bool:
-    """Whether tensor-parallel ranks sum up what they have of a layer's branch, each for its own tokens."""
-    return isinstance(kernel, Exchange) and kernel.axis == "tp" and kernel.forward is CollectiveKind.REDUCE_SCATTER
+    """Whether ranks sum up what they have of a layer's branch or of experts, each for its own tokens."""
+    axes = ("tp", "etp")
+    return isinstance(kernel, Exchange) and kernel.axis in axes and kernel.forward is CollectiveKind.REDUCE_SCATTER
 
 
 def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:
