@@ -6,6 +6,7 @@ classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -54,6 +55,8 @@ class StageSharding:
         policy = MixedPrecisionPolicy()
         if compute_dtype is not None:
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        if dims.tp.size > 1:  # parts of DTensors are views; nothing here changes hidden states in place
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         self._units = _Units(dims, policy, device_type, unshard)
         self._of_experts = _Units(dims, policy, device_type, unshard, experts=True) if experts else None
 
