@@ -1,1 +1,1 @@
-"""How a training is split over ranks: one file an axis, and what is exchanged along it."""
+"""Parallelism: one file for each axis, and the collectives along it."""

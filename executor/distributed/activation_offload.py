@@ -178,7 +178,7 @@ class _Saved(NamedTuple):
 
 
 class _SavedDTensor(NamedTuple):
-    """The same of a DTensor."""
+    """A DTensor that autograd has saved, with its local part as above."""
 
     here: Tensor | _Saved
     mesh: DeviceMesh

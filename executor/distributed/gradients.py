@@ -1,8 +1,8 @@
-"""What happens to gradients between backward and the optimizer: parts are summed, norms are clipped."""
+"""Gradients between backward and the optimizer: sums of partial ones, averages of experts, clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from executor.distributed.mesh import Peers
 from executor.models.model import Stage
 from executor.train.optimizers import ShardGroups, local
 from simplan.program.run_spec import RunSpec
-from simplan.spec.layer import LayerSpec
+from simplan.spec.layer import LayerSpec, ParameterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.shard import Shard
 
@@ -38,36 +38,28 @@ def partial_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[
         spec: Its model.
         shard: How its layers are split.
     """
-    layers = spec.layers_of(shard)
-    names = {
-        f"layers.{index}.{parameter.name}"
-        for index, layer in enumerate(layers)
-        for parameter in layer.parameters
-        if parameter.partial_gradient
-    }
-    return [parameter for name, parameter in stage.named_parameters() if name in names]
+    return _parameters(stage, spec, shard, lambda parameter: parameter.partial_gradient)
 
 
 def expert_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[nn.Parameter]:
-    """Parameters of a stage of which other expert-parallel ranks have others, in the stage's order.
+    """Parameters of a stage of which other expert-parallel ranks have others; arguments as above."""
+    return _parameters(stage, spec, shard, lambda parameter: parameter.expert)
 
-    Args:
-        stage: An ``executor.models.model.Stage``.
-        spec: Its model.
-        shard: How its layers are split.
-    """
-    layers = spec.layers_of(shard)
+
+def _parameters(
+    stage: nn.Module, spec: ModelSpec, shard: Shard, is_wanted: Callable[[ParameterSpec], bool]
+) -> list[nn.Parameter]:
     names = {
         f"layers.{index}.{parameter.name}"
-        for index, layer in enumerate(layers)
+        for index, layer in enumerate(spec.layers_of(shard))
         for parameter in layer.parameters
-        if parameter.expert
+        if is_wanted(parameter)
     }
     return [parameter for name, parameter in stage.named_parameters() if name in names]
 
 
 def experts_of(layer: nn.Module, spec: LayerSpec) -> list[nn.Parameter]:
-    """The same of one layer, before FSDP has it."""
+    """Experts of one layer, before FSDP has it."""
     return [layer.get_parameter(parameter.name) for parameter in spec.parameters if parameter.expert]
 
 

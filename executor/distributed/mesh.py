@@ -62,7 +62,7 @@ class Peers:
         )
 
     def meshed(self, axis: str, device_type: str) -> Peers:
-        """The same with a mesh of their own."""
+        """These ranks with a mesh of their own."""
         return replace(self, mesh=_joined({axis: self}, self.ranks[self.rank], device_type)) if self.group else self
 
     @classmethod
