@@ -88,7 +88,9 @@ def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> S
         return Stream.TIED
     if mapping.ep > 1 and message.kind == "all_to_all" and members == mapping.ep_group(rank):
         return Stream.EXPERT
-    if message.kind in ("all_gather", "reduce_scatter") and members == mapping.expert_shard_group(rank):
+    splits_layers = members in (groups[Stream.TENSOR], groups[Stream.CONTEXT])
+    is_of_shards = message.kind in ("all_gather", "reduce_scatter") and not splits_layers
+    if is_of_shards and members == mapping.expert_shard_group(rank):
         return Stream.SHARD
     completes = action.kind is ActionKind.REDUCE_GRAD and message.kind == "all_reduce"
     if mapping.ep > 1 and completes and members == mapping.expert_group(rank):
