@@ -44,7 +44,7 @@ def compile_block(layer: nn.Module, *, whole: bool) -> None:
 
 
 def compile_blocks(stage: Stage, spec: ModelSpec, *, whole: bool) -> None:
-    """The same of all blocks of a stage."""
+    """Compiles all blocks of a stage, as ``compile_block`` does."""
     for index, layer in stage.layers.items():
         if spec.layers[int(index)].kind is LayerKind.BLOCK:
             compile_block(layer, whole=whole)

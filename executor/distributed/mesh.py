@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from executor.profiling.recorded_group import RecordedGroup
@@ -70,16 +69,16 @@ class Peers:
         """The peers of a global rank in a process group of these ranks."""
         return cls(len(ranks), ranks.index(rank), ranks, group, recorder)
 
-    def all_reduce(self, x: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Tensor:
-        """Reduces in place."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums over the ranks, in place."""
         if self.group is not None:
             handle = self.issue("all_reduce", x)
-            dist.all_reduce(x, op, group=self.group)
+            dist.all_reduce(x, group=self.group)
             self.complete(handle)
         return x
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """What a global rank has goes to all, in place; it is the first of those that are recorded."""
+        """Sends a global rank's tensor to all, in place; records name that rank first."""
         ranks = (source, *(rank for rank in self.ranks if rank != source))
         handle = -1 if self.recorder is None else self.recorder.issue("broadcast", ranks, x.nbytes)
         dist.broadcast(x, src=source, group=self.group)
@@ -189,11 +188,11 @@ class ParallelDims:
         return x.index_select(1, self.positions(x.shape[1]).to(x.device))
 
     def positions(self, seq_len: int) -> Tensor:
-        """Where in the sequence this rank's tokens are, (seq_len / cp) int64."""
+        """Positions of this rank's tokens in the sequence, (seq_len / cp) int64."""
         return self.all_positions(seq_len)[self.cp.rank]
 
     def all_positions(self, seq_len: int) -> Tensor:
-        """The same of all context-parallel ranks, (cp, seq_len / cp)."""
+        """Positions of the tokens of all context-parallel ranks, (cp, seq_len / cp) int64."""
         if self.cp.size == 1:
             return torch.arange(seq_len).unsqueeze(0)
         parts = torch.arange(seq_len).view(2 * self.cp.size, -1)

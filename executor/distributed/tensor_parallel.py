@@ -157,12 +157,12 @@ def _placed(x: Tensor, placement: Placement, parallel: ParallelDims) -> DTensor:
 
 
 def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:
-    """What all ranks have, along a dimension; each gets the sum of the gradients of its own."""
+    """All-gather along a dimension; in backward each rank gets the sum of the gradients of its part."""
     whole = DTensor.from_local(x, peers.mesh, (Shard(dim),), run_check=False).redistribute(placements=(Replicate(),))
     return whole.to_local(grad_placements=(Partial(),))
 
 
 def scatter_sum(x: Tensor, tp: Peers) -> Tensor:
-    """The own part, along dimension 1, of the sum over all ranks."""
+    """Reduce-scatter along dimension 1; backward gathers the gradients."""
     summed = DTensor.from_local(x, tp.mesh, (Partial(),), run_check=False)
     return summed.redistribute(placements=(Shard(_TOKENS),)).to_local()

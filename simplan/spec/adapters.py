@@ -126,11 +126,10 @@ def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: b
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
         kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
+        trains = isinstance(kernel, Gemm) and kernel.name in targets
         if isinstance(kernel, Gemm):
-            trains = kernel.name in targets
             found = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
         else:
-            trains = False
             whole = brings or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
             whole &= not (operator.passes and operator.parameters)  # a frozen bias: gradients pass it by
             found = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
