@@ -73,7 +73,7 @@ class _LayerBench:
         layers = shape.layers
         layer = layers[index]
         self._shape, self._layer = shape, layer
-        self._parallel = ParallelDims.silent(shape.shard, device.type)
+        self._dims = ParallelDims.silent(shape.shard, device.type)
         self._watch = Stopwatch(device)
         self._mixed = way_of_mixing(shape.dtype, sharded=shape.mixed == "cast")
         autocast = shape.dtype in ("bf16", "fp16", "fp8") and self._mixed == "autocast"
@@ -83,11 +83,11 @@ class _LayerBench:
         footprint = 2 * layer.num_parameters * dtype.itemsize + saved * shape.microbatch_size
         num_copies = min(_MAX_COPIES, Counter(layers)[layer], 1 + _CACHE_BYTES // max(1, footprint))
 
-        def copies(weights: torch.dtype, parallel: ParallelDims, **options: Any) -> list[Stage]:
-            build = partial(build_stage, shape.model, [index], weights, device, parallel=parallel)
+        def copies(weights: torch.dtype, dims: ParallelDims, **options: Any) -> list[Stage]:
+            build = partial(build_stage, shape.model, [index], weights, device, dims=dims)
             return [build(seed=seed, model_code=shape.model_code, **options) for seed in range(num_copies)]
 
-        stages = copies(dtype, self._parallel, fp8=shape.dtype == "fp8", frozen_dtype=compute_dtype)
+        stages = copies(dtype, self._dims, fp8=shape.dtype == "fp8", frozen_dtype=compute_dtype)
         if shape.compiled:
             from executor.distributed.compiling import compile_blocks
 
@@ -101,12 +101,12 @@ class _LayerBench:
             master.grad = torch.zeros_like(master)
         self._optimizer = make_optimizer(shape.optimizer, self._masters) if self._masters else None
         cast = dtype if self._mixed == "cast" else None
-        parts = replace(self._parallel, dp=Peers(2))  # weights as DDP has them: no DTensors, which have another mesh
+        parts = replace(self._dims, dp=Peers(2))  # weights as DDP has them: no DTensors, which have another mesh
         self._sharded = [FsdpCopies(layer, cast, device) for layer in copies(torch.float32, parts, frozen_dtype=cast)]
         if autocast:
             self._copies = [Autocast(copy, compute_dtype, device.type) for copy in self._copies]
         batch = model_batch(shape.model, seed=0, step=0, first_sample=0, num_samples=shape.microbatch_size)
-        inputs, self._targets = (self._parallel.local_tokens(x).to(device) for x in batch)
+        inputs, self._targets = (self._dims.local_tokens(x).to(device) for x in batch)
         self._first_input = inputs.to(dtype) if inputs.is_floating_point() else inputs
         self._layer_inputs: list[Tensor] = []  # outputs of the layer before, if there is one
         self._has_input_gradients = index > 0
@@ -126,7 +126,7 @@ class _LayerBench:
         Args:
             with_split: Forward and backward also with backward in two parts.
         """
-        with split_loss(self._parallel):
+        with split_loss(self._dims):
             self._backward()
             if with_split and self._has_input_gradients and not (self._shape.model.lora_rank or self._shape.compiled):
                 self._split_backward()
@@ -208,7 +208,7 @@ class _LayerBench:
         y: Tensor | tuple[Tensor, ...] = copy(*x)
         if self._layer.kind is LayerKind.HEAD:
             assert isinstance(y, Tensor)
-            y = cross_entropy(y, self._targets, self._parallel)
+            y = cross_entropy(y, self._targets, self._dims)
         outputs.append([y] if isinstance(y, Tensor) else list(y))
 
     def _optimize(self) -> None:

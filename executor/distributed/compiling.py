@@ -39,7 +39,7 @@ def compile_block(layer: nn.Module, *, whole: bool) -> None:
     _dynamo.config.recompile_limit = _MOST_SHAPES
     _dynamo.config.optimize_ddp = False  # it would cut blocks at the ends of buckets
     # torch compiles nothing of a function in which what runs again has exchanges, so only that itself
-    name = "forward" if whole or not hasattr(layer, "_block") else "_block"
+    name = "forward" if whole or not hasattr(layer, "again") else "again"
     setattr(layer, name, torch.compile(getattr(layer, name), backend=BACKEND, fullgraph=whole, dynamic=False))
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
 from executor.distributed.mesh import Peers
-from executor.models.model import Stage
+from executor.models.model import Stage, with_specs
 from executor.train.optimizers import ShardGroups, local
 from simplan.program.run_spec import RunSpec
-from simplan.spec.layer import LayerSpec, ParameterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.shard import Shard
+from simplan.spec.layer import LayerSpec
 
 __all__ = [
     "GradientClipper",
@@ -30,37 +28,24 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _TIED_NAMES = ("wte.weight", "lm_head.weight")
 
 
-def partial_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[nn.Parameter]:
+def partial_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Parameter]:
     """Parameters of a stage whose gradients each tensor-parallel rank has a part of, in the stage's order.
 
     Args:
-        stage: An ``executor.models.model.Stage``, perhaps sharded by FSDP.
-        spec: Its model.
-        shard: How its layers are split.
+        stage: Perhaps sharded by FSDP.
+        layers: Of the whole model, as one rank has them.
     """
-    return _parameters(stage, spec, shard, lambda parameter: parameter.partial_gradient)
+    return [parameter for _, parameter, said in with_specs(stage, layers) if said.partial_gradient]
 
 
-def expert_parameters(stage: nn.Module, spec: ModelSpec, shard: Shard) -> list[nn.Parameter]:
+def expert_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Parameter]:
     """Parameters of a stage of which other expert-parallel ranks have others; arguments as above."""
-    return _parameters(stage, spec, shard, lambda parameter: parameter.expert)
-
-
-def _parameters(
-    stage: nn.Module, spec: ModelSpec, shard: Shard, is_wanted: Callable[[ParameterSpec], bool]
-) -> list[nn.Parameter]:
-    names = {
-        f"layers.{index}.{parameter.name}"
-        for index, layer in enumerate(spec.layers_of(shard))
-        for parameter in layer.parameters
-        if is_wanted(parameter)
-    }
-    return [parameter for name, parameter in stage.named_parameters() if name in names]
+    return [parameter for _, parameter, said in with_specs(stage, layers) if said.expert]
 
 
 def experts_of(layer: nn.Module, spec: LayerSpec) -> list[nn.Parameter]:
     """Experts of one layer, before FSDP has it."""
-    return [layer.get_parameter(parameter.name) for parameter in spec.parameters if parameter.expert]
+    return [p for p, said in zip(layer.parameters(), spec.parameters, strict=True) if said.expert]
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], tp: Peers) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from executor.distributed.tensor_parallel import compute_dtype
+from executor.models.norms import compute_dtype
 from simplan.spec.layer import LayerSpec
 from simplan.spec.low_precision import linears
 
@@ -84,10 +84,12 @@ def with_fp8_linears(module: nn.Module, layer: LayerSpec) -> nn.Module:
         module: What runs the layer.
         layer: Its spec, whose products are called as the modules are.
     """
-    for gemm in linears(layer):
-        linear = getattr(module, gemm.name)
-        assert isinstance(linear, nn.Linear), gemm.name
-        setattr(module, gemm.name, Fp8Linear.of(linear))
+    names = {gemm.name for gemm in linears(layer)}
+    for path, linear in list(module.named_modules()):
+        owner, _, name = path.rpartition(".")
+        if name in names:
+            assert isinstance(linear, nn.Linear), path
+            setattr(module.get_submodule(owner), name, Fp8Linear.of(linear))
     return module
 
 

@@ -37,8 +37,8 @@ __all__ = [
     "BlockRecompute",
     "hide_hooks",
     "of_block",
+    "recompute_block",
     "run_again",
-    "run_block",
     "unmodelled_recompute",
 ]
 
@@ -75,28 +75,31 @@ def of_block(mode: Recompute, number: int) -> BlockRecompute:
             return "none"
 
 
-def run_block(
-    block: Callable[..., Tensor],
-    *inputs: Tensor,
-    recompute: BlockRecompute,
-    around: Around,
-    uncounted: tuple[int, int] | None = None,
-) -> Tensor:
-    """What a block makes of its inputs.
+def recompute_block(
+    layer: nn.Module, recompute: BlockRecompute, around: Around, uncounted: tuple[int, int] | None = None
+) -> None:
+    """Makes backward run a block again, in place.
 
-    To be called inside of its module, so that FSDP's hooks run once around forward and once around backward.
+    What runs again is its ``forward``, inside of its hooks: so FSDP's run once around forward and once around backward.
+    Of a layer that only hands on some of its inputs it is ``transform``.
 
     Args:
-        block: What runs, perhaps twice.
-        inputs: What it is given, which is kept.
+        layer: The block.
         recompute: What of it runs again.
         around: Of that.
         uncounted: As of ``_EverySecondProduct``.
     """
     if recompute == "none":
-        return block(*inputs)
+        return
     policy = partial(_EverySecondProduct, uncounted) if recompute == "selective_op" else None
-    return run_again(block, *inputs, around=around, make_policy=policy)
+    name = "transform" if hasattr(layer, "transform") else "forward"
+    rerun: Any = layer
+    rerun.again = getattr(layer, name)  # a compiler may put something else in its place
+
+    def run(*inputs: Tensor) -> Tensor:
+        return run_again(rerun.again, *inputs, around=around, make_policy=policy)
+
+    setattr(layer, name, run)
 
 
 def run_again(

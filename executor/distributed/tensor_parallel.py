@@ -1,168 +1,216 @@
-"""Tensor and sequence parallelism by torch's DTensor: matrices split in pairs, by columns and then by rows.
+"""Tensor and sequence parallelism by torch's ``parallelize_module``: matrices split in pairs, by columns then by rows.
 
-Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2. The
-placements are those of torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput; torch issues the collectives.
-Hidden states are (batch, tokens, hidden_size); with sequence parallelism ranks split dimension 1.
+Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2. Hidden
+states are (batch, tokens, hidden_size); with sequence parallelism ranks split dimension 1 between attention and MLP.
+Norms and other parameters that see the own tokens stay plain tensors: torch's SequenceParallel sums the gradient of
+each by itself in every microbatch, ``executor.distributed.gradients`` all of them by one message in a step
+(``tests/executor/test_split_layers.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.lora import LoraLinear
 
-__all__ = [
-    "column_linear",
-    "compute_dtype",
-    "embed_tokens",
-    "for_columns",
-    "gather_parts",
-    "row_linear",
-    "scatter_sum",
-    "split_parameters",
-]
+__all__ = ["gather_parts", "scatter_sum", "split_layer", "with_local_weights"]
 
 _TOKENS = 1  # the dimension
 _COLUMNS, _ROWS = Shard(0), Shard(1)  # of a weight (outputs, inputs)
 
 
-def split_parameters(layer: nn.Module, dimensions: dict[str, int], parallel: ParallelDims) -> None:
-    """Makes DTensors of the weights of which every tensor-parallel rank has a part.
+def split_layer(layer: nn.Module, dims: ParallelDims) -> None:
+    """Splits the matrices of a layer over tensor-parallel ranks, in place.
 
     Args:
-        layer: With this rank's parts.
-        dimensions: By name of a parameter, the dimension along which ranks split it.
-        parallel: The ranks.
+        layer: With whole weights, which may be without data.
+        dims: The ranks.
     """
-    for name, dimension in dimensions.items():
-        path, _, last = name.rpartition(".")
-        module = layer.get_submodule(path)
-        parameter = module.get_parameter(last)
-        if isinstance(parameter, DTensor):
-            continue  # the embedding's
-        part = _placed(parameter.detach(), Shard(dimension), parallel)
-        module.register_parameter(last, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    modules = dict(layer.named_modules())
+    plan = {name: style for name, style in _plan(modules, dims).items() if name in modules}
+    parallelize_module(layer, dims.tp.mesh, plan, src_data_rank=None)
 
 
-def column_linear(x: Tensor, linears: Sequence[nn.Linear], parallel: ParallelDims) -> list[Tensor]:
-    """Applies linear layers of which each rank has some of the columns to one input.
+def _plan(modules: dict[str, nn.Module], dims: ParallelDims) -> dict[str, ParallelStyle]:
+    """How every part of any layer is split, by its name; the names are those of ``executor.models``."""
+    own: Placement = Shard(_TOKENS) if dims.splits_tokens else Replicate()
+    gathered = PrepareModuleInput(input_layouts=(own,), desired_input_layouts=(Replicate(),))
 
-    Args:
-        x: (batch, tokens, k); with sequence parallelism each rank's own tokens.
-        linears: With the rank's weights (n, k).
-        parallel: The ranks.
+    def columns(*names: str, of: Placement | None = None) -> dict[str, ParallelStyle]:
+        style = ColwiseParallel(input_layouts=of or Replicate())
+        return {name: _with_adapters(style, modules.get(name)) for name in names}
 
-    Returns:
-        (batch, tokens, n) for each, all tokens.
-    """
-    x = compute_dtype(x)
-    if parallel.tp.size == 1:
-        return [linear(x) for linear in linears]
-    gathered = _all_tokens(x, parallel)
-    return [_product(gathered, linear, _COLUMNS, parallel).to_local() for linear in linears]
+    def rows(*names: str) -> dict[str, ParallelStyle]:
+        return {name: _with_adapters(RowwiseParallel(output_layouts=own), modules.get(name)) for name in names}
 
-
-def row_linear(x: Tensor, linear: nn.Linear, parallel: ParallelDims) -> Tensor:
-    """Applies a linear layer of which each rank has some of the rows; its bias is added to the sum.
-
-    Args:
-        x: (batch, tokens, k), the rank's columns of the input.
-        linear: With the rank's weight (n, k).
-        parallel: The ranks.
-
-    Returns:
-        (batch, tokens, n); with sequence parallelism each rank's own tokens.
-    """
-    if parallel.tp.size == 1:
-        return linear(x)  # type: ignore[no-any-return]
-    y = _summed(_product(_placed(x, Shard(x.dim() - 1), parallel), linear, _ROWS, parallel), parallel)
-    return y if linear.bias is None else y + compute_dtype(linear.bias)
+    plan: dict[str, ParallelStyle] = {
+        "wte": VocabularyParallel(dims.tp.rank, own),
+        **columns("lm_head", "head", of=own),
+    }
+    if "attention.kv_b" in modules:  # narrow vectors are gathered, not hidden states
+        plan |= {"attention.shared_key": SharedByHeads(own)}
+        plan |= columns("attention.q", "attention.q_b", "attention.kv_b", of=own)
+    else:
+        plan |= {"attention": gathered}
+        plan |= columns("attention.qkv", "attention.q", "attention.k", "attention.v")
+    mlp = "mlp.shared" if "mlp.router" in modules else "mlp"
+    plan |= {mlp: gathered, **columns(f"{mlp}.gate", f"{mlp}.up")}
+    return plan | rows("attention.proj", f"{mlp}.down")
 
 
-def embed_tokens(tokens: Tensor, embedding: nn.Embedding, parallel: ParallelDims) -> Tensor:
-    """Looks up tokens (batch, tokens) in an embedding of which each rank has a part of the vocabulary.
+class VocabularyParallel(ParallelStyle):
+    """Each rank looks up tokens (batch, tokens) in its part of the vocabulary.
 
     torch's RowwiseParallel of an embedding makes the gradient of the whole vocabulary on every rank
     (``tests/executor/test_split_layers.py``).
 
-    Returns:
-        (batch, tokens, hidden_size); with sequence parallelism each rank's own tokens.
+    Args:
+        rank: This one, among those that split the vocabulary.
+        output_layouts: Of hidden states: the own tokens, or all.
     """
-    if parallel.tp.size == 1:
-        return embedding(tokens)  # type: ignore[no-any-return]
-    weight = embedding.weight.to_local() if isinstance(embedding.weight, DTensor) else embedding.weight
-    own = tokens - parallel.tp.rank * len(weight)
-    foreign = (own < 0) | (own >= len(weight))
-    x = functional.embedding(own.masked_fill_(foreign, 0), weight)
-    return _summed(_placed(x.masked_fill_(foreign.unsqueeze(-1), 0.0), Partial(), parallel), parallel)
+
+    def __init__(self, rank: int, output_layouts: Placement) -> None:
+        super().__init__()
+        self._rank, self._output_layouts = rank, output_layouts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, "weight", device_mesh, Shard(0))
+        assert isinstance(module, nn.Embedding)
+        module.forward = partial(self._look_up, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def _look_up(self, embedding: nn.Embedding, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+        weight = _local(embedding.weight)
+        own = tokens - self._rank * len(weight)
+        foreign = (own < 0) | (own >= len(weight))
+        x = functional.embedding(own.masked_fill_(foreign, 0), weight)
+        parts = _placed(x.masked_fill_(foreign.unsqueeze(-1), 0.0), Partial(), mesh)
+        return parts.redistribute(placements=(self._output_layouts,)).to_local()
 
 
-def for_columns(x: Tensor, parallel: ParallelDims) -> Tensor:
-    """All tokens, of which each rank needs something for its own columns; gradients are summed over ranks.
+class SharedByHeads(ParallelStyle):
+    """All tokens of a tensor (batch, tokens, k) that every head needs; gradients are summed over ranks.
 
     Args:
-        x: (batch, tokens, k); with sequence parallelism each rank's own tokens.
-        parallel: The ranks.
+        input_layouts: The own tokens, or all.
     """
-    if parallel.tp.size == 1:
-        return x
-    return _all_tokens(x, parallel).to_local(grad_placements=(Partial(),))
+
+    def __init__(self, input_layouts: Placement) -> None:
+        super().__init__()
+        self._input_layouts = input_layouts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda module, inputs, x: self._gathered(x, device_mesh))
+        return module
+
+    def _gathered(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        whole = _placed(x, self._input_layouts, mesh).redistribute(placements=(Replicate(),))
+        return whole.to_local(grad_placements=(Partial(),))
 
 
-def compute_dtype(x: Tensor) -> Tensor:
-    """In the precision of matrix products: under autocast its dtype, cast once and not by each product again."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+class _AdaptedParallel(ParallelStyle):
+    """A linear layer with adapters, of which one is split as the matrix is; their gradients stay partial.
+
+    Args:
+        style: Of the matrix.
+    """
+
+    def __init__(self, style: ColwiseParallel | RowwiseParallel) -> None:
+        super().__init__()
+        self._style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LoraLinear)
+        a, b = module.lora_a, module.lora_b
+        del module.lora_a, module.lora_b  # torch's style takes all parameters below a linear layer for its own
+        self._style.src_data_rank = None
+        self._style._apply(module, device_mesh)
+        split = _COLUMNS if isinstance(self._style, ColwiseParallel) else _ROWS
+        _distribute(b if split is _COLUMNS else a, "weight", device_mesh, split)
+        module.lora_a, module.lora_b = a, b
+        module.forward = partial(_product, module, split, device_mesh)  # type: ignore[method-assign]
+        return module
 
 
-def _product(x: DTensor, linear: nn.Linear, split: Shard, parallel: ParallelDims) -> DTensor:
-    """X W', with a bias that is split as columns are, and with adapters, whose weights are no DTensors."""
-    weight = _weight(linear.weight, split, parallel)
-    bias = _weight(linear.bias, split, parallel) if linear.bias is not None and split is _COLUMNS else None
+def _with_adapters(style: ColwiseParallel | RowwiseParallel, linear: nn.Module | None) -> ParallelStyle:
+    return _AdaptedParallel(style) if isinstance(linear, LoraLinear) else style
+
+
+def with_local_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes plain tensors of the parts that this rank has of weights, in place.
+
+    DDP and ZeroRedundancyOptimizer take no DTensors. torch's own way makes DTensors of them for the time of a forward
+    (``torch.distributed.tensor.parallel.ddp``) and so knows none when backward runs a block again.
+
+    Args:
+        layer: Split by ``split_layer``.
+        mesh: The ranks.
+    """
+    for module in list(layer.modules()):
+        placed = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        if isinstance(module, nn.Linear) and placed and "forward" not in vars(module):
+            split = placed["weight"].placements[0]
+            module.forward = partial(_product, module, split, mesh)  # type: ignore[method-assign]
+        for name, parameter in placed.items():
+            part = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+            module.register_parameter(name, part)
+
+
+def _product(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -> DTensor:
+    """What a split linear layer makes, its weights DTensors or parts of some."""
+    weight = _as_placed(linear.weight, split, mesh)
+    bias = None
+    if linear.bias is not None:
+        bias = _as_placed(linear.bias, _COLUMNS if split == _COLUMNS else Replicate(), mesh)
     product: Any = functional.linear(x, weight, bias)
     if isinstance(linear, LoraLinear):
-        is_column = split is _COLUMNS
-        narrow = linear.lora_a(x.to_local(grad_placements=(Partial(),) if is_column else x.placements))
-        placements = product.placements if is_column else (Replicate(),)  # all ranks have the gradient of a sum
-        adapted = linear.adapted(product.to_local(grad_placements=placements), narrow)
+        by_columns = split == _COLUMNS
+        own = x.to_local(grad_placements=(Partial(),) if by_columns else x.placements)
+        placements = product.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
+        narrow = functional.linear(own, _local(linear.lora_a.weight))
+        adapted = linear.adapted(product.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
         product = DTensor.from_local(adapted, product.device_mesh, product.placements, run_check=False)
     return product  # type: ignore[no-any-return]
 
 
-def _weight(weight: Tensor, split: Shard, parallel: ParallelDims) -> DTensor:
-    """A weight as a DTensor; DDP and ZeRO-1 have parts of weights as they are."""
-    return weight if isinstance(weight, DTensor) else _placed(weight, split, parallel)
-
-
-def _all_tokens(x: Tensor, parallel: ParallelDims) -> DTensor:
-    own = Shard(_TOKENS) if parallel.splits_tokens else Replicate()
-    return _placed(x, own, parallel).redistribute(placements=(Replicate(),))
-
-
-def _summed(x: DTensor, parallel: ParallelDims) -> Tensor:
-    tokens = Shard(_TOKENS) if parallel.splits_tokens else Replicate()
-    return x.redistribute(placements=(tokens,)).to_local()
-
-
-def _placed(x: Tensor, placement: Placement, parallel: ParallelDims) -> DTensor:
-    return DTensor.from_local(x, parallel.tp.mesh, (placement,), run_check=False)
-
-
 def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:
     """All-gather along a dimension; in backward each rank gets the sum of the gradients of its part."""
-    whole = DTensor.from_local(x, peers.mesh, (Shard(dim),), run_check=False).redistribute(placements=(Replicate(),))
+    whole = _placed(x, Shard(dim), peers.mesh).redistribute(placements=(Replicate(),))
     return whole.to_local(grad_placements=(Partial(),))
 
 
 def scatter_sum(x: Tensor, tp: Peers) -> Tensor:
     """Reduce-scatter along dimension 1; backward gathers the gradients."""
-    summed = DTensor.from_local(x, tp.mesh, (Partial(),), run_check=False)
-    return summed.redistribute(placements=(Shard(_TOKENS),)).to_local()
+    return _placed(x, Partial(), tp.mesh).redistribute(placements=(Shard(_TOKENS),)).to_local()
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    parameter = module.get_parameter(name)
+    placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+def _as_placed(weight: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
+    return weight if isinstance(weight, DTensor) else _placed(weight, placement, mesh)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _placed(x: Tensor, placement: Placement, mesh: DeviceMesh | None) -> DTensor:
+    return DTensor.from_local(x, mesh, (placement,), run_check=False)

@@ -1,9 +1,10 @@
-"""The attention core of each form: which scores count, and what is added to them."""
+"""What layers are built from beside their sizes: the attention core of each form, and the tables of a stage."""
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,56 +14,79 @@ from torch.nn import functional
 from executor.distributed.context_parallel import AttentionCore, ContextAttention, causal_attention
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.recompute import Around, run_again
-from executor.train.documents import DocumentAttention
+from executor.train.documents import DocumentAttention, token_positions
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 
-__all__ = ["Attentions", "MaskedAttention", "alibi_slopes", "full_attention", "soft_capped"]
+__all__ = ["LayerRequest", "MaskedAttention", "StageContext", "alibi_slopes", "full_attention", "soft_capped"]
 
 _HEADS, _TOKENS = 1, 2  # the dimensions
 _SCORES_CAP = 50.0  # Gemma 2, attn_logit_softcapping
+_ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864
 _LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2^-8
 
 
-class Attentions:
-    """The attentions of a stage: all its blocks whose windows are equal share one, and its tables.
+class StageContext:
+    """What the layers of a stage share: attention cores, tables, and which tokens this rank has.
 
     Args:
         spec: The model.
-        parallel: Which part of each layer this rank has.
-        device: Where.
-        recompute: Backward computes the core again.
+        dims: Which tokens and heads this rank has.
+        device: Where tables are.
+        dtype: Of tables.
+        recompute: Backward computes attention cores again.
         around_rerun: Is entered around that.
 
     Attributes:
-        shared: Other tables that blocks of the stage share, by name.
+        tables: By name, what layers made for each other.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        parallel: ParallelDims,
+        dims: ParallelDims,
         device: torch.device,
+        dtype: torch.dtype,
         *,
-        recompute: bool,
+        recompute: bool = False,
         around_rerun: Around = nullcontext,
     ) -> None:
-        self._spec, self._parallel, self._device = spec, parallel, device
+        self._spec, self._dims, self.device, self._dtype = spec, dims, device, dtype
         self._recompute, self._around_rerun = recompute, around_rerun
-        self.shared: dict[str, Tensor] = {}
-        self._by_window: dict[int, ContextAttention] = {}
+        self.tables: dict[str, Tensor] = {}
+        self._cores: dict[int, ContextAttention] = {}
 
-    def of_block(self, block: int) -> ContextAttention:
-        """The attention of a block, counted from 0."""
+    def core(self, block: int) -> ContextAttention:
+        """The attention core of a block, counted from 0; blocks with equal windows share one."""
         window = self._spec.windows[block]
-        if window not in self._by_window:
-            core = self.maybe_again(self._core(window))
-            self._by_window[window] = ContextAttention(core, self._parallel, self._spec.seq_len, self._device)
-        return self._by_window[window]
+        if window not in self._cores:
+            with torch.device("cpu"):  # not the meta device, on which layers are built
+                core = self.maybe_again(self._core(window))
+                self._cores[window] = ContextAttention(core, self._dims, self._spec.seq_len, self.device)
+        return self._cores[window]
 
     def maybe_again(self, core: AttentionCore) -> AttentionCore:
         """The core, or what makes backward compute it again."""
         return partial(run_again, core, around=self._around_rerun) if self._recompute else core
+
+    def rotary_tables(self, width: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of position times frequency, (tokens, width) each (Su et al. 2021, arXiv:2104.09864)."""
+        if "cos" not in self.tables:
+            frequencies = _ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
+            angles = torch.outer(self._positions().double(), frequencies).repeat(1, 2)
+            for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
+                self.tables[name] = table.float().to(self.device, self._dtype)
+        return self.tables["cos"], self.tables["sin"]
+
+    def own_positions(self) -> Tensor:
+        """Where in its document each token is that this rank has between attention and MLP, int64."""
+        positions = self._positions()
+        own = self._dims.own_part(positions, 0) if self._dims.splits_tokens else positions
+        return own.to(self.device, copy=True)
+
+    def _positions(self) -> Tensor:
+        with torch.device("cpu"):
+            return token_positions(self._spec, self._dims)
 
     def _core(self, window: int) -> AttentionCore:
         core, lengths = self._core_of_documents(window), self._spec.segments
@@ -71,10 +95,35 @@ class Attentions:
     def _core_of_documents(self, window: int) -> AttentionCore:
         family = FAMILIES[self._spec.family]
         if family.soft_cap:
-            return CappedAttention(self._spec.seq_len, window, self._device)
+            return CappedAttention(self._spec.seq_len, window, self.device)
         if family.alibi or window:
-            return MaskedAttention(self._spec, self._parallel, window, self._device)
+            return MaskedAttention(self._spec, self._dims, window, self.device)
         return causal_attention if family.causal else full_attention
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """Which layer is wanted.
+
+    Attributes:
+        spec: The model.
+        index: Of the layer in ``spec.layers``.
+        stage: What it shares with other layers.
+    """
+
+    spec: ModelSpec
+    index: int
+    stage: StageContext
+
+    @property
+    def block(self) -> int:
+        """Number of a block among blocks, from 0."""
+        return self.spec.block_indices().index(self.index)
+
+    @property
+    def core(self) -> ContextAttention:
+        """A block's attention core."""
+        return self.stage.core(self.block)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

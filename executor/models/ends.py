@@ -1,4 +1,4 @@
-"""First and last layers, whole or as one tensor- and context-parallel rank has them."""
+"""First and last layers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.distributed.mesh import ParallelDims
-from executor.distributed.tensor_parallel import column_linear, embed_tokens
-from executor.models.attention_cores import soft_capped
-from executor.models.blocks import LayerRequest
-from executor.models.norms import make_norm
-from executor.train.documents import token_positions
-from simplan.spec.model import ModelSpec
+from executor.models.attention_cores import LayerRequest, soft_capped
+from executor.models.norms import compute_dtype, make_norm
 
 __all__ = [
     "BertEmbedding",
@@ -30,16 +25,16 @@ _LOGITS_CAP = 30.0  # Gemma 2, final_logit_softcapping
 
 
 class Embedding(nn.Module):
-    """Tokens (batch, tokens) int64 to hidden states (batch, own tokens, hidden_size)."""
+    """Tokens (batch, tokens) int64 to hidden states (batch, tokens, hidden_size)."""
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
-        self.wte = nn.Embedding(spec.vocab_size // self._parallel.shard.tp, spec.hidden_size)
+        self.wte = nn.Embedding(request.spec.vocab_size, request.spec.hidden_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Looks up tokens."""
-        return embed_tokens(tokens, self.wte, self._parallel)
+        x: Tensor = self.wte(tokens)
+        return x
 
 
 class ScaledEmbedding(Embedding):
@@ -58,7 +53,7 @@ class PositionEmbedding(Embedding):
         spec = request.spec
         self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
         self.positions: Tensor
-        self.register_buffer("positions", _own_positions(spec, self._parallel), persistent=False)
+        self.register_buffer("positions", request.stage.own_positions(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Looks up tokens and positions."""
@@ -75,7 +70,7 @@ class BertEmbedding(Embedding):
         self.token_type = nn.Embedding(spec.type_vocab_size, spec.hidden_size)
         self.wpe = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
         self.norm = make_norm(spec)
-        positions = _own_positions(spec, self._parallel)
+        positions = request.stage.own_positions()
         self.positions: Tensor
         self.types: Tensor
         self.register_buffer("positions", positions, persistent=False)
@@ -106,17 +101,17 @@ class PatchEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output projection: hidden states to logits (batch, tokens, own part of the vocabulary)."""
+    """Final norm and output projection: hidden states to logits (batch, tokens, vocab_size)."""
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
+        spec = request.spec
         self.norm = make_norm(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size // self._parallel.shard.tp, bias=False)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
-        (logits,) = column_linear(self.norm(x), [self.lm_head], self._parallel)
+        logits: Tensor = self.lm_head(compute_dtype(self.norm(x)))
         return logits
 
 
@@ -133,35 +128,29 @@ class MaskedHead(nn.Module):
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
+        spec = request.spec
         self.transform = nn.Linear(spec.hidden_size, spec.hidden_size)
         self.norm = make_norm(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size // self._parallel.shard.tp)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         transformed = functional.gelu(self.transform(x)).to(x.dtype)  # norms are not computed in 16 bits by autocast
-        (logits,) = column_linear(self.norm(transformed), [self.lm_head], self._parallel)
+        logits: Tensor = self.lm_head(compute_dtype(self.norm(transformed)))
         return logits
 
 
 class ClassHead(nn.Module):
-    """Final norm, and the classes (batch, 1, own part of them) by the class token."""
+    """Final norm, and the classes (batch, 1, num_classes) by the class token."""
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
+        spec = request.spec
         self.norm = make_norm(spec)
-        self.head = nn.Linear(spec.hidden_size, spec.num_classes // self._parallel.shard.tp)
+        self.head = nn.Linear(spec.hidden_size, spec.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         token = self.norm(x)[:, :1].clone()  # a copy, so that those of the other tokens are let go
-        (logits,) = column_linear(token, [self.head], self._parallel)
+        logits: Tensor = self.head(compute_dtype(token))
         return logits
-
-
-def _own_positions(spec: ModelSpec, parallel: ParallelDims) -> Tensor:
-    """Of the tokens that this rank has between attention and MLP."""
-    positions = token_positions(spec, parallel)
-    return (parallel.own_part(positions, 0) if parallel.splits_tokens else positions).clone()

@@ -30,28 +30,32 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
-        return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x))
+        return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x), self.lora_b.weight)
 
-    def adapted(self, product: Tensor, narrow: Tensor) -> Tensor:
-        """X W^T + b (..., n) with what the adapter makes of x A^T (..., r) added."""
-        return torch.add(product, self.lora_b(narrow), alpha=_SCALE)
+    @staticmethod
+    def adapted(product: Tensor, narrow: Tensor, b: Tensor) -> Tensor:
+        """X W^T + b (..., n) with what B makes of x A^T (..., r) added."""
+        return torch.add(product, functional.linear(narrow, b), alpha=_SCALE)
 
 
 def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:
     """Puts adapters beside those matrices of a module that have some in its LayerSpec."""
-    for parameter in spec.parameters:
-        name = parameter.name.removesuffix(".lora_a.weight")
-        if name != parameter.name:
-            setattr(layer, name, LoraLinear(layer.get_submodule(name), rank))  # type: ignore[arg-type]
+    adapted = {p.name.removesuffix(".lora_a.weight") for p in spec.parameters if p.name.endswith(".lora_a.weight")}
+    specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if ".lora_" not in p.name], strict=True)
+    for (name, _), parameter in specs:
+        if parameter.name.removesuffix(".weight") in adapted:
+            path, _, last = name.removesuffix(".weight").rpartition(".")
+            parent = layer.get_submodule(path)
+            setattr(parent, last, LoraLinear(parent.get_submodule(last), rank))  # type: ignore[arg-type]
 
 
 def freeze(layer: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> None:
     """Frozen parameters get no gradients, and are kept in the precision in which they are used."""
-    frozen = {parameter.name for parameter in spec.parameters if parameter.frozen}
-    for name, parameter in layer.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+    for (path, parameter), said in zip(list(layer.named_parameters()), spec.parameters, strict=True):
+        if said.frozen:
+            owner, _, name = path.rpartition(".")
+            frozen = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+            layer.get_submodule(owner).register_parameter(name, frozen)
 
 
 def trained_parameters(module: nn.Module) -> list[Any]:

@@ -6,60 +6,61 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.distributed.tensor_parallel import column_linear, compute_dtype, for_columns, row_linear
-from executor.models.blocks import GatedMlp, LayerRequest, Rotary, split_heads
+from executor.models.attention import RotaryPositions, split_heads
+from executor.models.attention_cores import LayerRequest
+from executor.models.blocks import Block, GatedMlp
 from executor.models.ends import Embedding, Head
 from executor.models.moe import ExpertMlp
 from executor.models.norms import RMSNorm
 from simplan.spec.layer import LayerKind
-from simplan.spec.model import ModelSpec
 
-__all__ = ["LAYERS", "LatentAttention", "LatentDenseBlock", "LatentMoeBlock", "deepseek_block"]
+__all__ = ["LAYERS", "LatentAttention", "deepseek_block"]
 
 
-class LatentAttention(Rotary):
+class LatentAttention(nn.Module):
     """Keys and values of all heads, perhaps queries too, from narrow vectors; values are padded to the keys' width.
 
-    Tensor-parallel ranks have some of the heads each. With sequence parallelism they make narrow vectors of the own
-    tokens and gather these, not the hidden states, as ``simplan.spec.models.mla`` says.
+    Where ranks split heads and tokens, they make narrow vectors of the own tokens and gather these, not the hidden
+    states, as ``simplan.spec.models.mla`` says.
     """
 
-    def _make_attention(self, spec: ModelSpec) -> None:
-        h, heads = spec.hidden_size, self._heads
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec = request.spec
+        h, heads = spec.hidden_size, spec.num_attention_heads
         self._plain, self._rotated, self._value = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
-        self._latent = spec.kv_lora_rank
         width = heads * (self._plain + self._rotated)
+        self._compresses_queries = spec.q_lora_rank is not None
         if spec.q_lora_rank is None:
             self.q = nn.Linear(h, width, bias=False)
         else:
             self.q_a = nn.Linear(h, spec.q_lora_rank, bias=False)
             self.q_a_norm = RMSNorm(spec.q_lora_rank)
             self.q_b = nn.Linear(spec.q_lora_rank, width, bias=False)
-        self._compresses_queries = spec.q_lora_rank is not None
-        self.kv_a = nn.Linear(h, self._latent + self._rotated, bias=False)
-        self.kv_a_norm = RMSNorm(self._latent)
-        self.kv_b = nn.Linear(self._latent, heads * (self._plain + self._value), bias=False)
-        self._make_tables(spec, self._rotated)
+        self.kv_a = nn.Linear(h, spec.kv_lora_rank + self._rotated, bias=False)
+        self.kv_a_norm = RMSNorm(spec.kv_lora_rank)
+        self.shared_key = nn.Identity()
+        self.kv_b = nn.Linear(spec.kv_lora_rank, heads * (self._plain + self._value), bias=False)
+        self.rotary = RotaryPositions(request, self._rotated)
         self.proj = nn.Linear(heads * self._value, h, bias=False)
+        self._core = request.core
 
-    def _self_attention(self, x: Tensor) -> Tensor:
-        x = compute_dtype(self._normed(x, self.norm1))
-        if self._compresses_queries:
-            (queries,) = column_linear(self.q_a_norm(self.q_a(x)), [self.q_b], self._parallel)
-        else:
-            (queries,) = column_linear(x, [self.q], self._parallel)
-        q_plain, q_rotated = self._parts(split_heads(queries, self._heads), self._rotated)
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, hidden_size) to the same."""
+        queries = self.q_b(self.q_a_norm(self.q_a(x))) if self._compresses_queries else self.q(x)
+        q_plain, q_rotated = self._parts(split_heads(queries, self._plain + self._rotated), self._rotated)
         latent, k_rotated = self._parts(self.kv_a(x), self._rotated)
         latent = self.kv_a_norm(latent)
-        k_rotated = for_columns(k_rotated, self._parallel)
-        (keys_and_values,) = column_linear(latent, [self.kv_b], self._parallel)
-        k_plain, v = self._parts(split_heads(keys_and_values, self._heads), self._value)
-        q = torch.cat((q_plain, self._rotate(q_rotated)), -1)
-        shared = self._rotate(split_heads(k_rotated, 1)).expand(-1, self._heads, -1, -1)
+        k_rotated = self.shared_key(k_rotated)  # of all heads
+        keys_and_values = split_heads(self.kv_b(latent), self._plain + self._value)
+        k_plain, v = self._parts(keys_and_values, self._value)
+        q = torch.cat((q_plain, self.rotary(q_rotated)), -1)
+        shared = self.rotary(split_heads(k_rotated, self._rotated)).expand(-1, k_plain.shape[1], -1, -1)
         k = torch.cat((k_plain, shared), -1)
         v = functional.pad(v, (0, q.shape[-1] - self._value))
-        out = self._attention(q, k, v)[..., : self._value]
-        return row_linear(out.transpose(1, 2).flatten(-2), self.proj, self._parallel)
+        attended = self._core(q, k, v)[..., : self._value]
+        out: Tensor = self.proj(attended.transpose(1, 2).flatten(-2))
+        return out
 
     @staticmethod
     def _parts(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
@@ -67,18 +68,12 @@ class LatentAttention(Rotary):
         return x[..., :-last], x[..., -last:]
 
 
-class LatentDenseBlock(LatentAttention, GatedMlp):
-    """With Llama's MLP."""
-
-
-class LatentMoeBlock(LatentAttention, ExpertMlp):
-    """With experts."""
-
-
 def deepseek_block(request: LayerRequest) -> nn.Module:
     """A block of family ``deepseek``: the first ones are dense."""
-    dense = request.index - 1 < request.spec.num_dense_layers
-    return LatentDenseBlock(request) if dense else LatentMoeBlock(request)
+    spec, attention = request.spec, LatentAttention(request)
+    dense = request.index - 1 < spec.num_dense_layers
+    mlp = GatedMlp(spec.hidden_size, spec.intermediate_size) if dense else ExpertMlp(spec)
+    return Block(spec, attention, mlp)
 
 
 LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: deepseek_block, LayerKind.HEAD: Head}

@@ -1,34 +1,29 @@
 """The modules of a model, built from its ModelSpec: same parameters, kernels and saved tensors as its LayerSpecs say.
 
-A stage is a plain sequence of layers, whole or as one rank of ``ParallelDims`` has them. The embedding takes the rank's
-tokens (batch, tokens) int64, blocks take and give hidden states (batch, own tokens, hidden_size), the head gives logits
-(batch, tokens, own part of the vocabulary).
+A stage is a plain sequence of layers. Each is built whole without memory (on the meta device), split over ranks, and
+only then made: weights in the order of its LayerSpec. The embedding takes the rank's tokens (batch, tokens) int64,
+blocks take and give hidden states (batch, own tokens, hidden_size), the head gives logits (batch, tokens, own part of
+the vocabulary).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
 
+from executor.distributed.expert_parallel import own_experts, split_experts
 from executor.distributed.mesh import ParallelDims
-from executor.distributed.recompute import Around, of_block
-from executor.distributed.tensor_parallel import split_parameters
-from executor.models.attention_cores import Attentions
-from executor.models.blocks import (
-    BertBlock,
-    Gemma2Block,
-    GptBlock,
-    LayerRequest,
-    LlamaBlock,
-    MptBlock,
-    NeoxBlock,
-    Rotary,
-)
+from executor.distributed.recompute import Around, of_block, recompute_block
+from executor.distributed.tensor_parallel import split_layer, with_local_weights
+from executor.models.attention_cores import LayerRequest, StageContext
+from executor.models.blocks import bert_block, gemma2_block, gpt_block, llama_block, mpt_block, neox_block
 from executor.models.ends import (
     BertEmbedding,
     CappedHead,
@@ -42,22 +37,31 @@ from executor.models.ends import (
 )
 from executor.models.lora import add_adapters, freeze
 from executor.train.loss import cross_entropy
-from simplan.spec.layer import LayerKind
+from simplan.program.run_spec import RunSpec
+from simplan.spec.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.spec.layer_style import ModelCode
 from simplan.spec.model import ModelSpec
-from simplan.spec.plan import Recompute
-from simplan.spec.shard import Shard
+from simplan.spec.plan import ParallelPlan, Recompute
 
-__all__ = ["FAMILY_MODULES", "MODULES", "Stage", "build_stage", "cross_entropy", "own_weights", "split_dimensions"]
+__all__ = [
+    "FAMILY_MODULES",
+    "MODULES",
+    "Stage",
+    "build_stage",
+    "cross_entropy",
+    "own_weight",
+    "split_dimensions",
+    "with_specs",
+]
 
 MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] = {
-    "gpt": {LayerKind.EMBEDDING: PositionEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: Head},
-    "llama": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: LlamaBlock, LayerKind.HEAD: Head},
-    "neox": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: NeoxBlock, LayerKind.HEAD: Head},
-    "gemma2": {LayerKind.EMBEDDING: ScaledEmbedding, LayerKind.BLOCK: Gemma2Block, LayerKind.HEAD: CappedHead},
-    "mpt": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: MptBlock, LayerKind.HEAD: Head},
-    "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: BertBlock, LayerKind.HEAD: MaskedHead},
-    "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: GptBlock, LayerKind.HEAD: ClassHead},
+    "gpt": {LayerKind.EMBEDDING: PositionEmbedding, LayerKind.BLOCK: gpt_block, LayerKind.HEAD: Head},
+    "llama": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: llama_block, LayerKind.HEAD: Head},
+    "neox": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: neox_block, LayerKind.HEAD: Head},
+    "gemma2": {LayerKind.EMBEDDING: ScaledEmbedding, LayerKind.BLOCK: gemma2_block, LayerKind.HEAD: CappedHead},
+    "mpt": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: mpt_block, LayerKind.HEAD: Head},
+    "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: bert_block, LayerKind.HEAD: MaskedHead},
+    "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: gpt_block, LayerKind.HEAD: ClassHead},
 }
 """What runs the layers of a family, by their kind."""
 
@@ -101,7 +105,7 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     seed: int | None,
-    parallel: ParallelDims = _SINGLE,
+    dims: ParallelDims = _SINGLE,
     recompute: Recompute = "none",
     *,
     recompute_layers: int | None = None,
@@ -120,8 +124,8 @@ def build_stage(
         layer_range: Indices of its layers.
         dtype: Of weights.
         device: Where they are.
-        seed: Of the weights; None where any will do, which are then made on the device at once.
-        parallel: Which part of each layer this rank has.
+        seed: Of the weights; None where any will do.
+        dims: The ranks that split layers.
         recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block but for some products),
             ``full`` (every block) or ``selective_layer`` (every second one, the first not).
         recompute_layers: Of how many of these blocks, the first ones; None of all.
@@ -132,35 +136,38 @@ def build_stage(
         finish: Called with the index of every layer and the layer as soon as it is there: to shard it before the next
             one is made, so that a stage need never be whole on the device.
     """
+    layer_range = list(layer_range)
     modes = {layer: of_block(recompute, number) for number, layer in enumerate(spec.block_indices())}
     here = [layer for layer in modes if layer in layer_range]
     modes |= dict.fromkeys(here[recompute_layers:] if recompute_layers is not None else (), "none")
-    attentions = Attentions(spec, parallel, device, recompute=recompute == "selective", around_rerun=around_rerun)
-    split = split_dimensions(spec, parallel.shard) if parallel.tp.size > 1 else {}
+    context = StageContext(spec, dims, device, dtype, recompute=recompute == "selective", around_rerun=around_rerun)
+    router = (spec.hidden_size, spec.num_experts) if spec.num_experts else None
     layers: dict[int, nn.Module] = {}
-    tables: tuple[Tensor, Tensor] | None = None
     for index in layer_range:
-        make = _maker(spec, index, model_code)
-        with nullcontext() if seed is not None else device:
-            layer = make(LayerRequest(spec, index, parallel, attentions, modes.get(index, "none"), around_rerun))
-            add_adapters(layer, spec.layers[index], spec.lora_rank)
+        # tensors without data need no memory either; torch makes no batch norms of both kinds
+        with device if active_fake_mode() else torch.device("meta"):
+            layer = _maker(spec, index, model_code)(LayerRequest(spec, index, context))
+            if spec.lora_rank:
+                add_adapters(layer, spec.layers[index], spec.lora_rank)
+        split_experts(layer, dims)
+        if dims.tp.mesh is not None:
+            split_layer(layer, dims)
+        _materialize(layer, device, dtype)
         if seed is not None:
-            _draw_weights(layer, spec, index, seed, parallel)
-        if any(not _is_there(tensor, device, dtype) for tensor in (*layer.parameters(), *layer.buffers())):
-            layer = layer.to(device=device, dtype=dtype)
-        freeze(layer, spec.layers[index], frozen_dtype or dtype)
-        if isinstance(layer, Rotary):  # one pair of tables per stage
-            layer.cos, layer.sin = tables = tables or (layer.cos, layer.sin)
+            _draw_weights(layer, spec, index, seed, dims)
+        if spec.lora_rank:
+            freeze(layer, spec.layers[index], frozen_dtype or dtype)
+        if dims.tp.mesh is not None and dims.dp.size > 1:
+            with_local_weights(layer, dims.tp.mesh)
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
-        if parallel.tp.mesh is not None and parallel.dp.size == 1:  # DDP and ZeRO-1 take no DTensors
-            split_parameters(layer, _weights_of(layer, f"layers.{index}.", split), parallel)
         if fp8:
             from executor.distributed.low_precision import with_fp8_linears
 
             layer = with_fp8_linears(layer, spec.layers[index])
+        recompute_block(layer, modes.get(index, "none"), around_rerun, router)
         layers[index] = layer
-        finish(index, layers[index])
+        finish(index, layer)
     return Stage(layers.items())
 
 
@@ -176,78 +183,82 @@ def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> Callable[[Laye
     return layers[spec.layers[index].kind]
 
 
-def split_dimensions(spec: ModelSpec, shard: Shard) -> dict[str, int]:
-    """By name in a stage, the dimension along which tensor-parallel ranks split a parameter; experts aside.
+def with_specs(stage: Stage, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+    """Parameters of a stage by name, each with what is said of it.
 
     Args:
-        spec: The model.
-        shard: How its layers are split.
+        stage: Perhaps sharded by FSDP.
+        layers: Of the whole model, as one rank has them.
     """
-    found = {}
-    for index, (whole, split) in enumerate(zip(spec.layers, spec.layers_of(shard), strict=True)):
-        for before, after in zip(whole.parameters, split.parameters, strict=True):
-            if before.shape != after.shape and not after.expert:
-                dimension = next(dim for dim, size in enumerate(before.shape) if after.shape[dim] < size)
-                found[f"layers.{index}.{after.name}"] = dimension
-    return found
+    for index, layer in stage.layers.items():
+        for (name, parameter), said in zip(layer.named_parameters(), layers[int(index)].parameters, strict=True):
+            yield f"layers.{index}.{name}", parameter, said
 
 
-def _weights_of(layer: nn.Module, prefix: str, split: Mapping[str, int]) -> dict[str, int]:
-    """Those of linear layers and embeddings, by name in the layer; adapters stay plain tensors."""
-    kinds = nn.Linear | nn.Embedding
+def split_dimensions(stage: Stage, job: RunSpec) -> dict[str, int]:
+    """By name, the dimension along which ranks split a parameter of a stage, the first one."""
+    whole = job.software.layers_of(job.model, ParallelPlan())
+    shapes = (parameter.shape for index in stage.layers for parameter in whole[int(index)].parameters)
+    parts = with_specs(stage, job.software.layers_of(job.model, job.plan))
     return {
-        name: split[f"{prefix}{name}"]
-        for name, _ in layer.named_parameters(remove_duplicate=False)
-        if f"{prefix}{name}" in split
-        and ".lora_" not in name
-        and isinstance(layer.get_submodule(name.rpartition(".")[0]), kinds)
+        name: next(dim for dim, size in enumerate(shape) if part.shape[dim] < size)
+        for shape, (name, _, part) in zip(shapes, parts, strict=True)
+        if shape != part.shape
     }
 
 
-def _is_there(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it need not be moved or cast; tensors without data can be neither."""
-    return tensor.device == device and (tensor.dtype is dtype or not tensor.is_floating_point())
-
-
-def own_weights(whole: Tensor, name: str, shape: tuple[int, ...], spec: ModelSpec, parallel: ParallelDims) -> Tensor:
+def own_weight(whole: Tensor, name: str, own: Tensor, dims: ParallelDims) -> Tensor:
     """This rank's part of a weight.
 
     Args:
         whole: All of it.
         name: Of the parameter inside its layer.
-        shape: Of the part: it is split along the dimension where this is smaller.
-        spec: The model.
-        parallel: The ranks.
+        own: The part, which is split along the dimension where it is smaller.
+        dims: The ranks.
     """
-    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=True)):
+    module = name.split(".")[-2] if "." in name else ""
+    if module.startswith("experts_"):
+        return own_experts(whole, module, dims)
+    for dim, (size, part) in enumerate(zip(whole.shape, own.shape, strict=True)):
         if part < size:
-            if name.startswith("qkv."):  # each rank has some heads of all three
-                kv = spec.num_key_value_heads * spec.head_dim
-                parts = torch.split(whole, [size - 2 * kv, kv, kv], dim)
-            else:
-                parts = (whole,)
-            peers = parallel.ep if name.startswith("experts_") and dim == 0 else parallel.tp
-            whole = torch.cat([x.chunk(peers.size, dim)[peers.rank] for x in parts], dim)
+            whole = dims.own_part(whole, dim)
     return whole
 
 
-def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int, parallel: ParallelDims) -> None:
+def _materialize(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Memory for what is without: ``nn.Module.to_empty``, but for tables that are there and tensors without data."""
+
+    def made(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, nn.Parameter(made(parameter), requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, made(buffer))
+
+
+def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int, dims: ParallelDims) -> None:
     """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator.
 
     Adapters too, of which a training would begin with B = 0: no gradient of A would then say anything.
     """
+    for module in layer.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+    specs = spec.layers[layer_index].parameters
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         source = (layer_index, number)
         if name == "lm_head.weight" and spec.tied_embeddings:
             source = (0, 0)  # the embedding's wte.weight
-        with torch.no_grad():
-            if parameter.dim() > 1:
-                generator = torch.Generator().manual_seed((seed * 100_003 + source[0]) * 101 + source[1])
-                # modules of transformers, which are never split, have other matrices
-                is_whole = parallel.shard == Shard()
-                shape = parameter.shape if is_whole else spec.layers[layer_index].parameters[number].shape
-                whole = parameter.new_empty(shape)
-                whole.normal_(0.0, _INIT_STD, generator=generator)
-                parameter.copy_(own_weights(whole, name, tuple(parameter.shape), spec, parallel))
-            else:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        own = parameter.detach()
+        own = own.to_local() if isinstance(own, DTensor) else own
+        if parameter.dim() > 1:
+            generator = torch.Generator().manual_seed((seed * 100_003 + source[0]) * 101 + source[1])
+            # experts that are apart are no DTensors
+            shape = specs[number].shape if ".experts_" in name else parameter.shape
+            whole = torch.empty(shape).normal_(0.0, _INIT_STD, generator=generator)
+            own.copy_(own_weight(whole, name, own, dims))
+        else:
+            own.fill_(1.0 if name.endswith("weight") else 0.0)

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing with a fixed number of places, and experts that are spread over ranks.
+"""Mixture of experts: routing with a fixed number of places.
 
 Every sequence is a group of its own (Lepikhin et al. 2021, GShard, section 3.1): an expert has as many places for it as
 ``places_of`` says. Tokens take them in order. Places that stay empty hold the first token of the batch; what experts
@@ -7,16 +7,15 @@ make of them goes nowhere. Ranks that split attention route their own tokens, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.distributed.context_parallel import exchange
-from executor.distributed.tensor_parallel import column_linear, compute_dtype, gather_parts, row_linear, scatter_sum
-from executor.models.blocks import Block, LayerRequest, LlamaBlock, RotaryAttention
+from executor.models.attention_cores import LayerRequest
+from executor.models.blocks import Block, GatedMlp, llama_attention, llama_block
 from executor.models.ends import Embedding, Head
 from simplan.errors import Problem, SpecError
 from simplan.spec.layer import LayerKind
@@ -26,14 +25,12 @@ from simplan.spec.models.experts import places_of
 __all__ = [
     "LAYERS",
     "ExpertMlp",
-    "MoeBlock",
+    "GroupedLinear",
     "check_places",
     "expert_matrices",
     "moe_block",
     "route",
 ]
-
-_EXPERTS, _ROWS = 0, 1  # the dimensions of places
 
 
 class Routing(NamedTuple):
@@ -80,7 +77,7 @@ class GroupedLinear(nn.Module):
     """A matrix for each expert.
 
     Args:
-        num_experts: That this rank has.
+        num_experts: How many.
         in_features, out_features: Sizes of the matrices.
     """
 
@@ -93,76 +90,65 @@ class GroupedLinear(nn.Module):
         return torch.bmm(x, self.weight.to(x.dtype).transpose(1, 2))  # weights outside of FSDP are not cast by it
 
 
-class ExpertMlp(Block):
-    """A router, experts, and perhaps a shared expert."""
+class ExpertMlp(nn.Module):
+    """A router, experts, and perhaps a shared expert.
 
-    def _make_mlp(self, spec: ModelSpec) -> None:
-        shard = self._parallel.shard
-        h, i = spec.hidden_size, spec.moe_intermediate_size // shard.etp
-        shared = spec.shared_expert_intermediate_size // shard.tp
-        self._spec = spec
-        if shared:
-            self.shared_gate = nn.Linear(h, shared, bias=False)
-            self.shared_up = nn.Linear(h, shared, bias=False)
-            self.shared_down = nn.Linear(shared, h, bias=False)
-        if spec.shared_expert_gate:
-            self.shared_expert_gate = nn.Linear(h, 1, bias=False)
+    Attributes:
+        to_experts, from_experts: What ranks with different experts do with the places of experts (experts, rows,
+            hidden_size) before and after these: ``executor.distributed.expert_parallel``.
+        most_tokens: Tokens that a sequence of this step had for an expert, (experts); None before the first.
+    """
+
+    to_experts: Callable[[Tensor], Tensor]
+    from_experts: Callable[[Tensor], Tensor]
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        h, i, shared = spec.hidden_size, spec.moe_intermediate_size, spec.shared_expert_intermediate_size
+        self.shared = GatedMlp(h, shared) if shared else None
+        self.shared_expert_gate = nn.Linear(h, 1, bias=False) if spec.shared_expert_gate else None
         self.router = nn.Linear(h, spec.num_experts, bias=spec.router_bias)
-        own = spec.num_experts // shard.ep
-        self.experts_gate = GroupedLinear(own, h, i)
-        self.experts_up = GroupedLinear(own, h, i)
-        self.experts_down = GroupedLinear(own, i, h)
-        self.most_tokens: Tensor | None = None  # that a sequence of this step had for an expert, (experts)
+        self.experts_gate = GroupedLinear(spec.num_experts, h, i)
+        self.experts_up = GroupedLinear(spec.num_experts, h, i)
+        self.experts_down = GroupedLinear(spec.num_experts, i, h)
+        self.to_experts = self.from_experts = _unchanged
+        self.most_tokens: Tensor | None = None
+        self._num_experts, self._top_k, self._capacity_factor = spec.num_experts, spec.top_k, spec.capacity_factor
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        x = compute_dtype(self._normed(x, self.norm2))
-        if not self._spec.shared_expert_intermediate_size:
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, hidden_size) to the same."""
+        if self.shared is None:
             return self._routed(x)
-        gate, up = column_linear(x, [self.shared_gate, self.shared_up], self._parallel)
-        shared = row_linear(functional.silu(gate) * up, self.shared_down, self._parallel)
-        if self._spec.shared_expert_gate:
+        shared: Tensor = self.shared(x)
+        if self.shared_expert_gate is not None:
             shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-        out: Tensor = self._routed(x) + shared
-        return out
+        return self._routed(x) + shared
 
     def _routed(self, x: Tensor) -> Tensor:
         """What the chosen experts give, weighed: hidden states (batch, tokens, hidden_size) to hidden states."""
         batch, tokens, width = x.shape
-        spec = self._spec
-        scores, chosen = self.router(x).topk(spec.top_k, dim=-1)
+        scores, chosen = self.router(x).topk(self._top_k, dim=-1)
         # softmax in at least fp32, as everywhere
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        places = places_of(tokens, spec.top_k, spec.num_experts, spec.capacity_factor)
+        places = places_of(tokens, self._top_k, self._num_experts, self._capacity_factor)
         with torch.no_grad():
-            routing = route(chosen, spec.num_experts, places)
+            routing = route(chosen, self._num_experts, places)
             self._count(routing.loads)
         # what is sent and received has no name, so that it lives no longer than it is needed
-        given = self._exchanged(
-            x.flatten(0, 1).index_select(0, routing.sources).view(spec.num_experts, batch * places, width), back=False
+        given = self.to_experts(
+            x.flatten(0, 1).index_select(0, routing.sources).view(self._num_experts, batch * places, width)
         )
-        picked = self._exchanged(self._own_experts(given), back=True).flatten(0, 1).index_select(0, routing.slots)
-        picked = picked.view(batch * tokens, spec.top_k, width)
+        picked = self.from_experts(self._experts(given)).flatten(0, 1).index_select(0, routing.slots)
+        picked = picked.view(batch * tokens, self._top_k, width)
         weights = weights.flatten(0, 1).to(picked.dtype)
         weights = weights.masked_fill(routing.dropped.view_as(weights), 0.0)
         combined: Tensor = (picked * weights.unsqueeze(-1)).sum(1).view(batch, tokens, width)
         return combined
 
-    def _own_experts(self, x: Tensor) -> Tensor:
-        """(own experts, rows, hidden_size) each."""
+    def _experts(self, x: Tensor) -> Tensor:
+        """(experts, rows, hidden_size) each."""
         out: Tensor = self.experts_down(functional.silu(self.experts_gate(x)) * self.experts_up(x))
         return out
-
-    def _exchanged(self, x: Tensor, *, back: bool) -> Tensor:
-        """Places of all experts and own tokens to those of own experts and all ranks' tokens, or back.
-
-        Ranks that split every expert gather the places of each other, and sum what each has of the results.
-        """
-        ep, splits = self._parallel.ep, self._parallel.shard.etp > 1
-        if back and splits:
-            x = scatter_sum(x, self._parallel.tp)
-        if ep.size > 1:
-            x = exchange(x, ep, *((_ROWS, _EXPERTS) if back else (_EXPERTS, _ROWS)))
-        return gather_parts(x, self._parallel.tp) if splits and not back else x
 
     def _count(self, loads: Tensor) -> None:
         if self.most_tokens is None:
@@ -170,14 +156,15 @@ class ExpertMlp(Block):
         torch.maximum(self.most_tokens, loads.amax(0), out=self.most_tokens)
 
 
-class MoeBlock(RotaryAttention, ExpertMlp):
-    """Llama's with experts in place of the MLP."""
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def moe_block(request: LayerRequest) -> nn.Module:
     """A block of family ``moe``: the first ones are dense."""
-    dense = request.index - 1 < request.spec.num_dense_layers
-    return LlamaBlock(request) if dense else MoeBlock(request)
+    if request.index - 1 < request.spec.num_dense_layers:
+        return llama_block(request)
+    return Block(request.spec, llama_attention(request), ExpertMlp(request.spec))
 
 
 def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Normalization layers that keep what LayerSpec says."""
+"""Normalization layers that keep what LayerSpec says, and the precision of what they give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from simplan.spec.model import ModelSpec
 
-__all__ = ["RMSNorm", "make_norm"]
+__all__ = ["RMSNorm", "compute_dtype", "make_norm"]
 
 _EPS = 1e-5
 
@@ -20,6 +20,13 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     if spec.family in ("llama", "moe", "deepseek", "gemma2"):
         return RMSNorm(spec.hidden_size)
     return nn.LayerNorm(spec.hidden_size, eps=_EPS, bias=spec.family != "mpt")
+
+
+def compute_dtype(x: Tensor) -> Tensor:
+    """In the precision of matrix products: under autocast its dtype, cast once and not by each product again."""
+    if x.dtype is torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 class RMSNorm(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.distributed.tensor_parallel import column_linear
-from executor.models.blocks import LayerRequest
+from executor.models.attention_cores import LayerRequest
+from executor.models.norms import compute_dtype
 from simplan.spec.layer import LayerKind
 from simplan.spec.models.resnet import BlockForm, block_forms
 
@@ -98,13 +98,13 @@ class ResNetHead(nn.Module):
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
+        spec = request.spec
         self.fc = nn.Linear(block_forms(spec)[-1].outputs, spec.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (batch, 1, num_classes)."""
         means = torch.mean(x, dim=(-2, -1)).unsqueeze(1)
-        (logits,) = column_linear(means, [self.fc], self._parallel)
+        logits: Tensor = self.fc(compute_dtype(means))
         return logits
 
 

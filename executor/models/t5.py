@@ -7,17 +7,14 @@ sequence the same two tables (batch, 2, buckets, heads), the encoder's first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.distributed.recompute import run_block
-from executor.distributed.tensor_parallel import column_linear, compute_dtype, row_linear
-from executor.models.blocks import LayerRequest
-from executor.models.norms import RMSNorm
+from executor.models.attention_cores import LayerRequest
+from executor.models.norms import RMSNorm, compute_dtype
 from simplan.spec.layer import LayerKind
 
 __all__ = ["LAYERS", "T5Embedding", "T5Head", "eager_attention", "relative_buckets", "t5_block"]
@@ -58,10 +55,9 @@ class T5Block(nn.Module):
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
-        self._recompute, self._around_rerun = request.recompute, request.around_rerun
-        self._attentions, self._num_heads, self._spec = request.attentions, spec.num_attention_heads, spec
-        self._core = request.attentions.maybe_again(self._biased_attention)
+        spec = request.spec
+        self._tables, self._num_heads, self._spec = request.stage.tables, spec.num_attention_heads, spec
+        self._core = request.stage.maybe_again(self._biased_attention)
 
     def _linears(self) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
         """Of queries, keys, values and the projection."""
@@ -77,11 +73,11 @@ class T5Block(nn.Module):
         self.down = nn.Linear(i, h, bias=False)
 
     def _mlp(self, x: Tensor) -> Tensor:
+        x = compute_dtype(x)
         if not self._spec.gated_mlp:
-            (up,) = column_linear(x, [self.up], self._parallel)
-            return row_linear(functional.relu(up), self.down, self._parallel)
-        gate, up = column_linear(x, [self.gate, self.up], self._parallel)
-        return row_linear(functional.gelu(gate, approximate="tanh") * up, self.down, self._parallel)
+            return self.down(functional.relu(self.up(x)))  # type: ignore[no-any-return]
+        gate, up = self.gate(x), self.up(x)
+        return self.down(functional.gelu(gate, approximate="tanh") * up)  # type: ignore[no-any-return]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> Tensor:
         """Queries (batch, queries, width), keys and values (batch, keys, width) to (batch, queries, width)."""
@@ -93,7 +89,7 @@ class T5Block(nn.Module):
 
     def _bias(self, table: Tensor) -> Tensor:
         """What is added to the scores, (heads, queries, keys), from a table of relative positions (buckets, heads)."""
-        shared, causal = self._attentions.shared, self.causal
+        shared, causal = self._tables, self.causal
         name = "earlier" if causal else "all"
         if name not in shared:
             length = self._spec.decoder_seq_len if causal else self._spec.seq_len
@@ -104,10 +100,6 @@ class T5Block(nn.Module):
                 shared["later"] = (distances > 0).to(table.device)
         bias = functional.embedding(shared[name], table).permute(2, 0, 1)
         return bias.masked_fill(shared["later"], -torch.inf) if causal else bias
-
-    def _maybe_again(self, block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Runs a block, which backward runs again if that is wanted."""
-        return run_block(block, *inputs, recompute=self._recompute, around=self._around_rerun)
 
 
 class T5Encoder(T5Block):
@@ -129,11 +121,12 @@ class T5Encoder(T5Block):
     def forward(self, states: States) -> States:
         """Encoder states to encoder states."""
         encoder, decoder, tables = states
-        return self._maybe_again(self._block, encoder, tables), decoder, tables
+        return self.transform(encoder, tables), decoder, tables
 
-    def _block(self, x: Tensor, tables: Tensor) -> Tensor:
-        q, k, v = column_linear(self.norm1(x), [self.q, self.k, self.v], self._parallel)
-        x = x + row_linear(self._attend(q, k, v, tables[0, 0]), self.proj, self._parallel)
+    def transform(self, x: Tensor, tables: Tensor) -> Tensor:
+        """What backward may run again."""
+        normed = compute_dtype(self.norm1(x))
+        x = x + self.proj(self._attend(self.q(normed), self.k(normed), self.v(normed), tables[0, 0]))
         x = x + self._mlp(self.norm2(x))
         return compute_dtype(self.norm3(x)) if self._is_last else x
 
@@ -156,14 +149,14 @@ class T5Decoder(T5Block):
     def forward(self, states: States) -> States:
         """Decoder states to decoder states."""
         encoder, decoder, tables = states
-        return encoder, self._maybe_again(self._block, encoder, decoder, tables), tables
+        return encoder, self.transform(encoder, decoder, tables), tables
 
-    def _block(self, encoder: Tensor, x: Tensor, tables: Tensor) -> Tensor:
-        q, k, v = column_linear(self.norm0(x), [self.q, self.k, self.v], self._parallel)
-        x = x + row_linear(self._attend(q, k, v, tables[0, 1]), self.proj, self._parallel)
-        (q,) = column_linear(self.norm1(x), [self.cross_q], self._parallel)
-        k, v = column_linear(encoder, [self.cross_k, self.cross_v], self._parallel)
-        x = x + row_linear(self._attend(q, k, v), self.cross_proj, self._parallel)
+    def transform(self, encoder: Tensor, x: Tensor, tables: Tensor) -> Tensor:
+        """What backward may run again."""
+        normed = compute_dtype(self.norm0(x))
+        x = x + self.proj(self._attend(self.q(normed), self.k(normed), self.v(normed), tables[0, 1]))
+        q, encoder = self.cross_q(compute_dtype(self.norm1(x))), compute_dtype(encoder)
+        x = x + self.cross_proj(self._attend(q, self.cross_k(encoder), self.cross_v(encoder)))
         return x + self._mlp(self.norm2(x))
 
 
@@ -172,7 +165,7 @@ class T5Head(nn.Module):
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
-        spec, self._parallel = request.spec, request.parallel
+        spec = request.spec
         self.norm = RMSNorm(spec.hidden_size)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self._scale = spec.hidden_size**-0.5 if spec.tied_embeddings else None
@@ -183,7 +176,7 @@ class T5Head(nn.Module):
         x = self.norm(x)
         if self._scale is not None:
             x = x * self._scale
-        (logits,) = column_linear(x, [self.lm_head], self._parallel)
+        logits: Tensor = self.lm_head(compute_dtype(x))
         return logits
 
 

@@ -26,8 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from executor.distributed.recompute import run_block
-from executor.models.blocks import LayerRequest
+from executor.models.attention_cores import LayerRequest
 from simplan.spec.layer import LayerKind
 from simplan.spec.model import ModelSpec
 
@@ -43,32 +42,30 @@ _LLAMAS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
 
 
 def make_layer(request: LayerRequest) -> nn.Module:
-    """One layer of the model, its weights not drawn yet; transformers makes the others without memory for them."""
+    """One layer of the model, whose weights are not there yet."""
     spec, kind = request.spec, request.spec.layers[request.index].kind
-    device = torch.get_default_device()
-    with torch.device("meta"):
-        model: Any = whole_model(spec)
+    model: Any = whole_model(spec)
     is_gpt = spec.family == "gpt"
     body = model.transformer if is_gpt else model.model
     layer: nn.Module
     match kind:
         case LayerKind.EMBEDDING:
-            layer = TokenEmbedding(body.wte, body.wpe, spec.seq_len) if is_gpt else TokenEmbedding(body.embed_tokens)
+            layer = TokenEmbedding(body.wte, body.wpe) if is_gpt else TokenEmbedding(body.embed_tokens)
         case LayerKind.HEAD:
             layer = Head(body.ln_f if is_gpt else body.norm, model.lm_head)
         case _:
-            block = (body.h if is_gpt else body.layers)[spec.block_indices().index(request.index)]
-            layer = Block(block, request)
-    layer = layer.to_empty(device=device)
+            layer = Block((body.h if is_gpt else body.layers)[request.block])
     if isinstance(layer, TokenEmbedding) and is_gpt:
-        layer.positions = torch.arange(spec.seq_len, device=device).unsqueeze(0)
+        layer.positions = request.stage.own_positions().unsqueeze(0)
     elif isinstance(layer, Block) and not is_gpt:
-        layer.tables = RotaryTables(type(body.rotary_emb)(model.config), spec.seq_len, request.attentions.shared)
+        with torch.device("cpu"):
+            rotary = type(body.rotary_emb)(model.config)
+        layer.tables = RotaryTables(rotary, spec.seq_len, request.stage.tables)
     return layer
 
 
 def whole_model(spec: ModelSpec) -> PreTrainedModel:
-    """The whole model as transformers has it, on the default device.
+    """The whole model as transformers has it, on the default device, which may be without memory.
 
     Args:
         spec: A model that ``simplan.rules.transformers`` lets through.
@@ -110,11 +107,11 @@ class TokenEmbedding(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding | None = None, seq_len: int = 0) -> None:
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding | None = None) -> None:
         super().__init__()
         self.wte = tokens
         self.wpe = positions
-        self.register_buffer("positions", torch.arange(seq_len).unsqueeze(0), persistent=False)
+        self.register_buffer("positions", None, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Looks up tokens and positions."""
@@ -146,17 +143,13 @@ class RotaryTables:
 class Block(nn.Module):
     """A decoder block of transformers, hidden states (batch, tokens, hidden_size) to hidden states."""
 
-    def __init__(self, block: nn.Module, request: LayerRequest) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
         self.tables: RotaryTables | None = None
-        self._recompute, self._around_rerun = request.recompute, request.around_rerun
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention and MLP, each added to the residual stream."""
-        return run_block(self._block, x, recompute=self._recompute, around=self._around_rerun)
-
-    def _block(self, x: Tensor) -> Tensor:
         rotary = {} if self.tables is None else {"position_embeddings": self.tables(x)}
         out: Tensor = self.block(x, attention_mask=None, use_cache=False, **rotary)
         return out

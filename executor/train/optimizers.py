@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
 from executor.distributed.mesh import ParallelDims, Peers
-from executor.models.model import Stage
+from executor.models.model import Stage, split_dimensions, with_specs
 from simplan.program.run_spec import RunSpec
 from simplan.spec.optimizer import UpdateName
 
@@ -40,16 +40,14 @@ class ShardGroups:
     @classmethod
     def of(cls, job: RunSpec, stages: Iterable[Stage], dims: ParallelDims) -> ShardGroups:
         """The groups of one rank and its stages. Experts that FSDP shards over tensor-parallel ranks are split."""
-        model, plan = job.model, job.plan
-        names = {
-            f"layers.{index}.{part.name}"
-            for index, (layer, split) in enumerate(zip(model.layers, model.layers_of(plan.shard), strict=True))
-            for full, part in zip(layer.parameters, split.parameters, strict=True)
-            if full.shape == part.shape and not (part.expert and plan.expert_shards > 1)
-        }
-        named = (item for stage in stages for item in stage.named_parameters())
-        replicated = frozenset(id(parameter) for name, parameter in named if name in names)
-        return cls(dims.fsdp if plan.shards_parameters else Peers(), dims.tp, replicated)
+        plan, replicated = job.plan, set()
+        layers = job.software.layers_of(job.model, plan)
+        for stage in stages:
+            split = split_dimensions(stage, job)
+            for name, parameter, said in with_specs(stage, layers):
+                if name not in split and not (said.expert and plan.expert_shards > 1):
+                    replicated.add(id(parameter))
+        return cls(dims.fsdp if plan.shards_parameters else Peers(), dims.tp, frozenset(replicated))
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Tells if this rank counts its shard of a parameter: no other rank counts the same elements."""

@@ -75,7 +75,7 @@ class Trainer:
         self._optim_action = row[-1]
         assert self._optim_action.kind is ActionKind.OPTIM
 
-        self._rank = rank
+        self._layers = job.software.layers_of(job.model, plan)
         self.stages: dict[int, Stage] = {}
         for index in sorted({action.stage for action in row}):
             self.stages[index] = self._build_stage(index)
@@ -180,7 +180,9 @@ class Trainer:
         """Content of a checkpoint."""
         from executor.train.training_state import TrainingState
 
-        split = split_dimensions(self._job.model, self._job.plan.shard)
+        split: dict[str, int] = {}
+        for stage in self.stages.values():
+            split |= split_dimensions(stage, self._job)
         return TrainingState(self.stages.values(), self.local_optimizers, split, self._dims, self._device)
 
     def _build_stage(self, index: int) -> Stage:
@@ -197,7 +199,7 @@ class Trainer:
 
                 compile_block(layer, whole=plan.tp * plan.cp * plan.ep == 1)
             if sharding is not None and number not in shared:
-                ignored = () if plan.expert_shards > 1 else experts_of(layer, model.layers_of(plan.shard)[number])
+                ignored = () if plan.expert_shards > 1 else experts_of(layer, self._layers[number])
                 # backward begins with the last one
                 sharding.shard(layer, reshards=reshards and number != layers[-1], ignored=ignored)
 
@@ -236,7 +238,7 @@ class Trainer:
         """One optimizer, or two: ZeRO-1 does not partition experts, which differ between data-parallel ranks."""
         job, plan = self._job, self._job.plan
         make = partial(make_optimizer, job.training.update, groups=self._groups)
-        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, job.model, plan.shard)]
+        experts = [e for stage in self.stages.values() for e in expert_parameters(stage, self._layers)]
         ids = {id(expert) for expert in experts}
         others = [parameter for parameter in parameters if id(parameter) not in ids]
         if plan.shards_optimizer_only:
@@ -265,7 +267,7 @@ class Trainer:
         if self._dims.dp.size > 1:
             from executor.distributed.ddp import wrap_ddp
 
-            experts = expert_parameters(stage, job.model, job.plan.shard)
+            experts = expert_parameters(stage, self._layers)
             module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts)
         return module
 
@@ -274,9 +276,9 @@ class Trainer:
 
     def _completion(self, index: int) -> Callable[[], None]:
         """What completes the gradients of a stage before they are divided by the number of microbatches."""
-        stage, model, plan = self.stages[index], self._job.model, self._job.plan
-        parts = partial_parameters(stage, model, plan.shard)
-        experts = [] if plan.expert_shards > 1 else expert_parameters(stage, model, plan.shard)
+        stage, plan = self.stages[index], self._job.plan
+        parts = partial_parameters(stage, self._layers)
+        experts = [] if plan.expert_shards > 1 else expert_parameters(stage, self._layers)
 
         def complete() -> None:
             sum_partial_gradients(parts, self._dims.tp)
@@ -292,7 +294,7 @@ class Trainer:
         computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
         # autocast keeps the residual stream in fp32, but for that of a frozen embedding, which is not
         residual = computed if plan.shards_parameters or model.lora_rank else kept
-        layers, boundaries = model.layers_of(plan.shard), job.boundaries
+        layers, boundaries = self._layers, job.boundaries
 
         def between(boundary: int) -> list[Boundary]:
             layer, last = layers[boundary - 1], boundary == len(layers)

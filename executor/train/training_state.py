@@ -31,7 +31,7 @@ class TrainingState:
     Args:
         stages: Stages of the rank, already sharded.
         optimizers: Optimizers with the rank's states.
-        split: By name of a parameter, the dimension along which tensor-parallel ranks split it; experts aside.
+        split: By name of a parameter, the dimension along which ranks split it.
         dims: Tensor- and expert-parallel groups of the rank.
         device: Device of the rank.
     """
@@ -112,7 +112,7 @@ class TrainingState:
 
     def _placed(self, name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """A tensor of a parameter's shape; a part as a DTensor that shares its memory, as DDP and ZeRO-1 have none."""
-        if name not in self._split or isinstance(value, DTensor) or value.shape != shape:
+        if name not in self._split or name in self._suffixes or isinstance(value, DTensor) or value.shape != shape:
             return value
         return DTensor.from_local(value, self._tp.mesh, (Shard(self._split[name]),), run_check=False)
 

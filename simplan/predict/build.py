@@ -73,7 +73,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
 
     num_shards = plan.dp_shard * plan.cp
     partial = [
-        p for layer in set(job.padded_model.layers_of(plan.shard)) for p in layer.parameters if p.partial_gradient
+        p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters if p.partial_gradient
     ]
     uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
     deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike

@@ -35,7 +35,7 @@ from simplan.spec.models.expert_dispatch import (
     with_fused_experts,
 )
 from simplan.spec.models.transformers_code import as_transformers
-from simplan.spec.share import regathered
+from simplan.spec.share import biases_after_sums, regathered
 
 __all__ = ["LayerStyle", "Loss", "ModelCode", "SplitBackward", "styled", "styled_layers"]
 
@@ -89,7 +89,8 @@ class LayerStyle(Spec):
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
         eight_bit_attention: Fused attention is in 8 bits, likewise.
         regathers_tokens: Matrices split by columns save each rank's own tokens, which backward gathers again
-            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor).
+            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor). Biases of matrices
+            split by rows are added to the sum over ranks, else to each rank's part.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of
@@ -146,8 +147,11 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     """
     if style.model_code == "transformers":
         layer = as_transformers(layer)
-    operators = tuple(regathered(layer.operators)) if style.regathers_tokens else layer.operators
-    gathers_again = len(operators) > len(layer.operators)
+    operators, parameters = layer.operators, layer.parameters
+    if style.regathers_tokens:
+        operators, parameters = biases_after_sums(operators, parameters)
+        operators = tuple(regathered(operators))
+    as_megatron = operators != layer.operators
     saved = operators
     operators = dispatched(operators, style.expert_dispatch)
     if style.fused_experts:
@@ -190,10 +194,18 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
     words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
     words += ["one call" * one_call, _expert_words(style) * other_experts]
-    words += ["attention in 8 bits" * eight_bits, "gathers again" * gathers_again]
+    words += ["attention in 8 bits" * eight_bits, "as Megatron" * as_megatron]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
-    return replace(layer, key=key, operators=operators, constants=constants, compiled=compiled, reruns_to_end=to_end)
+    return replace(
+        layer,
+        key=key,
+        operators=operators,
+        parameters=parameters,
+        constants=constants,
+        compiled=compiled,
+        reruns_to_end=to_end,
+    )
 
 
 def _expert_words(style: LayerStyle) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Operator, Pointwise, Tensor
+from simplan.spec.layer import CollectiveKind, Exchange, Gemm, Operator, ParameterSpec, Pointwise, Role, Tensor
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.spec.model import ModelSpec
     from simplan.spec.shard import Shard
 
-__all__ = ["Gathered", "Share", "for_columns", "regathered", "share_of", "sum_of_rows"]
+__all__ = ["Gathered", "Share", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
 
 _K = CollectiveKind
 
@@ -180,32 +180,64 @@ def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
             yield Operator(kernel=kernel, regathers=name)
 
 
-def sum_of_rows(source: str, result: str, share: Share, *, bias: str = "", residual: bool = False) -> list[Operator]:
-    """What follows a matrix, or an embedding, that is split by rows; nothing on one rank.
+def sum_of_rows(source: str, result: str, share: Share, *, residual: bool = False) -> list[Operator]:
+    """What follows a matrix, or an embedding, that is split by rows.
 
     Args:
         source: Name of the part that a rank makes.
         result: Name of the sum.
         share: Sizes.
-        bias: Name of a bias that is added once the sum is complete; empty for none.
         residual: The output is of the residual stream.
     """
     elements, own = share.tokens * share.hidden, share.own_tokens * share.hidden
-    summed = Tensor(f"{result} without bias" if bias else result, own, residual=residual)
+    summed = Tensor(result, own, residual=residual)
     if share.shard.sequence_parallel:
         exchange = Exchange(result, "tp", _K.REDUCE_SCATTER, _K.ALL_GATHER, elements, residual=residual)
-        found = [Operator(kernel=exchange, reads=(source,), makes=(summed,))]
-    else:
-        exchange = Exchange(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
-        found = [Operator(kernel=exchange, reads=(source,), makes=(summed,), in_place=True, passes=True)]
-    if bias:
+        return [Operator(kernel=exchange, reads=(source,), makes=(summed,))]
+    exchange = Exchange(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
+    return [Operator(kernel=exchange, reads=(source,), makes=(summed,), in_place=True, passes=True)]
+
+
+def biases_after_sums(
+    operators: Sequence[Operator], parameters: Sequence[ParameterSpec]
+) -> tuple[tuple[Operator, ...], tuple[ParameterSpec, ...]]:
+    """Biases of matrices split by rows, added once to the sum over ranks (Megatron-LM's RowParallelLinear).
+
+    Where ranks split tokens, each adds it to its own, so that gradients are partial.
+
+    Args:
+        operators: Of a layer, in the order of forward.
+        parameters: Of the layer.
+    """
+    biases: dict[str, str] = {}  # by the part that a rank makes
+    partial: set[str] = set()
+    found: list[Operator] = []
+    for operator in operators:
+        kernel = operator.kernel
+        if isinstance(kernel, Gemm) and Role.ROW_PARALLEL in operator.roles and len(operator.parameters) > 1:
+            (made,) = operator.makes
+            if any(made.name in other.reads and isinstance(other.kernel, Exchange) for other in operators):
+                biases[made.name], *weights = operator.parameters
+                operator = replace(operator, parameters=tuple(weights))
+        bias = biases.get(operator.reads[0]) if isinstance(kernel, Exchange) and operator.reads else None
+        if bias is None:
+            found.append(operator)
+            continue
+        assert isinstance(kernel, Exchange)
+        (result,) = operator.makes
+        summed = replace(result, name=f"{result.name} without bias")
+        added = Pointwise(f"{result.name} bias", result.elements, result.elements)
+        found.append(replace(operator, makes=(summed,)))
         found.append(
             Operator(
-                kernel=Pointwise(f"{result} bias", own, own),
+                kernel=added,
                 reads=(summed.name,),
-                makes=(Tensor(result, own),),
+                makes=(result,),
                 parameters=(bias,),
                 passes=True,
+                roles=operator.roles,
             )
         )
-    return found
+        if kernel.forward is _K.REDUCE_SCATTER:
+            partial.add(bias)
+    return tuple(found), tuple(replace(p, partial_gradient=p.partial_gradient or p.name in partial) for p in parameters)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from executor.distributed.mesh import ParallelDims, Peers
-from executor.models.model import build_stage, cross_entropy, own_weights
+from executor.models.model import build_stage, cross_entropy, own_weight
 from executor.train.data import model_batch
 from simplan.spec.layer import CollectiveKind, Exchange, LayerSpec
 from simplan.spec.model import ModelSpec
@@ -76,18 +75,14 @@ def assert_equals_one_process(case: Case, results: list[Any]) -> None:
     torch.testing.assert_close(mean, loss.detach(), rtol=1e-9, atol=0)
     largest = max(float(p.grad.abs().max()) for p in stage.parameters() if p.grad is not None)
     for rank, result in enumerate(results):
-        parallel = ParallelDims(case.shard, Peers(case.shard.tp, rank if case.shard.tp > 1 else 0))
+        dims = ParallelDims(case.shard, Peers(case.shard.tp, rank if case.shard.tp > 1 else 0))
         for name, parameter in stage.named_parameters():
             found = result["gradients"][name]
-            wanted = _own_part(parameter, name, found, case.model, parallel)
+            assert parameter.grad is not None
+            wanted = own_weight(parameter.grad, name, found, dims)
             # biases of keys change no softmax: their gradients are nothing but rounding
             scale = max(float(wanted.abs().max()), 1e-9 * largest)
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9 * scale, msg=name)
-
-
-def _own_part(parameter: Tensor, name: str, found: Tensor, model: ModelSpec, parallel: ParallelDims) -> Tensor:
-    assert parameter.grad is not None
-    return own_weights(parameter.grad, name.split(".", 2)[2], tuple(found.shape), model, parallel)
 
 
 def wanted_exchanges(case: Case) -> list[Issued]:

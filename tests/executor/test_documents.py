@@ -79,7 +79,7 @@ def test_the_table_of_scores_is_that_of_the_longest_document(name: str) -> None:
     spec = packed(name)
     stage: Any = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, 0)
     stage(model_batch(spec, seed=0, step=0, first_sample=0, num_samples=1)[0])
-    tables = {id(core): core._table for core in (stage.layers[i]._attention._core._core for i in ("1", "2"))}
+    tables = {id(core): core._table for core in (stage.layers[i].attention._core._core._core for i in ("1", "2"))}
     wanted = [t.elements for t in spec.layers[1].constants if t.name == "attention mask"]
     assert [table.numel() for table in tables.values()] == wanted
 

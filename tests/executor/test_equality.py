@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from executor.distributed.mesh import ParallelDims, Peers
-from executor.models.model import build_stage, own_weights
+from executor.models.model import build_stage, own_weight
 from executor.run import run_job
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy
@@ -57,8 +57,8 @@ def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, found: tor
     """What a rank has of a gradient, where tensors are split or experts are dealt out."""
     plan, mapping = job.plan, RankMapping.of(job.plan)
     tp = Peers(plan.tp, mapping.place(rank).tp)
-    parallel = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.ep_group(rank).index(rank)))
-    return own_weights(whole, name.split(".", 2)[2], tuple(found.shape), job.model, parallel)
+    dims = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.ep_group(rank).index(rank)))
+    return own_weight(whole, name, found, dims)
 
 
 def test_losses_and_gradients_equal_one_process(finished_run: Run) -> None:

@@ -17,6 +17,7 @@ from executor.train.data import IGNORED, model_batch
 from executor.train.loss import cross_entropy
 from tests.executor.conftest import MakeJob
 from tests.executor.family_models import VARIANTS, variant
+from tests.executor.layer_runs import without_levels
 from tests.executor.test_equality import assert_equal_to_one_process, run_in_float64
 
 CPU = torch.device("cpu")
@@ -42,13 +43,20 @@ def test_encoder_blocks_are_torchs(name: str, post_norm: bool) -> None:
     )
     fused = name == "vit"
     names = {"linear1": "up", "linear2": "down", "norm1": "norm1", "norm2": "norm2", "self_attn.out_proj": "proj"}
-    ours = dict(block.named_parameters())
+    ours = {without_levels(name): parameter for name, parameter in block.named_parameters()}
+    if fused:
+        ours |= {f"qkv.{kind}": by_parts(ours[f"qkv.{kind}"]) for kind in ("weight", "bias")}
     state = {f"{to}.{kind}": ours[f"{from_}.{kind}"] for to, from_ in names.items() for kind in ("weight", "bias")}
     for kind in ("weight", "bias"):
         parts = [ours[f"qkv.{kind}"]] if fused else [ours[f"{part}.{kind}"] for part in "qkv"]
         state[f"self_attn.in_proj_{kind}"] = torch.cat(parts)
     theirs.load_state_dict(state)
     assert_alike(block, theirs, (2, 65 if fused else 64, 64))
+
+
+def by_parts(grouped: Tensor) -> Tensor:
+    """Rows of all queries, of all keys, of all values; the block's are grouped by heads."""
+    return torch.unflatten(grouped, 0, (8, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def assert_alike(ours: nn.Module, theirs: nn.Module, shape: tuple[int, ...]) -> None:
@@ -66,10 +74,10 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, shape: tuple[int, ...]) -> 
 def written_out(block: Any, x: Tensor, bias: Tensor) -> Tensor:
     """Attention of an MPT block by its definition; ``bias`` (heads, n, n) is added to the scores."""
     normed = functional.layer_norm(x, x.shape[-1:], block.norm1.weight)
-    q, k, v = (normed @ block.qkv.weight.T).chunk(3, dim=-1)
+    q, k, v = (normed @ by_parts(block.attention.qkv.weight).T).chunk(3, dim=-1)
     heads = [part.unflatten(-1, (8, 8)).transpose(1, 2) for part in (q, k, v)]
     scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(8) + bias
-    attended: Tensor = (scores.softmax(-1) @ heads[2]).transpose(1, 2).flatten(-2) @ block.proj.weight.T
+    attended: Tensor = (scores.softmax(-1) @ heads[2]).transpose(1, 2).flatten(-2) @ block.attention.proj.weight.T
     return attended
 
 
@@ -81,7 +89,7 @@ def test_mpt_attention_is_alibi() -> None:
     places = torch.arange(64)
     distance = places.unsqueeze(1) - places
     bias = (-slopes.view(8, 1, 1) * distance).masked_fill(distance < 0, -torch.inf)
-    torch.testing.assert_close(block._self_attention(x), written_out(block, x, bias), **EXACT)
+    torch.testing.assert_close(block.attention(block.norm1(x)), written_out(block, x, bias), **EXACT)
 
 
 def turned(x: Tensor, width: int) -> Tensor:
@@ -101,10 +109,11 @@ def test_neox_blocks_are_written_out() -> None:
     """Black et al. 2022, sections 2.1 and 2.2: a quarter of each head is rotated; x + Attn(LN1(x)) + FF(LN2(x))."""
     block, x = block_of("neox", hidden_size=64, num_attention_heads=4), torch.randn(2, 64, 64, dtype=torch.float64)
     normed = block.norm1(x)
-    q, k, v = (heads_of(part, 4) for part in block.qkv(normed).chunk(3, dim=-1))
+    heads = torch.unflatten(block.attention.qkv(normed), -1, (4, 3, -1))
+    q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))
     attended = functional.scaled_dot_product_attention(turned(q, 4), turned(k, 4), v, is_causal=True)
-    mlp = block.down(functional.gelu(block.up(block.norm2(x))))
-    wanted = x + block.proj(attended.transpose(1, 2).flatten(-2)) + mlp
+    mlp = block.mlp.down(functional.gelu(block.mlp.up(block.norm2(x))))
+    wanted = x + block.attention.proj(attended.transpose(1, 2).flatten(-2)) + mlp
     torch.testing.assert_close(block(x), wanted, **EXACT)
 
 
@@ -122,16 +131,18 @@ def test_gemma2_blocks_are_written_out(index: int, window: int) -> None:
 
     given = torch.randn(2, 64, 64, dtype=torch.float64)
     normed = rms(given, block.norm1.weight)
-    q = turned(heads_of(block.q(normed), 8), 16)
-    k, v = (heads_of(matrix(normed), 4).repeat_interleave(2, dim=1) for matrix in (block.k, block.v))
+    q = turned(heads_of(block.attention.q(normed), 8), 16)
+    k, v = (
+        heads_of(matrix(normed), 4).repeat_interleave(2, dim=1) for matrix in (block.attention.k, block.attention.v)
+    )
     distances = torch.arange(64).unsqueeze(1) - torch.arange(64)
     scores = 50 * torch.tanh(q @ turned(k, 16).transpose(-1, -2) / 4 / 50)
     scores = scores.masked_fill((distances < 0) | (distances >= window), -torch.inf)
-    attended = block.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    attended = block.attention.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
     x = given + rms(attended, block.norm2.weight)
     normed = rms(x, block.norm3.weight)
-    product = functional.gelu(block.gate(normed), approximate="tanh") * block.up(normed)
-    wanted = x + rms(block.down(product), block.norm4.weight)
+    product = functional.gelu(block.mlp.gate(normed), approximate="tanh") * block.mlp.up(normed)
+    wanted = x + rms(block.mlp.down(product), block.norm4.weight)
     torch.testing.assert_close(block(given), wanted, **EXACT)
 
 
@@ -176,8 +187,8 @@ def test_queries_and_keys_are_normed_by_head() -> None:
     x = torch.randn(1, 64, 64, dtype=torch.float64)
     before = block(x)
     with torch.no_grad():
-        block.q.weight.mul_(1000.0)
-        block.k.weight.mul_(1000.0)
+        block.attention.q.weight.mul_(1000.0)
+        block.attention.k.weight.mul_(1000.0)
     torch.testing.assert_close(block(x), before, rtol=1e-4, atol=1e-4)
 
 

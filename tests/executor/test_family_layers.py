@@ -115,6 +115,6 @@ def test_tables_of_scores_are_the_constants_of_the_layer(name: str, shard: str) 
     stage: Any = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, 0, parallel)
     inputs, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=1)
     stage(parallel.local_tokens(inputs))
-    tables = {id(core): core._table for core in (stage.layers[index]._attention._core for index in ("1", "2"))}
+    tables = {id(core): core._table for core in (stage.layers[index].attention._core._core for index in ("1", "2"))}
     wanted = [t.elements for t in spec.layers_of(SHARDS[shard])[1].constants if t.name == "attention mask"]
     assert [table.numel() for table in tables.values()] == wanted

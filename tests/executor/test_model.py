@@ -56,9 +56,9 @@ def test_rotary_attention_depends_on_relative_positions_only(make_model: Any) ->
     """Su et al. 2021: the product of a rotated query and key is a function of their distance."""
     spec = make_model("llama")
     block: Any = build_stage(spec, [1], torch.float64, CPU, seed=0).layers["1"]
+    rotate = block.attention.rotary
     q, k = torch.randn(2, 1, 1, 1, spec.head_dim, dtype=torch.float64).expand(-1, -1, -1, spec.seq_len, -1)
-    block.cos, block.sin = block.cos.double(), block.sin.double()
-    products = (block._rotate(q) @ block._rotate(k).transpose(-1, -2))[0, 0]
+    products = (rotate(q) @ rotate(k).transpose(-1, -2))[0, 0]
     for distance in (0, 1, 5):
         diagonal = products.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)

@@ -73,7 +73,7 @@ def variant(name: str, **fields: Any) -> ModelSpec:
 
 def block_run(spec: ModelSpec, shard: Shard, index: int, recompute: Recompute, precision: str) -> LayerRun:
     def whole_experts(stage: Stage) -> None:
-        for parameter in gradients.expert_parameters(stage, spec, shard) if precision == "whole beside FSDP" else ():
+        for parameter in gradients.expert_parameters(stage, spec.layers_of(shard)) if precision == "whole beside FSDP" else ():
             parameter.data = parameter.data.float()
 
     state = STATES_OF_EXPERTS[precision]
@@ -178,27 +178,28 @@ def test_every_token_gets_the_weighed_sum_of_its_experts(name: str) -> None:
     """Token by token, with the softmax of all scores scaled so that those of the chosen experts sum up to 1."""
     spec = variant(name)
     block = build_stage(spec, [2], torch.float64, CPU, seed=3).layers["2"]
-    assert isinstance(block, moe.MoeBlock)
+    mlp = block.mlp
+    assert isinstance(mlp, moe.ExpertMlp)
     x = torch.randn(BATCH, spec.seq_len, spec.hidden_size, dtype=torch.float64)
     normed = block.norm2(x)
     with torch.no_grad():
-        found, wanted = block._mlp(x), torch.zeros_like(x)
+        found, wanted = mlp(normed), torch.zeros_like(x)
         places = places_of(spec.seq_len, spec.top_k, spec.num_experts, spec.capacity_factor)
         for sequence in range(BATCH):
             taken = [0] * spec.num_experts
             for token in range(spec.seq_len):
                 vector = normed[sequence, token]
-                probabilities = block.router(vector).softmax(-1)
+                probabilities = mlp.router(vector).softmax(-1)
                 best = probabilities.argsort(descending=True)[: spec.top_k].tolist()
                 for expert in best:
                     if taken[expert] < places:
-                        weights = (m.weight[expert] for m in (block.experts_gate, block.experts_up, block.experts_down))
+                        weights = (m.weight[expert] for m in (mlp.experts_gate, mlp.experts_up, mlp.experts_down))
                         share = probabilities[expert] / probabilities[best].sum()
                         wanted[sequence, token] += share * silu_product(vector, *weights)
                     taken[expert] += 1
         if spec.shared_expert_intermediate_size:
-            weights = (m.weight for m in (block.shared_gate, block.shared_up, block.shared_down))
-            gate = (normed @ block.shared_expert_gate.weight.T).sigmoid()
+            weights = (m.weight for m in (mlp.shared.gate, mlp.shared.up, mlp.shared.down))
+            gate = (normed @ mlp.shared_expert_gate.weight.T).sigmoid()
             wanted += gate * silu_product(normed, *weights)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
@@ -207,7 +208,8 @@ def test_latent_attention_is_attention_with_keys_from_narrow_vectors() -> None:
     """Head by head, query by query, with complex numbers for the rotation."""
     spec = variant("latent")
     block = build_stage(spec, [1], torch.float64, CPU, seed=3).layers["1"]
-    assert isinstance(block, mla.LatentDenseBlock)
+    latent_attention = block.attention
+    assert isinstance(latent_attention, mla.LatentAttention)
     n, rank, plain, rotated, value = spec.seq_len, 32, 16, 8, 16
     x = torch.randn(1, n, spec.hidden_size, dtype=torch.float64)
 
@@ -220,9 +222,9 @@ def test_latent_attention_is_attention_with_keys_from_narrow_vectors() -> None:
 
     with torch.no_grad():
         y = block.norm1(x)[0]
-        latent = y @ block.kv_a.weight.T
-        queries = block.q_a_norm(y @ block.q_a.weight.T) @ block.q_b.weight.T
-        keys = block.kv_a_norm(latent[:, :rank]) @ block.kv_b.weight.T
+        latent = y @ latent_attention.kv_a.weight.T
+        queries = latent_attention.q_a_norm(y @ latent_attention.q_a.weight.T) @ latent_attention.q_b.weight.T
+        keys = latent_attention.kv_a_norm(latent[:, :rank]) @ latent_attention.kv_b.weight.T
         heads = []
         for head in range(spec.num_attention_heads):
             q = queries[:, head * (plain + rotated) : (head + 1) * (plain + rotated)]
@@ -231,6 +233,6 @@ def test_latent_attention_is_attention_with_keys_from_narrow_vectors() -> None:
             scores = scores / (plain + rotated) ** 0.5
             later = torch.ones(n, n).triu(1).bool()
             heads.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ kv[:, plain:])
-        wanted = torch.cat(heads, -1) @ block.proj.weight.T
-        found = block._self_attention(x)[0]
+        wanted = torch.cat(heads, -1) @ latent_attention.proj.weight.T
+        found = latent_attention(block.norm1(x))[0]
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)  # rotary tables are made in fp32

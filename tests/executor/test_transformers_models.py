@@ -27,7 +27,7 @@ from simplan.spec.plan import ParallelPlan, Recompute
 from simplan.spec.training import TrainingSpec
 from simplan.validate.compare import compare
 from tests.executor import layer_runs
-from tests.executor.layer_runs import BATCH, LayerRun, traced
+from tests.executor.layer_runs import BATCH, LayerRun, traced, without_levels
 
 pytest.importorskip("transformers")
 
@@ -155,10 +155,17 @@ def test_parameters_and_order_of_gradients_are_those_of_the_layers(name: str) ->
 
 
 def weights_of(block: nn.Module, name: str) -> dict[str, Tensor]:
-    """Weights of a block of transformers, as the executor's own block calls them."""
+    """Weights of a block of transformers, as LayerSpec calls them; queries, keys and values grouped by heads."""
     own: dict[str, Tensor] = dict(zip((p.name for p in layers_of(name)[1].parameters), block.parameters(), strict=True))
     if name == "gpt2":
-        return {n: w.T if w.dim() > 1 else w for n, w in own.items()}
+        own = {n: w.T if w.dim() > 1 else w for n, w in own.items()}
+        heads = MODELS[name].num_attention_heads
+        grouped = {
+            n: torch.unflatten(w, 0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+            for n, w in own.items()
+            if n.startswith("qkv.")
+        }
+        return own | grouped
     if name == "mixtral":
         both = own.pop("experts_gate_up.weight")
         own["experts_gate.weight"], own["experts_up.weight"] = both.chunk(2, dim=1)
@@ -178,7 +185,8 @@ def test_own_blocks_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.mul_(3.0)  # else all gates are nearly the same
-    ours.layers["1"].load_state_dict(weights_of(theirs.layers["1"], name))
+    weights = weights_of(theirs.layers["1"], name)
+    ours.layers["1"].load_state_dict({n: weights[without_levels(n)] for n in ours.layers["1"].state_dict()})
     x = torch.randn(BATCH, spec.seq_len, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     results = []
     for stage in (ours, theirs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simplan.spec.layer import Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.spec.layer import Operator, Pointwise, Role, Tensor
 from simplan.spec.models.part import Part, joined, linear, with_role
 from simplan.spec.share import Share, for_columns, sum_of_rows
 
@@ -128,13 +128,10 @@ def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool =
         source: Name of its input.
         inner: Columns of the input on this rank.
         share: Sizes.
-        bias: It has one, added once to the sum.
+        bias: It has one, of which every rank adds its share to its part (torch's DTensor).
     """
-    gemm = share.tokens, share.hidden, inner
     result = f"{name} output"
-    if share.shard.tp == 1:
-        return with_role(linear(name, source, gemm, bias=bias), Role.ROW_PARALLEL)
-    part = with_role(linear(name, source, gemm, result=f"parts of {result}"), Role.ROW_PARALLEL)
-    summed = sum_of_rows(f"parts of {result}", result, share, bias=f"{name}.bias" if bias else "")
-    added = (ParameterSpec(f"{name}.bias", (share.hidden,), share.partial),) if bias else ()
-    return joined(part, Part(parameters=added, operators=tuple(summed)))
+    parts = f"parts of {result}" if share.shard.tp > 1 else result
+    part = linear(name, source, (share.tokens, share.hidden, inner), bias=bias, result=parts)
+    part = with_role(part, Role.ROW_PARALLEL)
+    return part if share.shard.tp == 1 else joined(part, Part(operators=tuple(sum_of_rows(parts, result, share))))

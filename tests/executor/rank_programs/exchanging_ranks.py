@@ -23,6 +23,7 @@ from executor.train.optimizers import local
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from simplan.spec.shard import Shard
+from tests.executor.layer_runs import without_levels
 
 CPU = torch.device("cpu")
 NUM_RANKS = 2
@@ -63,13 +64,13 @@ def run(model: ModelSpec, shard: Shard, recompute: Recompute, dtype: torch.dtype
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     order: list[str] = []
     for name, parameter in stage.named_parameters():
-        hook = partial(lambda name, _: order.append(name), name)
+        hook = partial(lambda name, _: order.append(without_levels(name)), name)
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     with split_loss(parallel):
         loss = cross_entropy(stage(inputs), targets, parallel)
         loss.backward()  # type: ignore[no-untyped-call]
     num_issued = len(listener.issued)
-    sum_partial_gradients(partial_parameters(stage, model, shard), parallel.tp)
+    sum_partial_gradients(partial_parameters(stage, model.layers_of(shard)), parallel.tp)
     gradients = {}
     for name, parameter in stage.named_parameters():
         assert parameter.grad is not None

@@ -1,0 +1,129 @@
+"""Self-attention as modules: projections, what is done to queries and keys, and the core with its exchanges.
+
+Modules have whole matrices. Where tensor-parallel ranks split these (``executor.distributed.tensor_parallel``), the
+same forward works on some of the heads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from executor.models.attention_cores import LayerRequest
+from executor.models.norms import RMSNorm
+from simplan.spec.models.attention import Biases
+
+__all__ = ["Attention", "FusedAttention", "RotaryPositions", "split_heads"]
+
+
+class RotaryPositions(nn.Module):
+    """Queries and keys are rotated by their positions.
+
+    Args:
+        request: The layer.
+        width: Columns of each head that are rotated, the first ones.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, request: LayerRequest, width: int) -> None:
+        super().__init__()
+        cos, sin = request.stage.rotary_tables(width)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotates (batch, heads, tokens, head_dim)."""
+        width = self.cos.shape[-1]
+        if width < x.shape[-1]:
+            turned, rest = self(x[..., :width]), x[..., width:]
+            # joined token by token: else heads would be one after the other, and so copied after the attention core
+            return torch.cat((turned.transpose(1, 2), rest.transpose(1, 2)), dim=-1).transpose(1, 2)
+        a, b = x.chunk(2, dim=-1)
+        return (x * self.cos + torch.cat((-b, a), dim=-1) * self.sin).to(x.dtype)
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values by one matrix.
+
+    Its rows are grouped by heads of keys, each with its queries, its keys and its values, as in Megatron-LM and
+    GPT-NeoX: so ranks can split it by rows.
+
+    Args:
+        request: The layer.
+        bias: Of both matrices.
+        rotated: Columns of each head that are rotated.
+    """
+
+    def __init__(self, request: LayerRequest, *, bias: bool, rotated: int = 0) -> None:
+        super().__init__()
+        spec = request.spec
+        heads, kv_heads, self._head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        self._of_group = [heads // kv_heads, 1, 1]
+        self.qkv = nn.Linear(spec.hidden_size, (heads + 2 * kv_heads) * spec.head_dim, bias=bias)
+        self.rotary = RotaryPositions(request, rotated) if rotated else None
+        self.proj = nn.Linear(heads * spec.head_dim, spec.hidden_size, bias=bias)
+        self._core = request.core
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, hidden_size) to the same."""
+        groups = torch.unflatten(self.qkv(x), -1, (-1, sum(self._of_group), self._head_dim))
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in torch.split(groups, self._of_group, dim=3))
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        out: Tensor = self.proj(self._core(q, k, v).transpose(1, 2).flatten(-2))
+        return out
+
+
+class Attention(nn.Module):
+    """Queries, keys and values by three matrices; queries and keys are perhaps normed, then perhaps rotated.
+
+    Args:
+        request: The layer.
+        biases: Of which matrices.
+        rotary: Queries and keys are rotated.
+        norms: RMSNorms of queries and keys: one for each head, or one for all of them together.
+    """
+
+    def __init__(
+        self,
+        request: LayerRequest,
+        *,
+        biases: Biases,
+        rotary: bool = False,
+        norms: Literal["head", "projection"] | None = None,
+    ) -> None:
+        super().__init__()
+        spec = request.spec
+        h, self._head_dim, self._norms = spec.hidden_size, spec.head_dim, norms
+        q_width, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q = nn.Linear(h, q_width, bias=biases != "none")
+        self.k = nn.Linear(h, kv_width, bias=biases != "none")
+        self.v = nn.Linear(h, kv_width, bias=biases != "none")
+        if norms is not None:
+            widths = (q_width, kv_width) if norms == "projection" else (spec.head_dim, spec.head_dim)
+            self.q_norm, self.k_norm = map(RMSNorm, widths)
+        self.rotary = RotaryPositions(request, spec.head_dim) if rotary else None
+        self.proj = nn.Linear(q_width, h, bias=biases == "all")
+        self._core = request.core
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, hidden_size) to the same."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self._norms == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (split_heads(part, self._head_dim) for part in (q, k, v))
+        if self._norms == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        out: Tensor = self.proj(self._core(q, k, v).transpose(1, 2).flatten(-2))
+        return out
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(batch, tokens, heads * head_dim) to (batch, heads, tokens, head_dim), without a copy."""
+    return torch.unflatten(x, -1, (-1, head_dim)).transpose(1, 2)
