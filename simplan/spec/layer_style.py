@@ -89,8 +89,8 @@ class LayerStyle(Spec):
         fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
         eight_bit_attention: Fused attention is in 8 bits, likewise.
         regathers_tokens: Matrices split by columns save each rank's own tokens, which backward gathers again
-            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor). Biases of matrices
-            split by rows are added to the sum over ranks, else to each rank's part.
+            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor). Biases of
+            matrices split by rows are added to the sum over ranks, else to each rank's part.
         compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
             the middle of a block, from the branch that is added, where that is narrower. What products with weights
             have as input is kept, as backward would have to write it to memory all the same (the partitioner of

@@ -85,18 +85,6 @@ def with_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     return program
 
 
-@pytest.fixture
-def with_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """The rank program whose rank 1 has a fault; takes the fault's name."""
-
-    def program(fault: str) -> str:
-        monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
-        monkeypatch.setenv("TEST_FAULT", fault)
-        return "faulty_worker"
-
-    return program
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _forked_ranks() -> Iterator[None]:
     """Launches from this process fork their ranks, without torchrun."""

@@ -73,8 +73,9 @@ def variant(name: str, **fields: Any) -> ModelSpec:
 
 def block_run(spec: ModelSpec, shard: Shard, index: int, recompute: Recompute, precision: str) -> LayerRun:
     def whole_experts(stage: Stage) -> None:
-        for parameter in gradients.expert_parameters(stage, spec.layers_of(shard)) if precision == "whole beside FSDP" else ():
-            parameter.data = parameter.data.float()
+        if precision == "whole beside FSDP":
+            for parameter in gradients.expert_parameters(stage, spec.layers_of(shard)):
+                parameter.data = parameter.data.float()
 
     state = STATES_OF_EXPERTS[precision]
     return LayerRun(spec, index, recompute, precision, shard, state=state, prepare=whole_experts)
