@@ -57,16 +57,20 @@ def _plan(modules: dict[str, nn.Module], dims: ParallelDims) -> dict[str, Parall
     def rows(*names: str) -> dict[str, ParallelStyle]:
         return {name: _with_adapters(RowwiseParallel(output_layouts=own), modules.get(name)) for name in names}
 
-    plan: dict[str, ParallelStyle] = {
-        "wte": VocabularyParallel(dims.tp.rank, own),
-        **columns("lm_head", "head", of=own),
-    }
+    plan: dict[str, ParallelStyle] = {"wte": VocabularyParallel(dims.tp.rank, own)}
+    plan |= columns("lm_head", "head", of=own)
+    if "block.self_attn" in modules:  # transformers' names
+        before, after = ({"hidden_states": placement} for placement in (own, Replicate()))
+        by_name = PrepareModuleInput(input_kwarg_layouts=before, desired_input_kwarg_layouts=after)
+        plan |= {"block.self_attn": by_name, "block.mlp": gathered}
+        plan |= columns(*(f"block.self_attn.{name}_proj" for name in "qkv"))
+        plan |= columns("block.mlp.gate_proj", "block.mlp.up_proj")
+        return plan | rows("block.self_attn.o_proj", "block.mlp.down_proj")
     if "attention.kv_b" in modules:  # narrow vectors are gathered, not hidden states
         plan |= {"attention.shared_key": SharedByHeads(own)}
         plan |= columns("attention.q", "attention.q_b", "attention.kv_b", of=own)
     else:
-        plan |= {"attention": gathered}
-        plan |= columns("attention.qkv", "attention.q", "attention.k", "attention.v")
+        plan |= {"attention": gathered, **columns("attention.qkv", *(f"attention.{name}" for name in "qkv"))}
     mlp = "mlp.shared" if "mlp.router" in modules else "mlp"
     plan |= {mlp: gathered, **columns(f"{mlp}.gate", f"{mlp}.up")}
     return plan | rows("attention.proj", f"{mlp}.down")

@@ -10,7 +10,6 @@ from pydantic import Field
 from simplan.errors import Problem
 from simplan.spec.base import Count, NonNegative, Spec
 from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
 from simplan.spec.plan import ParallelPlan
 from simplan.spec.training import TrainingSpec
 
@@ -60,7 +59,7 @@ class CheckpointHeader(Spec):
         file_bytes: Size of every other file by name.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     kind: Literal["checkpoint"] = "checkpoint"
     step: Count
     model: ModelSpec
@@ -80,8 +79,8 @@ def differences(
     """Why a job cannot go on from a checkpoint: another training, or a split whose parts do not fit.
 
     Data- and tensor-parallel ranks, how states are sharded over them, and pipeline stages may be others; only a tied
-    embedding, which has two copies in a pipeline, needs the same stages, and one matrix of queries, keys and values, of
-    which each rank has some heads of all three, or experts that ranks split, as many tensor-parallel ranks.
+    embedding, which has two copies in a pipeline, needs the same stages, and experts that ranks split as many
+    tensor-parallel ranks.
     """
     same = [
         ("model", header.model.model_dump(), model.model_dump()),
@@ -92,7 +91,7 @@ def differences(
             if then.get(key) != now.get(key):
                 yield _differs(f"{section}.{key}", now.get(key), then.get(key))
     axes = ["ep", "etp", *(_SAME_STAGES if model.tied_embeddings else ())]
-    if FAMILIES[model.family].fused_qkv or max(header.plan.etp, plan.etp) > 1:
+    if max(header.plan.etp, plan.etp) > 1:
         axes.append("tp")
     for key in axes:
         if getattr(header.plan, key) != getattr(plan, key):

@@ -140,7 +140,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     offload.offload_with_mtp,
     training.low_attention_modelled,
     transformers.transformers_model,
-    transformers.transformers_whole_layers,
+    transformers.transformers_splits,
     transformers.transformers_recompute,
     transformers.transformers_split_backward,
     transformers.transformers_experts_autocast,

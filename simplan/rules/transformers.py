@@ -62,16 +62,30 @@ def transformers_model(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule("layers of transformers' models are whole on every rank", reads="tp cp ep", modelled=False)
-def transformers_whole_layers(job: Job) -> Iterator[Problem]:
+@rule(
+    "of transformers' models, the matrices of dense Llamas are split over tensor-parallel ranks",
+    reads="tp cp ep shards_parameters",
+    modelled=False,
+)
+def transformers_splits(job: Job) -> Iterator[Problem]:
+    """ColwiseParallel of torch splits nn.Linear, not GPT-2's Conv1D and not grouped experts."""
     if not _is_transformers(job):
         return
-    for field, what in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
-        degree = getattr(job.plan, field)
+    plan, model = job.plan, job.model
+    for field, what in (("cp", "context"), ("ep", "expert")):
+        degree = getattr(plan, field)
         if degree > 1:
-            yield not_modelled(
-                f"plan.{field}", degree, f"{what} parallelism of transformers' code", f"use 1, or {_FIX}"
-            )
+            what = f"{what} parallelism of transformers' code"
+            yield not_modelled(f"plan.{field}", degree, what, f"use 1, or {_FIX}")
+    if plan.tp == 1:
+        return
+    if model.family != "llama":
+        name = "GPT-2, whose matrices are no nn.Linear," if model.family == "gpt" else "Mixtral"
+        what = f"tensor parallelism of transformers' {name}"
+        yield not_modelled("plan.tp", plan.tp, what, f"use 1, or {_FIX}")
+    elif job.training.precision in ("bf16", "fp16") and not plan.shards_parameters:
+        what = "tensor parallelism of transformers' code under autocast, where every matrix casts what is gathered,"
+        yield not_modelled("plan.tp", plan.tp, what, f"use FSDP (dp_shard), or precision fp32, or {_FIX}")
 
 
 @rule(

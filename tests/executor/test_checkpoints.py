@@ -106,7 +106,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero1 2 to fsdp 2": ({"plan": {"dp_shard": 2, "zero_stage": 1}}, {"plan": {"dp_shard": 2}}),
     "1f1b to 1f1b x ddp 2": ({"schedule": "1f1b", "pp": 2}, {"schedule": "1f1b", "pp": 2, "dp": 2}),
     "tp x ddp 2 to tp": ({"plan": {"tp": 2}, "dp": 2}, {"plan": {"tp": 2}}),
-    "tp x ddp 2 to one": ({**LLAMA, "plan": {"tp": 2}, "dp": 2}, LLAMA),
+    "tp x ddp 2 to one": ({"plan": {"tp": 2}, "dp": 2}, {}),
     "tp to fsdp": ({**LLAMA, "plan": {"tp": 2}}, {**LLAMA, "plan": {"dp_shard": 2}}),
     "fsdp x tp to tp 4": ({**LLAMA, "plan": {"tp": 2, "dp_shard": 2}}, {**LLAMA, "plan": {"tp": 4}}),
 }

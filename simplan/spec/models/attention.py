@@ -78,7 +78,12 @@ def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part,
     norms = rotation = Part()
     if form.fused:
         parts = _parts("qkv output", n * share.q, n * share.kv)
-        norms, names = Part(operators=(parts,)), dict(zip(names, (t.name for t in parts.makes), strict=True))
+        operators, names = [parts], dict(zip(names, (t.name for t in parts.makes), strict=True))
+        if share.heads != share.kv_heads:  # rows are grouped by heads of keys, so that queries are not evenly apart
+            kernel, queries = Pointwise("line up queries", n * share.q, n * share.q), Tensor("q lined up", n * share.q)
+            operators.append(Operator(kernel=kernel, reads=(names["q"],), makes=(queries,)))
+            names["q"] = queries.name
+        norms = Part(operators=tuple(operators))
     if form.qk_norm != "none":
         each = form.qk_norm == "head"
         heads = {"q": share.heads, "k": share.kv_heads}

@@ -58,7 +58,6 @@ class Family:
         soft_cap: Scores of attention pass through a scaled tanh (Gemma 2).
         alibi: A bias that grows with the distance is added to the scores of attention (Press et al. 2022).
         position_rows: Positions are rows of a table, which ends the sequences.
-        fused_qkv: Queries, keys and values are one matrix, of which tensor-parallel ranks have some heads of all three.
         whole_layers: What its layers are, where tensor and context parallelism of them are not modelled.
         whole_attention: What its attention is, where context parallelism of it is not modelled.
         gated_mlp: Its MLPs, or those of its experts, have a gate. Of a family whose models may have one or not, which
@@ -75,7 +74,6 @@ class Family:
     soft_cap: bool = False
     alibi: bool = False
     position_rows: bool = False
-    fused_qkv: bool = False
     whole_layers: str = ""
     whole_attention: str = ""
     gated_mlp: bool = False

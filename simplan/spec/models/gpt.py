@@ -39,7 +39,6 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 GPT = Family(
     layers=_layers,
-    fused_qkv=True,
     fields=TRANSFORMER | TOKENS | LORA | PACKED,
     defaults=with_wide_mlp(transformer_defaults(tied_embeddings=True)),
     position_rows=True,

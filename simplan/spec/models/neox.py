@@ -78,7 +78,6 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 NEOX = Family(
     layers=_layers,
-    fused_qkv=True,
     fields=TRANSFORMER | TOKENS | LORA | PACKED | {"partial_rotary_factor"},
     defaults=_defaults,
     rotary="head_dim",

@@ -101,7 +101,6 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 VIT = Family(
     layers=_layers,
-    fused_qkv=True,
     fields=TRANSFORMER | {"image_size", "patch_size", "num_channels", "num_classes"},
     defaults=_defaults,
     inputs="images",
