@@ -115,7 +115,7 @@ class GradientClipper:
     """Clips gradients by their norm over all shards, tensor-parallel ranks and stages.
 
     The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, which cannot mix tensors with DTensors or DTensors of
-    two meshes, and whose all-reduce of a DTensor's norm is not recorded.
+    two meshes (``tests/executor/test_split_layers.py``), and whose all-reduce of a DTensor's norm is not recorded.
 
     Args:
         max_norm: Gradients with a larger norm are scaled to it.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -140,3 +140,21 @@ def test_torchs_sequence_parallel_norm_has_a_sum_of_its_own_for_every_parameter(
     norm: Any = parallelize_module(torch.nn.LayerNorm(48), mesh, SequenceParallel(), src_data_rank=None)
     norm(torch.ones(2, 12, 48)).to_local().sum().backward()
     assert [parameter.grad.placements for parameter in norm.parameters()] == [(Partial(),)] * 2
+
+
+@pytest.mark.parametrize("other", [None, "b"])
+def test_torchs_clipping_takes_tensors_of_one_mesh_only(other: str | None) -> None:
+    """Why ``GradientClipper`` sums squares by itself: beside tensor parallelism there are plain tensors, too."""
+
+    meshes = {axis: Peers.silent(axis, 2, "cpu").mesh for axis in "ab"}
+
+    def parameter(axis: str | None) -> torch.nn.Parameter:
+        whole = torch.ones(2, 2)
+        placed = DTensor.from_local(whole, meshes[axis], (Split(0),), run_check=False) if axis else whole
+        made = torch.nn.Parameter(placed)
+        made.grad = made.detach().clone()
+        return made
+
+    torch.nn.utils.clip_grad_norm_([parameter("a"), parameter("a")], 1.0)
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor|must have the same mesh"):
+        torch.nn.utils.clip_grad_norm_([parameter("a"), parameter(other)], 1.0)
