@@ -75,7 +75,7 @@ def written_out(block: Any, x: Tensor, bias: Tensor) -> Tensor:
     """Attention of an MPT block by its definition; ``bias`` (heads, n, n) is added to the scores."""
     normed = functional.layer_norm(x, x.shape[-1:], block.norm1.weight)
     q, k, v = (normed @ by_parts(block.attention.qkv.weight).T).chunk(3, dim=-1)
-    heads = [part.unflatten(-1, (8, 8)).transpose(1, 2) for part in (q, k, v)]
+    heads = [torch.unflatten(part, -1, (8, 8)).transpose(1, 2) for part in (q, k, v)]
     scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(8) + bias
     attended: Tensor = (scores.softmax(-1) @ heads[2]).transpose(1, 2).flatten(-2) @ block.attention.proj.weight.T
     return attended
