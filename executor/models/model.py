@@ -44,6 +44,7 @@ from executor.models.lora import add_adapters, freeze
 from executor.train.loss import cross_entropy
 from simplan.spec.layer import LayerKind
 from simplan.spec.layer_style import ModelCode
+from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import Recompute
 from simplan.spec.shard import Shard
@@ -106,7 +107,7 @@ def build_stage(
     *,
     recompute_layers: int | None = None,
     around_rerun: Around = nullcontext,
-    fp8: bool = False,
+    fp8_recipe: Fp8Recipe | None = None,
     frozen_dtype: torch.dtype | None = None,
     model_code: ModelCode = "framework",
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
@@ -126,7 +127,7 @@ def build_stage(
             ``full`` (every block) or ``selective_layer`` (every second one, the first not).
         recompute_layers: Of how many of these blocks, the first ones; None of all.
         around_rerun: Is entered around every second forward.
-        fp8: Linear layers of blocks are in fp8.
+        fp8_recipe: Scaling of linear layers of blocks in FP8; None where they are not in FP8.
         frozen_dtype: Of weights that are not trained; None for the same.
         model_code: Whose modules: this package's, or those of transformers.
         finish: Called with the index of every layer and the layer as soon as it is there: to shard it before the next
@@ -155,10 +156,10 @@ def build_stage(
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
         if parallel.tp.mesh is not None and parallel.dp.size == 1:  # DDP and ZeRO-1 take no DTensors
             split_parameters(layer, _weights_of(layer, f"layers.{index}.", split), parallel)
-        if fp8:
+        if fp8_recipe is not None:
             from executor.distributed.low_precision import with_fp8_linears
 
-            layer = with_fp8_linears(layer, spec.layers[index])
+            layer = with_fp8_linears(layer, spec.layers[index], fp8_recipe)
         layers[index] = layer
         finish(index, layers[index])
     return Stage(layers.items())
