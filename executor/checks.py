@@ -10,6 +10,7 @@ from operator import attrgetter
 
 import torch
 
+from executor.distributed.precision import fp8_recipe
 from executor.distributed.recompute import unmodelled_recompute
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
@@ -18,6 +19,8 @@ from simplan.program.run_spec import RunSpec
 from simplan.rules import RULES, violations
 from simplan.rules.schedule import stages_within_layers
 from simplan.spec import catalogue
+from simplan.spec.low_precision import TORCHAO_RECIPES
+from simplan.spec.numbers import either
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # dtype of a job by precision
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with a margin
@@ -81,6 +84,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     fp8 = training.precision == "fp8"
     not_split = "the executor does not split {} whose scale in fp8 is one for all of them; use 1, or precision bf16"
     not_streamed = "the executor does not stream optimizer states through the device"
+    no_torchao = fp8_recipe(job) is not None and find_spec("torchao") is None
     no_transformers = software.layers.model_code == "transformers" and find_spec("transformers") is None
     limits = {
         "model.attention_sinks": (model.attention_sinks, "the executor has no attention sinks; use false"),
@@ -102,16 +106,18 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             "the executor keeps gradients in the precision of the weights; leave it out",
         ),
         "training.precision": (
-            training.precision not in _DTYPES and job.dtype != "fp64",
-            "the executor does not run this precision; use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
+            no_torchao or (training.precision not in _DTYPES and job.dtype != "fp64"),
+            "needs torchao, which is not installed; pip install 'simplan[float8]', or use bf16"
+            if no_torchao
+            else "the executor does not run this precision; use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
         ),
         "plan.offload_optimizer": (
             plan.offload_optimizer,
             f"is predicted only: {not_streamed}; use false, or FSDP over more ranks (plan.dp_shard)",
         ),
         "training.fp8_recipe": (
-            fp8 and training.fp8_recipe not in (None, "tensorwise"),
-            "the executor's linear layers have no such recipe; use tensorwise",
+            fp8 and training.fp8_recipe not in (None, *TORCHAO_RECIPES),
+            f"the executor's linear layers have no such recipe; use {either(TORCHAO_RECIPES)}",
         ),
         "plan.tp": (fp8 and plan.tp > 1, not_split.format("matrices")),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),

@@ -87,7 +87,8 @@ class _LayerBench:
             build = partial(build_stage, shape.model, [index], weights, device, dims=dims)
             return [build(seed=seed, model_code=shape.model_code, **options) for seed in range(num_copies)]
 
-        stages = copies(dtype, self._dims, fp8=shape.dtype == "fp8", frozen_dtype=compute_dtype)
+        recipe = shape.fp8_recipe if shape.dtype == "fp8" else None
+        stages = copies(dtype, self._dims, fp8_recipe=recipe, frozen_dtype=compute_dtype)
         if shape.compiled:
             from executor.distributed.compiling import compile_blocks
 
@@ -193,6 +194,7 @@ class _LayerBench:
                 "key": self._layer.key,
                 "microbatch_size": self._shape.microbatch_size,
                 "dtype": self._shape.dtype,
+                "fp8_recipe": self._shape.fp8_recipe,
                 "mixed": self._mixed,
                 "num_ranks": num_ranks,
                 "optimizer": self._shape.optimizer,

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from simplan.program.run_spec import RunSpec
+from simplan.spec.low_precision import DEFAULT_RECIPE, Fp8Recipe
 
-__all__ = ["Autocast", "allow_tf32", "compute_dtype", "computes_in_fp8", "weight_dtype"]
+__all__ = ["Autocast", "allow_tf32", "compute_dtype", "fp8_recipe", "weight_dtype"]
 
 
 def weight_dtype(job: RunSpec) -> torch.dtype:
@@ -20,9 +21,10 @@ def compute_dtype(job: RunSpec) -> torch.dtype | None:
     return torch.bfloat16 if job.dtype == "bf16" else None
 
 
-def computes_in_fp8(job: RunSpec) -> bool:
-    """Whether linear layers of blocks are in fp8, and all else as in bf16."""
-    return job.training.precision == "fp8" and job.dtype == "bf16"
+def fp8_recipe(job: RunSpec) -> Fp8Recipe | None:
+    """Scaling of linear layers of blocks that are in FP8, all else as in BF16; None where they are not."""
+    in_fp8 = job.training.precision == "fp8" and job.dtype == "bf16"
+    return (job.training.fp8_recipe or DEFAULT_RECIPE) if in_fp8 else None
 
 
 def allow_tf32(*, allowed: bool) -> None:

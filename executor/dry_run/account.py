@@ -31,6 +31,7 @@ _MADE_IN = {
     ("stage.py", "_create_act_recv_info"): _C.BUFFERS,
     ("stage.py", "_create_grad_recv_info"): _C.BUFFERS,
     ("adam.py", "_multi_tensor_adam"): _C.WORKSPACE,
+    ("float8_training_tensor.py", "forward"): _C.WORKSPACE,
     ("activation_offload.py", "host_buffer"): _C.HOST,
     ("activation_offload.py", "fetch"): _C.ACTIVATIONS,
 }

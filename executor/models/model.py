@@ -40,6 +40,7 @@ from executor.train.loss import cross_entropy
 from simplan.program.run_spec import RunSpec
 from simplan.spec.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.spec.layer_style import ModelCode
+from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan, Recompute
 
@@ -110,7 +111,7 @@ def build_stage(
     *,
     recompute_layers: int | None = None,
     around_rerun: Around = nullcontext,
-    fp8: bool = False,
+    fp8_recipe: Fp8Recipe | None = None,
     frozen_dtype: torch.dtype | None = None,
     model_code: ModelCode = "framework",
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
@@ -130,7 +131,7 @@ def build_stage(
             ``full`` (every block) or ``selective_layer`` (every second one, the first not).
         recompute_layers: Of how many of these blocks, the first ones; None of all.
         around_rerun: Is entered around every second forward.
-        fp8: Linear layers of blocks are in fp8.
+        fp8_recipe: Scaling of linear layers of blocks in FP8; None where they are not in FP8.
         frozen_dtype: Of weights that are not trained; None for the same.
         model_code: Whose modules: this package's, or those of transformers.
         finish: Called with the index of every layer and the layer as soon as it is there: to shard it before the next
@@ -161,10 +162,10 @@ def build_stage(
             with_local_weights(layer, dims.tp.mesh)
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
-        if fp8:
+        if fp8_recipe is not None:
             from executor.distributed.low_precision import with_fp8_linears
 
-            layer = with_fp8_linears(layer, spec.layers[index])
+            layer = with_fp8_linears(layer, spec.layers[index], fp8_recipe)
         recompute_block(layer, modes.get(index, "none"), around_rerun, router)
         layers[index] = layer
         finish(index, layer)

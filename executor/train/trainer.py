@@ -22,7 +22,7 @@ from executor.distributed.gradients import (
     sum_partial_gradients,
 )
 from executor.distributed.mesh import ParallelDims
-from executor.distributed.precision import Autocast, compute_dtype, computes_in_fp8, weight_dtype
+from executor.distributed.precision import Autocast, compute_dtype, fp8_recipe, weight_dtype
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage, split_dimensions
 from executor.profiling.recorder import Recorder
@@ -213,7 +213,7 @@ class Trainer:
             plan.recompute,
             recompute_layers=plan.recompute_layers,
             around_rerun=self._recorder.rerun,
-            fp8=computes_in_fp8(job),
+            fp8_recipe=fp8_recipe(job),
             frozen_dtype=compute_dtype(job),
             model_code=job.software.layers.model_code,
             finish=finish,

@@ -88,8 +88,8 @@ def _precision(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> dict[s
     wide = plan.precision
     if wide in ("fp8", "mxfp8", "nvfp4"):
         if wide not in profile.low_precision:
-            low = catalogue.software(_TORCH).low_precision
-            changes["low_precision"] = profile.low_precision | {wide: low[wide]}
+            low = catalogue.software(_TORCH).low_precision[wide].model_copy(update={"eager": False})
+            changes["low_precision"] = profile.low_precision | {wide: low}
             notes.append(f"plan.precision = {wide} with {profile.id}: quantized as torch does")
         wide = "bf16"
     field = "sharded_state_bytes" if plan.zero_stage in (2, 3) and plan.dp_shard * plan.cp > 1 else "state_bytes"

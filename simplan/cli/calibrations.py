@@ -29,6 +29,7 @@ from simplan.program.nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
+from simplan.spec.low_precision import DEFAULT_RECIPE
 from simplan.spec.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 
 __all__ = [
@@ -113,7 +114,14 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
         return False
     shape, plan = _shape(scenario), scenario.job.plan
     ranks = scenario.job.cluster.ranks_per_node
-    cost = CalibratedCost(calibration, dtype=shape.dtype, optimizer=shape.optimizer, num_ranks=ranks, mixed=shape.mixed)
+    cost = CalibratedCost(
+        calibration,
+        dtype=shape.dtype,
+        optimizer=shape.optimizer,
+        num_ranks=ranks,
+        fp8_recipe=shape.fp8_recipe,
+        mixed=shape.mixed,
+    )
     keys = {layer.key for layer in shape.layers}
     kinds = kinds_needed(plan, scenario.job.padded_model, scenario.job.training) if ranks > 1 else frozenset()
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
@@ -298,6 +306,7 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         microbatch_size=plan.microbatch_size,
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters),
         dtype=precision,
+        fp8_recipe=training.fp8_recipe or DEFAULT_RECIPE,
         optimizer=training.update,
         compiled=scenario.job.software.compiled,
         model_code=scenario.job.software.layers.model_code,

@@ -25,6 +25,7 @@ from simplan.errors import Problem, SpecError
 from simplan.program.program import HostCopy, HostWait, LayerWork, Message, Phase
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind
+from simplan.spec.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.spec.optimizer import UpdateName
 from simplan.units import format_bytes, format_time
 
@@ -48,6 +49,7 @@ class CalibratedCost:
         dtype: Precision of the run.
         optimizer: Optimizer of the run.
         num_ranks: Ranks of the run on each machine.
+        fp8_recipe: Scaling of linear layers, if the precision is FP8.
         mixed: How the run comes by half precision; no matter to others.
         cluster: Where messages go; groups that were not timed across its nodes are priced from its network. None for
             one machine.
@@ -62,6 +64,7 @@ class CalibratedCost:
         dtype: str,
         optimizer: UpdateName,
         num_ranks: int,
+        fp8_recipe: Fp8Recipe = DEFAULT_RECIPE,
         mixed: Mixed = "autocast",
         cluster: ClusterSpec | None = None,
         otherwise: CostModel | None = None,
@@ -83,6 +86,7 @@ class CalibratedCost:
             for timing in calibration.layers
             if (timing.dtype, timing.optimizer, timing.num_ranks) == (dtype, optimizer, num_ranks)
             and timing.mixed == way_of_mixing(dtype, sharded=mixed == "cast")
+            and timing.fp8_recipe == fp8_recipe
         }
 
     def covers(

@@ -15,6 +15,7 @@ from pydantic import Field
 from simplan.spec.base import Count, NonNegative, Positive, Spec
 from simplan.spec.layer import CollectiveKind, LayerSpec
 from simplan.spec.layer_style import LayerStyle, ModelCode, styled_layers
+from simplan.spec.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.optimizer import UpdateName
 from simplan.spec.shard import Shard
@@ -127,6 +128,7 @@ class LayerTiming(Spec):
         key: ``LayerSpec.key``.
         microbatch_size: Sequences.
         dtype: Precision of the run.
+        fp8_recipe: Scaling of linear layers, if the precision is FP8.
         mixed: How half precision came about.
         num_ranks: Ranks that ran the same thing at the same time.
         optimizer: Which optimizer.
@@ -146,6 +148,7 @@ class LayerTiming(Spec):
     key: str
     microbatch_size: Count
     dtype: TimedDtype
+    fp8_recipe: Fp8Recipe = DEFAULT_RECIPE
     mixed: Mixed = "autocast"
     num_ranks: Count
     optimizer: UpdateName
@@ -241,6 +244,7 @@ class ShapeRequest(Spec):
         shard: What each rank has of them; exchanges are left out of the timings.
         microbatch_size: Sequences.
         dtype: Precision.
+        fp8_recipe: Scaling of linear layers, if the precision is FP8.
         mixed: How half precision comes about; see ``way_of_mixing``.
         optimizer: Whose step is timed, over fp32 weights.
         compiled: Blocks are compiled.
@@ -252,6 +256,7 @@ class ShapeRequest(Spec):
     microbatch_size: Count
     mixed: Mixed = "autocast"
     dtype: TimedDtype = "fp32"
+    fp8_recipe: Fp8Recipe = DEFAULT_RECIPE
     optimizer: UpdateName = "adamw"
     compiled: bool = False
     model_code: ModelCode = "framework"

@@ -1,9 +1,9 @@
 """Time of linear layers in 8 or 4 bits: products at a rate of their own, and casts, which only move bytes.
 
 A cast reads its operand as it is and writes it quantized, with its scales (``simplan.spec.low_precision.casts`` has how
-often). Casts are kernels of their own: that a compiler may join one with the norm or the activation before it is not
-counted. Which scales a product takes does not change its rate, though kernels for one scale a row are slower than those
-for one a tensor (torchao/float8/README.md at 36027d82).
+often); in eager mode it is several kernels. That a compiler may join one with the norm or the activation before it is
+not counted. Which scales a product takes does not change its rate, though kernels for one scale a row are slower than
+those for one a tensor (torchao/float8/README.md at 36027d82).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from simplan.spec.software import StateBytes
 __all__ = ["LinearCost", "LinearRates"]
 
 _WITH_ONE_SCALE = 3
+_POST_SCALE_BYTES = 12  # per element: the product of its two scales is written in FP32, and read with it to scale it
+_POST_SCALE_KERNELS = 4  # these two, and two that write scales of 1 for the matmul
 _PASSES = {Phase.FORWARD: False, Phase.RECOMPUTE: False, Phase.BACKWARD: True}
 
 
@@ -89,17 +91,27 @@ class LinearRates:
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward and cast.operand not in gemm.cast_before:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
-                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + self._launches_s(gemm)
+                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + cast.kernels * self._launches_s(gemm)
                 often = self.weight_casts if cast.operand == "weight" else 1.0
                 found = found.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
         m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
         if not backward:
             return found.plus(self._product(m, n, k, groups, gemm.streams))
         if gemm.propagates:
-            found = found.plus(self._product(m, k, n, groups, gemm.streams))
+            found = found.plus(self._product(m, k, n, groups, gemm.streams)).plus(self._post_scale(rows * k))
         if gemm.trained:
             found = found.plus(self._product(n, k, m, groups, gemm.streams, wide=self.form.wide_weight_gradient))
+            if not self.form.wide_weight_gradient:
+                found = found.plus(self._post_scale(gemm.weight_elements))
         return found
+
+    def _post_scale(self, elements: int) -> LinearCost:
+        """Scaling a result of backward per row and column, which in eager mode is done after its matmul."""
+        if not self.form.eager or self.form.has_one_scale:
+            return LinearCost()
+        num_bytes = _POST_SCALE_BYTES * elements
+        seconds = num_bytes * self.traffic / self.low.bytes_per_s + _POST_SCALE_KERNELS * self.low.kernel_s
+        return LinearCost(casts_s=seconds, cast_bytes=num_bytes)
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
         """Read and written by one cast."""
@@ -108,9 +120,9 @@ class LinearRates:
         height, width = shapes[cast.operand]
         weight = cast.operand == "weight"
         read = self.state.gathered if weight else self.state.activation
-        wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation)
+        wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation + cast.between_bytes)
         writes = min(cast.writes, 1) if self.any_order and self.form.has_one_scale else cast.writes
-        return wide + writes * self.form.quantized_bytes(height, width, weight=weight)
+        return wide + (writes + 2 * cast.copies) * self.form.quantized_bytes(height, width, weight=weight)
 
     def _launches_s(self, gemm: Gemm) -> float:
         """What kernels of a cast take beyond their bytes: where groups are products of their own, each has its casts.

@@ -23,6 +23,7 @@ from simplan.program.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.layer import CollectiveKind, Exchange
+from simplan.spec.low_precision import DEFAULT_RECIPE
 from simplan.spec.optimizer import UpdateName
 from simplan.spec.plan import RankMapping, StageAssignment
 from simplan.spec.schedules import SCHEDULE_FACTS
@@ -125,6 +126,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         dtype=training.precision,
         optimizer=training.update,
         num_ranks=cluster.ranks_per_node,
+        fp8_recipe=training.fp8_recipe or DEFAULT_RECIPE,
         mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
         cluster=cluster,
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),

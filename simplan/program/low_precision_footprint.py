@@ -20,20 +20,30 @@ __all__ = [
 ]
 
 
+_EAGER_BYTES = 8
+"""An eager cast's per element, beside the quantized one: the operand in FP32 scaled, and that clamped."""
+
+_POST_SCALE_BYTES = 4
+"""Per element of a result that is scaled per row and column after its matmul, in FP32."""
+
+
 def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bool = False) -> LayerSpec:
     """The layer, with quantized inputs of linear layers saved in place of those in 16 bits, where a format does so.
 
     Each linear layer has a copy of its own, along columns, also where several have one input, unless these are one.
     What something else saves as well, such as the output of the attention core, stays. A frozen matrix saves no input.
+    In eager mode only the time of saving is another.
 
     Args:
         layer: As its family built it: matmuls save their inputs as they are.
         form: How linear layers are quantized; None for not at all.
         joined: Matrices with one input are one.
     """
-    if form is None or form.kept == "wide":
+    if form is None or (form.kept == "wide" and not form.eager):
         return layer
-    quantized = {gemm.name for gemm in quantized_linears(layer, form) if gemm.trained}
+    quantized = [gemm.name for gemm in quantized_linears(layer, form) if gemm.trained]
+    if form.eager:
+        return replace(layer, late_savers=tuple(quantized))
     operators: list[Operator] = []
     before: Operator | None = None
     for operator in layer.operators:
@@ -107,7 +117,15 @@ def forward_scratch_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateByte
     if form is None or gemm not in quantized_linears(layer, form):
         return 0
     weight = _along_rows(form, gemm) if form.weights == "microbatch" else 0
-    return form.quantized_bytes(b * gemm.m, gemm.k) + weight
+    rows = b * gemm.m
+    both = form.quantized_bytes(rows, gemm.k) + weight
+    if not form.eager:
+        return both
+    result = rows * gemm.n * state.activation
+    input_cast = both - weight + _EAGER_BYTES * rows * gemm.k
+    weight_cast = both + _EAGER_BYTES * gemm.weight_elements
+    has_bias = any(parameter.name.split(".")[-2:] == [gemm.name, "bias"] for parameter in layer.parameters)
+    return max(both, input_cast - result, weight_cast - result, result if has_bias else 0)
 
 
 def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> Iterator[tuple[int, int]]:
@@ -126,6 +144,9 @@ def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) ->
     form = state.linear
     if form is None or not (gemm.trained or gemm.propagates) or gemm not in quantized_linears(layer, form):
         return
+    if form.eager:
+        yield from _eager_backward(form, gemm, b, state)
+        return
     rows = b * gemm.m
     gradient = form.quantized_bytes(rows, gemm.n)
     wide = form.kept == "wide"
@@ -137,3 +158,28 @@ def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) ->
     copies, beside = (1, 0) if form.wide_weight_gradient else (2, gradient + again)
     yield copies * gradient + weight, 0
     yield beside, gemm.weight_elements * state.gathered
+
+
+def _eager_backward(form: LinearFormat, gemm: Gemm, b: int, state: StateBytes) -> Iterator[tuple[int, int]]:
+    """The same of torchao's autograd function in eager mode, whose quantized operands all stay until it returns.
+
+    Kernels want the first operand in rows and the second in columns, so that the weight, and then gradient and input,
+    are copied. Results with a scale per row are multiplied by it after the matmul. The gradient of the weight is in the
+    precision of the activations, and autograd casts it to that of the weight.
+    """
+    rows, elements = b * gemm.m, gemm.weight_elements
+    gradient, weight = form.quantized_bytes(rows, gemm.n), _along_columns(form, gemm)
+    inputs, result = form.quantized_bytes(gemm.k, rows), rows * gemm.k
+    later = result * state.activation if gemm.propagates else 0  # counted, but not there before its matmul
+    post_scale = 0 if form.has_one_scale else _POST_SCALE_BYTES
+    yield gradient + _EAGER_BYTES * rows * gemm.n - later, 0
+    yield gradient + weight + _EAGER_BYTES * elements - later, 0
+    yield gradient + 2 * weight + post_scale * result, 0
+    if form.wide_weight_gradient:
+        yield gradient + weight, elements * state.activation
+    else:
+        yield 2 * gradient + weight + _EAGER_BYTES * rows * gemm.n, 0
+        yield 2 * gradient + weight + inputs + _EAGER_BYTES * rows * gemm.k, 0
+        yield 3 * gradient + weight + 2 * inputs + post_scale * elements, elements * state.activation
+    if state.gathered != state.activation:
+        yield 0, elements * (state.activation + state.gradient)

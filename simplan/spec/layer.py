@@ -106,6 +106,7 @@ class LayerSpec:
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
         reruns_to_end: What backward runs again of it, it runs to its end, though nothing asks for the last results.
+        late_savers: Matmuls that save their input when they have run, as autograd functions do.
         mtp_depth: It follows the last block, for tokens so many places further on (``simplan.spec.models.mtp``).
         needs_input_gradient: Something before it is trained.
     """
@@ -124,6 +125,7 @@ class LayerSpec:
     tied: tuple[str, ...] = ()
     compiled: bool = False
     reruns_to_end: bool = False
+    late_savers: tuple[str, ...] = ()
     mtp_depth: int = 0
     needs_input_gradient: bool = True
 

@@ -10,7 +10,9 @@ Sources, called by these names below:
 
 - torchao: pytorch/ao at 36027d82, torchao/float8 (config.py, float8_linear.py), torchao/prototype/moe_training
   (mxfp8_linear.py, nvfp4_training/nvfp4_linear.py), torchao/prototype/blockwise_fp8_training/linear.py; its own count
-  of what casts read and write is torchao/testing/training/roofline_utils.py
+  of what compiled casts read and write is torchao/testing/training/roofline_utils.py. Eager: pytorch/ao v0.18.0,
+  torchao/float8/float8_utils.py (tensor_to_amax, amax_to_scale, to_fp8_saturated), float8_training_tensor.py
+  (_ToFloat8ConstrFunc), float8_ops.py (preprocess_addmm, addmm_float8_unwrapped)
 - TE: NVIDIA/TransformerEngine at d0067d0d, transformer_engine/common/recipe/__init__.py, pytorch/module/linear.py
 - DeepSeek-V3: DeepSeek-AI 2024 (arXiv:2412.19437), section 3.3
 - OCP: Microscaling formats specification 1.0, and Rouhani et al. 2023 (arXiv:2310.10537)
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Role
@@ -28,6 +31,7 @@ from simplan.spec.layer import Gemm, LayerKind, LayerSpec, Role
 __all__ = [
     "DEFAULT_RECIPE",
     "LOW_PRECISIONS",
+    "TORCHAO_RECIPES",
     "Cast",
     "Fp8Recipe",
     "Kept",
@@ -51,6 +55,9 @@ step, beside the weights in 16 bits, to the next one; or when they are updated, 
 
 LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
 DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
+TORCHAO_RECIPES: tuple[Fp8Recipe, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""Recipes of ``torchao.float8``, whose casts are torch's operations; those of its blockwise one are Triton kernels."""
+
 _SCALE_OF_TENSOR_BYTES = 4
 
 
@@ -72,6 +79,8 @@ class LinearFormat:
         both_at_once: One pass quantizes along rows and along columns.
         transposes_wide: Columns are quantized as the rows of a transposed copy in 16 bits.
         wide_weight_gradient: The gradient of the weight is a product in 16 bits.
+        eager: Casts are torch's own operations one after the other, through FP32, as torchao's are to FP8 where it is
+            not compiled. Each matmul has casts of its own, and copies operands that its kernel wants in another order.
         orders_scales: Products want the scales of blocks in another order than casts write them: for each operand a
             small kernel comes before (TE, common/swizzle and pytorch/csrc/extensions/gemm.cpp; torchao, to_blocked).
         multiple: Rows, columns and tokens are multiples of it.
@@ -92,6 +101,7 @@ class LinearFormat:
     both_at_once: bool = False
     transposes_wide: bool = False
     wide_weight_gradient: bool = False
+    eager: bool = False
     orders_scales: bool = False
     multiple: int = 16
     kept: Kept = "wide"
@@ -160,6 +170,7 @@ def linear_format(
     weights: QuantizedWeights = "microbatch",
     *,
     experts: bool = False,
+    eager: bool = False,
 ) -> LinearFormat:
     """The format of a training.
 
@@ -169,9 +180,11 @@ def linear_format(
         kept: What the software keeps.
         weights: How often it quantizes weights.
         experts: It quantizes those of experts, too.
+        eager: It casts to FP8 in eager mode, where the recipe has no kernels of its own.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
-    return replace(_FORMATS[precision, name], kept=kept, weights=weights, experts=experts)
+    eager = eager and name in TORCHAO_RECIPES
+    return replace(_FORMATS[precision, name], kept=kept, weights=weights, experts=experts, eager=eager)
 
 
 def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
@@ -214,6 +227,9 @@ class Cast(NamedTuple):
         reads: Passes that read the operand as it is.
         writes: Quantized copies that are written.
         wide_writes: Copies in 16 bits that are written on the way.
+        between_bytes: Per element, what operations in between read and write.
+        copies: Quantized copies that are copied once more, in another order.
+        kernels: How many there are.
     """
 
     operand: Literal["input", "weight", "gradient"]
@@ -221,6 +237,19 @@ class Cast(NamedTuple):
     reads: int
     writes: int
     wide_writes: int = 0
+    between_bytes: int = 0
+    copies: int = 0
+    kernels: int = 1
+
+
+_EAGER_CAST_BYTES = 32
+"""Per element: abs, max, to FP32, times the scale, clamped, to FP8. An operand in FP32 is wider and not upcast, which
+comes to the same. The result is not among it."""
+
+_EAGER_CAST_KERNELS = 12
+"""These six, and of the scale: to FP64, clamped, reciprocal, times the largest number, to FP32, and inverted."""
+
+_POWER_OF_TWO_KERNELS = 3
 
 
 def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) -> Iterator[Cast]:
@@ -243,6 +272,9 @@ def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) 
             yield Cast("gradient", True, passes, trained + propagates)
         return
     assert trained
+    if form.eager:
+        yield from _eager_casts(form)
+        return
     both = Cast("gradient", True, passes if form.both_at_once else 2 * passes, 2, int(form.transposes_wide))
     yield from (Cast(operand, False, passes, 1) for operand in ("input", "weight"))
     if form.wide_weight_gradient:
@@ -252,3 +284,14 @@ def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) 
     yield both
     again = passes + form.transposes_wide
     yield from (Cast(operand, True, again, 1, int(form.transposes_wide)) for operand in ("weight", "input"))
+
+
+def _eager_casts(form: LinearFormat) -> Iterator[Cast]:
+    """Two for each matmul in FP8; see ``simplan.program.low_precision_footprint`` for those that are copied."""
+    kernels = _EAGER_CAST_KERNELS + (0 if form.has_one_scale else _POWER_OF_TWO_KERNELS)
+    cast = partial(Cast, reads=0, writes=1, between_bytes=_EAGER_CAST_BYTES)
+    yield from (cast(operand, False, kernels=kernels) for operand in ("input", "weight"))
+    yield cast("gradient", True, kernels=kernels)
+    yield cast("weight", True, kernels=kernels + 1, copies=1)
+    if not form.wide_weight_gradient:
+        yield from (cast(operand, True, kernels=kernels + 1, copies=1) for operand in ("gradient", "input"))

@@ -98,6 +98,7 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
     for index in kept:
         names |= _results(layer, index)
     remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - {*kept}
+    remade |= {index for index in _gemms(layer) if layer.kernels[index].name in layer.late_savers}
     # torch ends the second forward with the last tensor that backward needs, others with its result
     last = max(index for index in range(len(layer.kernels)) if layer.reruns_to_end or index in remade)
     if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):

@@ -51,6 +51,7 @@ class LowPrecisionLinears(Spec):
             layers of blocks in 8 bits.
         experts: The grouped products of experts are in it as well.
         frozen: Matrices that adapters stand beside are in it as well, without what gradients of weights would need.
+        eager: Casts are torch's own operations one after the other, unless blocks are compiled.
     """
 
     kept: Kept
@@ -59,6 +60,7 @@ class LowPrecisionLinears(Spec):
     gathers: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()
     experts: bool = False
     frozen: bool = False
+    eager: bool = False
 
 
 class StateBytes(Spec):
@@ -358,6 +360,7 @@ class SoftwareSpec(Spec):
             low.kept,
             weights,
             experts=low.experts,
+            eager=low.eager and not self.compiled,
         )
         return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
 

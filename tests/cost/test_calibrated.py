@@ -22,6 +22,7 @@ from simplan.spec.layer import (
     ParameterSpec,
     Pointwise,
 )
+from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from tests.layers import layer_of_kernels
 
@@ -161,6 +162,20 @@ def test_half_precision_is_looked_up_by_how_it_comes_about() -> None:
     assert not cost("bf16", "autocast").covers([BLOCK.key], 2)
     # fp32 is fp32, whether parameters are sharded or not
     assert cost("fp32", "cast").compute(work(Phase.FORWARD)).seconds == 0.010
+
+
+def test_recipes_of_fp8_are_looked_up_apart() -> None:
+    (timing,) = CALIBRATION.layers
+    calibration = CALIBRATION.model_copy(
+        update={"layers": (timing.model_copy(update={"dtype": "fp8", "fp8_recipe": "rowwise"}),)}
+    )
+
+    def covers(recipe: Fp8Recipe) -> bool:
+        cost = CalibratedCost(calibration, dtype="fp8", optimizer="adamw", num_ranks=2, fp8_recipe=recipe)
+        return cost.covers([BLOCK.key], 2)
+
+    assert covers("rowwise")
+    assert not covers("tensorwise")
 
 
 def test_another_microbatch_size_is_extrapolated() -> None:

@@ -11,17 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from executor.calibration.calibrate import calibrate
 from executor.calibration.communication_timing import Link, group_shapes, receiving_s, warmed_up
 from executor.calibration.layer_timing import time_layers
 from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
+from executor.distributed import low_precision
+from executor.distributed.low_precision import with_fp8_linears
 from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import CalibrationRequest, ShapeRequest
+from simplan.cost.calibration import CalibrationRequest, Mixed, ShapeRequest
 from simplan.cost.store import load
 from simplan.errors import SpecError
 from simplan.program.program import LayerWork, Phase
-from simplan.spec.layer import CollectiveKind
+from simplan.spec.layer import CollectiveKind, LayerSpec
+from simplan.spec.low_precision import Fp8Recipe
 from simplan.spec.model import ModelSpec
 from simplan.spec.models import FAMILIES
 from simplan.spec.shard import Shard
@@ -202,6 +206,23 @@ def test_one_rank_times_its_part_of_every_layer_alone(family: str, shard: Shard,
             min(t.forward_s.low_s, t.backward_s.low_s, t.gather_copy_s.low_s, t.reduce_copy_s.low_s) > 0
             for t in timings
         )
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mixed", ["autocast", "cast"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_linear_layers_in_fp8_are_timed(recipe: Fp8Recipe, mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Fp8Recipe] = []
+
+    def convert(module: nn.Module, layer: LayerSpec, recipe: Fp8Recipe) -> nn.Module:
+        made.append(recipe)
+        return with_fp8_linears(module, layer, recipe)
+
+    monkeypatch.setattr(low_precision, "with_fp8_linears", convert)
+    shape = ShapeRequest(model=MODEL, microbatch_size=2, dtype="fp8", fp8_recipe=recipe, mixed=mixed)
+    timings = time_layers(shape, ONE_ROUND)
+    assert {*made} == {recipe}
+    assert {(t.dtype, t.fp8_recipe, t.mixed) for t in timings} == {("fp8", recipe, mixed)}
 
 
 @pytest.mark.usefixtures("alone")
