@@ -83,7 +83,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     model, plan, training, software = job.model, job.plan, job.training, job.software
     fp8 = training.precision == "fp8"
     not_split = "the executor does not split {} whose scale in fp8 is one for all of them; use 1, or precision bf16"
-    not_streamed = "the executor does not stream optimizer states through the device"
     no_torchao = fp8_recipe(job) is not None and find_spec("torchao") is None
     no_transformers = software.layers.model_code == "transformers" and find_spec("transformers") is None
     limits = {
@@ -110,10 +109,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             "needs torchao, which is not installed; pip install 'simplan[float8]', or use bf16"
             if no_torchao
             else "the executor does not run this precision; use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
-        ),
-        "plan.offload_optimizer": (
-            plan.offload_optimizer,
-            f"is predicted only: {not_streamed}; use false, or FSDP over more ranks (plan.dp_shard)",
         ),
         "training.fp8_recipe": (
             fp8 and training.fp8_recipe not in (None, *TORCHAO_RECIPES),

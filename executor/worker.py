@@ -64,8 +64,8 @@ def use_device(device: str, num_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None) -> Store:
-    """Joins the default process group: NCCL on CUDA devices, gloo on the CPU.
+def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None, *, on_host: bool = False) -> Store:
+    """Joins the default process group: NCCL on CUDA devices, gloo on the CPU, or either where tensors are on both.
 
     torch's timeout is longer than the launcher's, so that the launcher names the rank that hangs. NCCL creates
     communicators lazily: with eager ones (``device_id``), P2P sends of a pipeline would wait for all other operations
@@ -75,6 +75,7 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
         device: Device of this rank.
         timeout_s: The launcher's timeout.
         num_ranks: Ranks of torchrun's that have work; None for all.
+        on_host: Gradients are on the host, also those of CUDA devices.
 
     Returns:
         The store of these ranks, which rank 0 or the agent has.
@@ -86,7 +87,8 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
         common = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", common)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    nccl = "cpu:gloo,cuda:nccl" if on_host else "nccl"
+    backend = nccl if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=common, rank=rank, world_size=world_size, timeout=timeout)
     return common
 
@@ -109,7 +111,7 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
         return
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     allow_tf32(allowed=job.training.precision == "tf32")
-    store = start_rank(device, job.timeout_s, job.plan.num_devices)
+    store = start_rank(device, job.timeout_s, job.plan.num_devices, on_host=job.plan.offload_optimizer)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     files = RankFiles(folder, rank)
     with out_of_memory_explained(device, predicted_bytes):

@@ -9,6 +9,7 @@ import pytest
 
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
+from simplan.program.action import ActionKind
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import simulate
@@ -90,7 +91,8 @@ def check_reductions(
         ):
             moved[stream, message.kind] += message.num_bytes
         expert_bytes = reduced * _expert_gradients(program, rank)
-        all_bytes = program.resting_bytes[rank][MemoryCategory.GRADIENTS] // held * reduced
+        gradients = program.resting_bytes[rank][MemoryCategory.GRADIENTS] or _dropped_bytes(program, rank)
+        all_bytes = gradients // held * reduced
         held_bytes = times * (all_bytes - expert_bytes // plan.expert_shards)
         shards_experts = plan.expert_shards > 1
         alike = plan.expert_ranks > plan.ep and not shards_experts
@@ -111,6 +113,13 @@ def check_reductions(
             assert parts_bytes <= replicated < parts_bytes + 1000  # each bucket's part is rounded up
             gathered = moved[Stream.SHARD, CollectiveKind.ALL_GATHER]
             assert (gathered > 0) == evenly
+
+
+def _dropped_bytes(program: Program, rank: int) -> int:
+    """Gradients on the host, which are there until the update."""
+    ops = (program.ops[index] for index in program.by_rank[rank])
+    effects = [effect for op in ops if op.action.kind is ActionKind.OPTIM for effect in op.memory]
+    return -sum(effect.after_bytes for effect in effects if effect.category is MemoryCategory.HOST)
 
 
 def _expert_gradients(program: Program, rank: int) -> int:

@@ -190,7 +190,7 @@ def _plan() -> None:
         choice(
             "Reduce gradients after each", ("plan", "grad_sync"), syncs, "step", help="Whole ones take room until then"
         )
-        switch("Optimizer states on the host", ("plan", "offload_optimizer"), default=False)
+        switch("Parameters and optimizer on the host", ("plan", "offload_optimizer"), default=False)
         switch("Activations on the host", ("plan", "offload_activations"), default=False)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
@@ -41,6 +41,7 @@ class StageSharding:
             None for computing with parameters as they are.
         unshard: The action that gathers the stage in a pipeline; None where its layers' hooks do.
         experts: Experts are sharded over ``dims.experts`` instead.
+        on_host: Shards of parameters, and their gradients, are in memory of the host.
     """
 
     def __init__(
@@ -51,14 +52,17 @@ class StageSharding:
         compute_dtype: torch.dtype | None,
         unshard: Action | None,
         experts: bool = False,
+        on_host: bool = False,
     ) -> None:
-        policy = MixedPrecisionPolicy()
+        precision = MixedPrecisionPolicy()
         if compute_dtype is not None:
-            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+            precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        # memory is pinned for copies to and from CUDA devices; there are none where the host is the device
+        policies = precision, CPUOffloadPolicy(pin_memory=device_type != "cpu") if on_host else OffloadPolicy()
         if dims.tp.size > 1:  # parts of DTensors are views; nothing here changes hidden states in place
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        self._units = _Units(dims, policy, device_type, unshard)
-        self._of_experts = _Units(dims, policy, device_type, unshard, experts=True) if experts else None
+        self._units = _Units(dims, policies, device_type, unshard)
+        self._of_experts = _Units(dims, policies, device_type, unshard, experts=True) if experts else None
 
     def shard(self, layer: nn.Module, *, reshards: bool, ignored: Collection[nn.Parameter] = ()) -> None:
         """Shards a layer in place.
@@ -90,7 +94,7 @@ class _Units:
 
     Args:
         dims, unshard: As for ``StageSharding``.
-        policy: Which precisions they have.
+        policies: Which precisions they have, and where shards are.
         device_type: Of their parameters.
         experts: They hold experts. Tokens of other ranks are in their gradients already, so that sums are divided by
             the ranks that average everything else.
@@ -102,14 +106,14 @@ class _Units:
     def __init__(
         self,
         dims: ParallelDims,
-        policy: MixedPrecisionPolicy,
+        policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
         device_type: str,
         unshard: Action | None,
         *,
         experts: bool = False,
     ) -> None:
         self._peers, self._replicate = dims.experts if experts else dims.fsdp, dims.replicate
-        self._policy, self._unshard = policy, unshard
+        self._policies, self._unshard = policies, unshard
         self.ignored: set[nn.Parameter] = set()
         self._divides_by = dims.fsdp.size * dims.replicate.size if experts else None
         self._mesh = dims.fsdp_mesh(device_type, experts=experts)
@@ -120,7 +124,8 @@ class _Units:
             modules,
             mesh=self._mesh,
             reshard_after_forward=reshards,
-            mp_policy=self._policy,
+            mp_policy=self._policies[0],
+            offload_policy=self._policies[1],
             ignored_params=self.ignored,
             shard_placement_fn=lambda parameter: Shard(shard_dimension(local(parameter).shape, self._peers.size)),
         )

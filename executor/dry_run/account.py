@@ -92,7 +92,7 @@ def counted_steps(job: RunSpec, built: Trainer, recorder: Recorder, ledger: Ledg
     actions: list[Action] = []
 
     def on_peak() -> None:
-        known = _known(built)
+        known = _known(built, on_host=job.plan.offload_optimizer)
         worst[:] = [(held, held.num_bytes, known.get(key)) for key, held in ledger.alive.items()]
         actions[:] = [recorder.current]
 
@@ -109,8 +109,14 @@ def counted_steps(job: RunSpec, built: Trainer, recorder: Recorder, ledger: Ledg
     return Account(ledger.peak_bytes, dict(by_category), str(actions[0]))
 
 
-def _known(built: Trainer) -> dict[int, MemoryCategory]:
-    """Storages of parameters, gradients and optimizer states, and of what is being sent."""
+def _known(built: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
+    """Storages of parameters, gradients and optimizer states, and of what is being sent.
+
+    Args:
+        built: The trainer.
+        on_host: Optimizer states and FSDP's shards are on the host.
+    """
+    weights, gradients, states = [_C.HOST] * 3 if on_host else (_C.PARAMETERS, _C.GRADIENTS, _C.OPTIMIZER)
     found: dict[int, MemoryCategory] = {}
 
     def note(category: MemoryCategory, *tensors: Tensor | None) -> None:
@@ -118,7 +124,7 @@ def _known(built: Trainer) -> dict[int, MemoryCategory]:
 
     note(_C.BUFFERS, *built.sent)
     for optimizer in built.local_optimizers:
-        note(_C.OPTIMIZER, *(value for state in optimizer.state.values() for value in state.values()))
+        note(states, *(value for state in optimizer.state.values() for value in state.values()))
     for stage in built.stages.values():
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         gathered = set()
@@ -126,8 +132,9 @@ def _known(built: Trainer) -> dict[int, MemoryCategory]:
             whole = getattr(held, "_unsharded_param", None)
             gathered.add(id(whole))
             gathered.add(id(held.sharded_param))
-            note(_C.PARAMETERS, held._sharded_param_data)
-            note(_C.GRADIENTS, held.sharded_param.grad, held.unsharded_accumulated_grad, getattr(whole, "grad", None))
+            note(weights, held._sharded_param_data)
+            note(gradients, held.sharded_param.grad)
+            note(_C.GRADIENTS, held.unsharded_accumulated_grad, getattr(whole, "grad", None))
         for parameter in stage.parameters():
             if id(parameter) not in gathered:
                 note(_C.PARAMETERS, parameter)

@@ -81,9 +81,12 @@ def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
         torch._foreach_div_(gradients, number)
 
 
-def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sets what is here of all gradients to zero, in place and in one call; they stay allocated."""
-    torch._foreach_zero_([local(parameter.grad) for parameter in parameters if parameter.grad is not None])
+def zero_gradients(parameters: Iterable[nn.Parameter], *, drop: bool = False) -> None:
+    """Sets what is here of all gradients to zero, in place and in one call; they stay allocated, unless dropped."""
+    if not drop:
+        torch._foreach_zero_([local(parameter.grad) for parameter in parameters if parameter.grad is not None])
+    for parameter in parameters if drop else ():
+        parameter.grad = None
 
 
 def make_optimizer(update: UpdateName, parameters: Any, groups: ShardGroups | None = None) -> torch.optim.Optimizer:

@@ -90,7 +90,7 @@ class Trainer:
         self._parameters = parameters = [
             parameter for stage in self.stages.values() for parameter in trained_parameters(stage)
         ]
-        for parameter in parameters:
+        for parameter in [] if plan.offload_optimizer else parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)
         self._sharded_optimizer: ShardedOptimizer | None = None
@@ -167,7 +167,8 @@ class Trainer:
         with self._recorder.span(self._optim_action):
             for optimizer in self.optimizers:
                 optimizer.step()
-            zero_gradients(self._parameters)
+            # FSDP makes gradients on the host anew: while it adds to those that are there, the device waits
+            zero_gradients(self._parameters, drop=self._job.plan.offload_optimizer)
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.broadcast()
 
@@ -232,6 +233,7 @@ class Trainer:
             compute_dtype=compute_dtype(job),
             unshard=Action(index, ActionKind.UNSHARD) if plan.pp > 1 else None,
             experts=plan.expert_shards > 1 and self._dims.experts.size > 1,
+            on_host=plan.offload_optimizer,
         )
 
     def _make_optimizers(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

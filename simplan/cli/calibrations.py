@@ -289,7 +289,8 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | No
 
 
 def _copies_to_host(scenario: Scenario) -> bool:
-    return scenario.job.plan.offload_optimizer or scenario.job.plan.offload_activations
+    plan, is_cpu = scenario.job.plan, scenario.job.cluster.device.kind == "cpu"  # where shards stay where they are
+    return plan.offload_activations or (plan.offload_optimizer and not is_cpu)
 
 
 def _shape(scenario: Scenario) -> ShapeRequest:

@@ -149,6 +149,8 @@ class CalibratedCost:
         Raises:
             SpecError: Nothing in the calibration comes near.
         """
+        if work.on_host and self._otherwise is not None:  # a CPU that is not the device was not timed
+            return self._otherwise.compute(work)
         timing = self._layers.get((work.layer.key, work.microbatch_size))
         if timing is None:
             return self._untimed_compute(work)
@@ -309,6 +311,7 @@ def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
         Phase.BACKWARD_WEIGHT: timing.backward_weight_s or timing.backward_s,
         Phase.GATHER_COPY: timing.gather_copy_s,
         Phase.REDUCE_COPY: timing.reduce_copy_s,
+        Phase.ACCUMULATE: timing.scale_s,
         Phase.SCALE: timing.scale_s,
         Phase.NORM: timing.scale_s,
         Phase.OPTIMIZER: timing.optimizer_s,

@@ -26,6 +26,9 @@ _WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
+_ACCUMULATE_BYTES = 12
+_HOST_STD = 0.5
+"""CPUs, their threads and the bandwidth of their memory differ more than devices do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class KernelCost:
         joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
         weight_casts: Part of the microbatches in which weights of such products are cast.
         any_order, split_s: As of ``KernelRates``.
+        host_bytes_per_s: As of ``host_memory_rate``.
     """
 
     products: ProductRates
@@ -64,6 +68,7 @@ class KernelCost:
     weight_casts: float = 1.0
     any_order: bool = False
     split_s: float = 0.0
+    host_bytes_per_s: float | None = None
 
     def price(self, work: LayerWork) -> Price:
         """Sum over the kernels that run.
@@ -72,13 +77,14 @@ class KernelCost:
         other product, the lookups, and what reads activations and gradients once more for the weights of norms.
         Copies, the division of gradients and the optimizer stream so many bytes a parameter.
         """
-        width, bytes_per_s = self._streamed_bytes(work.phase), self.products.bytes_per_s
-        if width:
+        if width := self._streamed_bytes(work.phase):
+            of_host = " (memory of the host)" if self._host_rate(work) else ""
+            rate = format_rate(self._host_rate(work) or self.products.bytes_per_s)
             return Price(
                 self.seconds(work),
                 Provenance.DATASHEET,
-                self.relative_std,
-                f"{width} B x {format_count(work.num_parameters)} parameters / {format_rate(bytes_per_s)}",
+                _HOST_STD if of_host else self.relative_std,
+                f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{of_host}",
             )
         experts = bool(work.layer.kernels_with(Role.EXPERTS))
         relative_std = max(self.relative_std, self.experts_std) if experts else self.relative_std
@@ -88,11 +94,17 @@ class KernelCost:
         """Of ``price``, without what it says."""
         width = self._streamed_bytes(work.phase)
         if width:
-            return self.slowest * width * work.num_parameters / self.products.bytes_per_s
+            num_bytes = width * work.num_parameters
+            host_rate = self._host_rate(work)
+            return num_bytes / host_rate if host_rate else self.slowest * num_bytes / self.products.bytes_per_s
         low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
         return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
+
+    def _host_rate(self, work: LayerWork) -> float | None:
+        """Bytes per second of work that a CPU does which is not the device."""
+        return self.host_bytes_per_s if work.on_host else None
 
     def _split(self, kernels: list[Kernel], work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Linear layers in low precision among kernels, and the others."""
@@ -146,6 +158,8 @@ class KernelCost:
         match phase:
             case Phase.GATHER_COPY | Phase.REDUCE_COPY:
                 return 2 * self.state.gathered
+            case Phase.ACCUMULATE:
+                return _ACCUMULATE_BYTES
             case Phase.SCALE:
                 return _SCALE_BYTES
             case Phase.OPTIMIZER:

@@ -32,6 +32,7 @@ def kernel_cost(
     num_devices: int,
     shards_parameters: bool,
     num_microbatches: int = 1,
+    host_bytes_per_s: float | None = None,
 ) -> KernelCost:
     """What kernels take on a device of the catalogue.
 
@@ -44,6 +45,7 @@ def kernel_cost(
         num_devices: Devices that wait for each other.
         shards_parameters: FSDP reduces gradients, which is priced where it is done.
         num_microbatches: Of a step, over which casts of weights are spread that are done once in it.
+        host_bytes_per_s: As of ``KernelCost``.
 
     Raises:
         SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
@@ -81,6 +83,7 @@ def kernel_cost(
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
         any_order=rates.any_order,
         split_s=rates.split_s,
+        host_bytes_per_s=host_bytes_per_s,
     )
 
 

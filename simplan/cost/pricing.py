@@ -123,7 +123,7 @@ def _excess(part: Excess, cost: CostModel) -> Price:
 
 def _name(work: LayerWork) -> str:
     """``block forward``, or with some of the kernels only ``block forward: norm2 to down``."""
-    whole = f"{work.layer.title} {work.phase}"
+    whole = f"{work.layer.title} {work.phase}{' on the host' if work.on_host else ''}"
     if work.kernels is None:
         return whole
     first, last = (work.layer.kernels[index].name for index in (work.kernels[0], work.kernels[-1]))

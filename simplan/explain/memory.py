@@ -45,8 +45,6 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         kept = wide if category is MemoryCategory.PARAMETERS else resting.get(category, 0)
         if category is MemoryCategory.HOST:
             formula = "offloaded to the host, whose memory is the device's own here"
-        elif category is MemoryCategory.OPTIMIZER and job.plan.offload_optimizer:
-            formula = "of the layers that are updated then; the others are on the host"
         elif category in widths:
             formula = f"{kept // widths[category]:,} parameters x {widths[category]} B"
             if frozen and category is MemoryCategory.PARAMETERS:

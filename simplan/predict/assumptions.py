@@ -102,12 +102,18 @@ def assumptions(
         )
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
         found.append("links are not shared with other jobs, and flows do not slow each other down")
+    is_cpu = cluster.device.kind == "cpu"
     if plan.offload_optimizer or plan.offload_activations:
         found.append(
-            "host and device are one memory here: offloading copies inside of it and saves nothing"
-            if cluster.device.kind == "cpu"
+            "host and device are one memory here: offloading saves nothing"
+            if is_cpu
             else "buffers on the host are pinned, every device has its host link to itself, and the memory of the host "
             "is as fast as all links together"
+        )
+    if plan.offload_optimizer and not is_cpu:
+        found.append(
+            "the optimizer runs at the bandwidth of the host's memory, of which ranks of a node have equal parts; that "
+            "takes threads enough, and torchrun sets OMP_NUM_THREADS=1 unless it is given"
         )
     return tuple(found)
 

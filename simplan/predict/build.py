@@ -8,6 +8,7 @@ from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibrated import CalibratedCost
 from simplan.cost.calibration import Calibration, way_of_mixing
+from simplan.cost.host_link import host_memory_rate
 from simplan.cost.kernel_cost import kernel_cost
 from simplan.cost.suits import refuse_other_device
 from simplan.errors import Problem, SpecError
@@ -163,6 +164,7 @@ def _kept_cost(
         num_devices=cluster.num_devices,
         shards_parameters=shards_parameters,
         num_microbatches=num_microbatches,
+        host_bytes_per_s=host_memory_rate(cluster),
     )
     return AnalyticCost(cluster, kernels, software.rates)
 

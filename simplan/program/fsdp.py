@@ -7,6 +7,13 @@ gathered after it and reduced before it; both are around the whole layer here (t
 torchtitan/models/llama4/infra/parallelize.py). In a pipeline a whole stage is gathered at UNSHARD, its gradients add
 up unsharded and are reduced at REDUCE_GRAD. Frozen weights are gathered as others are, and have nothing to reduce; a
 frozen embedding is even asked for in backward, which does not come to it, and let go at its end.
+
+``plan.offload_optimizer`` is CPUOffloadPolicy: shards of parameters, their gradients and optimizer states are in pinned
+memory of the host. A unit's shards are copied to the device, as wide as they are kept, before each of its gathers, on
+the stream that copies into the gather's buffer; in a pipeline, whose gathers were asked for, on that of computation.
+What a reduction gives is copied to the host behind it. The host waits for these copies at the end of backward only, but
+where a microbatch before has left gradients, to which it adds at once. Where host and device are one memory, nothing is
+copied: a reduction's output is the gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.hooks import Hooks
 from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
 from simplan.program.stage import Stages
+from simplan.program.timeline import SpanKind
 from simplan.program.units import Unit, merged_units, unit_of_layer, units_at
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import CollectiveKind
@@ -25,6 +33,7 @@ from simplan.spec.layer import CollectiveKind
 __all__ = ["FsdpHooks"]
 
 _GATHERED, _BUFFERS, _GRADIENTS = MemoryCategory.GATHERED, MemoryCategory.BUFFERS, MemoryCategory.GRADIENTS
+_HOST = MemoryCategory.HOST
 
 
 class FsdpHooks(Hooks):
@@ -46,6 +55,8 @@ class FsdpHooks(Hooks):
         "_reduced_bytes",
         "_last_scatter",
         "last_reduction",
+        "_last_copy",
+        "_on_host",
     )
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
@@ -59,6 +70,7 @@ class FsdpHooks(Hooks):
         self._replicate_group = stages.mapping.replicate_group(writer.rank)
         self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
+        self._copies_to_host = plan.offload_optimizer and not host_waits
         self.units: dict[int, tuple[Unit, ...]] = {
             stage: stages.units[stage] if level == 2 else merged_units(stages.units[stage])
             for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
@@ -76,6 +88,8 @@ class FsdpHooks(Hooks):
         self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
         self._last_scatter: int | None = None
         self.last_reduction: int | None = None
+        self._last_copy: int | None = None  # of reduced gradients to the host
+        self._on_host: set[tuple[int, int]] = set()  # units whose reduced gradients are there
 
     @property
     def knows_stages(self) -> bool:
@@ -241,6 +255,14 @@ class FsdpHooks(Hooks):
         cast_bytes = unit.trained_padded * state.gathered // len(group) if self._casts else 0
         if self._host_waits and not in_background:
             waits = [self.writer.last_compute]
+        if self._copies_to_host:
+            fetched_bytes = unit.padded * state.parameter // len(group)
+            # parameter by parameter where they are cast, else all until they are in the gather's buffer
+            cast_bytes = cast_bytes if self._casts else fetched_bytes
+            name = self.name(action, index, "fetch")
+            waits = [self.writer.host_copy(action, name, fetched_bytes, waits, (), to_host=False)]
+            if in_background:  # on the stream of computation
+                self.writer.block_on(*waits)
         gather = self.writer.collective(
             action,
             Stream.SHARD,
@@ -312,7 +334,10 @@ class FsdpHooks(Hooks):
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
 
     def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
-        """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard."""
+        """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard.
+
+        Then its copy to the host, where shards are there.
+        """
         state, unit, key = self.stages.state, self.units[action.stage][index], (action.stage, index)
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
         group = self._group(unit)
@@ -336,28 +361,52 @@ class FsdpHooks(Hooks):
             action, self.name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
         )
         replicated = len(self._replicate_group) > 1
+        is_first = self.stages.plan.offload_optimizer and key not in self._on_host
+        self._on_host |= {key} if is_first else set()
+        stays = is_first and not self._copies_to_host  # the output is the gradient
+        held_until_end = output_bytes if replicated and not stays else 0
         copy_bytes = self._copied_by_gloo(input_bytes)
         reduction = self.writer.collective(
             action,
             Stream.SHARD,
             self.name(action, index, "reduce_scatter"),
             Message(CollectiveKind.REDUCE_SCATTER, input_bytes, group),
-            (copied,),
-            [MemoryEffect(_BUFFERS, output_bytes + copy_bytes, output_bytes if replicated else 0)],
+            (copied, None if replicated else self._last_copy),  # copies to the host are behind the last collective
+            [
+                MemoryEffect(_BUFFERS, output_bytes + copy_bytes, held_until_end),
+                *([MemoryEffect(_HOST, 0, output_bytes)] if stays else []),
+            ],
         )
         self._last_scatter = reduction
         if replicated:
-            self._reduced_bytes += output_bytes
+            self._reduced_bytes += held_until_end
             reduction = self.writer.collective(
                 action,
                 Stream.REPLICATE,
                 self.name(action, index, "all_reduce"),
                 Message(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
-                (reduction,),
+                (reduction, self._last_copy),
             )
+        if self._copies_to_host:
+            reduction = self._last_copy = self._send_home(action, index, reduction, is_first=is_first)
         self.last_reduction = reduction
         if self._host_waits:
             self.writer.block_on(reduction)
+
+    def _send_home(self, action: Action, index: int, reduction: int, *, is_first: bool) -> int:
+        """Copies a unit's reduced gradients to the host, which adds them to those that are there; gives the copy."""
+        unit, state = self.units[action.stage][index], self.stages.state
+        num_shards = len(self._group(unit))
+        num_bytes = unit.trained_padded * state.gradient // num_shards
+        memory = [MemoryEffect(_HOST, num_bytes, num_bytes if is_first else 0)]
+        name = self.name(action, index, "offload")
+        copy = self.writer.host_copy(action, name, num_bytes, (reduction,), memory, to_host=True)
+        if not is_first:
+            self.writer.block_on(copy)
+            whole = self._work(action, index, Phase.ACCUMULATE)
+            work = tuple(w._replace(num_parameters=-(-w.num_parameters // num_shards), on_host=True) for w in whole)
+            self.writer.compute(action, self.name(action, index, "add"), work, kind=SpanKind.HOST)
+        return copy
 
     def _reshard(self, action: Action, indices: Iterable[int], name: str = "reshard") -> None:
         """Frees what is gathered of some units."""
@@ -376,12 +425,13 @@ class FsdpHooks(Hooks):
         freed = self._reduce_buffer_bytes + self._reduced_bytes
         self._reduce_buffer_bytes = self._reduced_bytes = 0
         self.writer.block_on(self.last_reduction)  # torch waits for all-reduces of replicas here only
-        self._last_scatter = self.last_reduction = None
+        self._last_scatter = self.last_reduction = self._last_copy = None
         self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
-        if self.stages.software.runtime == "xla":
-            return ()
+        return () if self.stages.software.runtime == "xla" else self._work(action, index, phase)
+
+    def _work(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
         unit = self.units[action.stage][index]
         return self.stages.work(action.stage, unit.layers, phase, of="experts" if unit.experts else "rest")
 

@@ -185,7 +185,7 @@ def _rank_key(stages: Stages, rank: int) -> Hashable:
     """Ranks with the same one do the same, but for their stages and for the ranks that they talk to."""
     place, plan = stages.mapping.place(rank), stages.plan
     deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
-    if deals or plan.offload_activations or plan.offload_optimizer:  # what is dealt out, or named, is of one rank
+    if deals or plan.offload_activations:  # what is dealt out, or named, is of one rank
         return rank
     return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
 
@@ -340,14 +340,14 @@ class _RankLowering:
         trained = self.states.gradient_elements
         frozen = self.states.held_elements - trained
         state = stages.state
-        states_at = MemoryCategory.HOST if stages.plan.offload_optimizer else MemoryCategory.OPTIMIZER
+        parameter_bytes = trained * state.parameter + frozen * state.frozen
+        optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
+        offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
         return {
-            MemoryCategory.PARAMETERS: trained * state.parameter
-            + frozen * state.frozen
-            + stages.quantized_weight_bytes(mine),
-            MemoryCategory.GRADIENTS: trained * (state.gradient + state.unaccumulated),
-            MemoryCategory.OPTIMIZER: 0,
-            states_at: self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer),
+            MemoryCategory.HOST: parameter_bytes + optimizer_bytes if offloads else 0,
+            MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
+            MemoryCategory.GRADIENTS: 0 if offloads else trained * (state.gradient + state.unaccumulated),
+            MemoryCategory.OPTIMIZER: 0 if offloads else optimizer_bytes,
             MemoryCategory.BUFFERS: received_bytes if software.preallocated_receives else 0,
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
@@ -510,8 +510,7 @@ class _RankLowering:
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         if self.stages.software.trainer:
             self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
-        in_one, waits = self.how.level == 1, self.how.host_waits
-        step_optimizer(action, self.stages, self.states, self.writer, release, in_one=in_one, host_waits=waits)
+        step_optimizer(action, self.stages, self.states, self.writer, release)
 
     def _parts(self, action: Action) -> Sequence[range]:
         """Layers that one operation computes: all of them at Level 1, one at Level 2."""

@@ -1,9 +1,8 @@
-"""What lives in memory of the host: activations of blocks, and optimizer states, and when they are copied.
+"""Activations of blocks in memory of the host (``plan.offload_activations``), and when they are copied.
 
-Activations (``plan.offload_activations``) go the way of torchtune's OffloadActivations and Megatron Core's CPU
-offloading: a copy leaves when a block's forward is done, and comes back one block ahead of its backward. States
-(``plan.offload_optimizer``) stream through the device, where they are updated. That is not what ZeRO-Offload (Ren et
-al. 2021) and FSDP2's CPUOffloadPolicy do, which update on the CPU.
+They go the way of torchtune's OffloadActivations and Megatron Core's CPU offloading: a copy leaves when a block's
+forward is done, and comes back one block ahead of its backward. What ``plan.offload_optimizer`` has on the host is in
+``simplan.program.fsdp``.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from simplan.program.action import Action, ActionKind
-from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect
+from simplan.program.program import MemoryCategory, MemoryEffect
 from simplan.program.stage import Stages
-from simplan.program.timeline import SpanKind
 from simplan.program.writer import RankWriter
 from simplan.spec.layer import LayerKind
 
-__all__ = ["ActivationOffload", "LayerUpdate", "backward_follows", "stream_updates"]
+__all__ = ["ActivationOffload", "backward_follows"]
 
-_ACTIVATIONS, _HOST, _OPTIMIZER = MemoryCategory.ACTIVATIONS, MemoryCategory.HOST, MemoryCategory.OPTIMIZER
+_ACTIVATIONS, _HOST = MemoryCategory.ACTIVATIONS, MemoryCategory.HOST
 
 _Key = tuple[int, int | None, int]
 """Stage, microbatch and first layer."""
@@ -171,59 +169,6 @@ class ActivationOffload:
             first = min(position for position, layer in enumerate(layers) if layer.kind is LayerKind.BLOCK)
             blocks = [position for position in blocks if position - first < self._moved]
         return sum(self._stages.facts(action.stage, position).footprint.activations for position in blocks)
-
-
-class LayerUpdate(NamedTuple):
-    """The optimizer's work on a layer.
-
-    Attributes:
-        name: Of the layer.
-        work: What is computed; several layers at Level 1.
-        state_bytes: States it reads and writes.
-    """
-
-    name: str
-    work: tuple[LayerWork, ...]
-    state_bytes: int
-
-
-def stream_updates(
-    action: Action, updates: Sequence[LayerUpdate], writer: RankWriter, release: Sequence[MemoryEffect], *, wait: bool
-) -> int:
-    """Updates layer by layer, with states that come from the host and go back; gives the index of the last update.
-
-    States of a layer come while the one before it is updated, and go while the next one is. The device holds those of
-    two layers: the third's come when the first's have gone.
-
-    Args:
-        action: The OPTIM.
-        updates: In order.
-        writer: Takes the operations.
-        release: What is freed before the first of them.
-        wait: The host waits for every copy.
-    """
-    begun = writer.compute(action, "begin", (), release, SpanKind.OPTIMIZER)
-
-    def copy(update: LayerUpdate, waits: Sequence[int | None], *, to_host: bool) -> int | None:
-        if not update.state_bytes:
-            return None
-        size = update.state_bytes
-        effect = _freed(_OPTIMIZER, size)._replace(during_bytes=0) if to_host else MemoryEffect(_OPTIMIZER, size, size)
-        name = f"{'return' if to_host else 'bring'} states of {update.name}"
-        index = writer.host_copy(action, name, size, waits, [effect], to_host=to_host)
-        if wait:
-            writer.block_on(index)
-        return index
-
-    came = [copy(update, [begun], to_host=False) for update in updates[:2]]
-    updated = begun
-    for number, update in enumerate(updates):
-        writer.block_on(came[number])
-        updated = writer.compute(action, f"update {update.name}", update.work, (), SpanKind.OPTIMIZER)
-        gone = copy(update, [updated], to_host=True)
-        if number + 2 < len(updates):
-            came.append(copy(updates[number + 2], [gone if gone is not None else updated], to_host=False))
-    return updated
 
 
 def _freed(category: MemoryCategory, num_bytes: int) -> MemoryEffect:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from simplan.program.action import Action
 from simplan.program.norms import clip_gradients, norms_of_parameters
-from simplan.program.offload import LayerUpdate, stream_updates
 from simplan.program.program import MemoryCategory, MemoryEffect, Message, Stream
 from simplan.program.stage import Stages
 from simplan.program.states import RankStates
@@ -23,9 +22,6 @@ def step_optimizer(
     states: RankStates,
     writer: RankWriter,
     release: Sequence[MemoryEffect],
-    *,
-    in_one: bool,
-    host_waits: bool,
 ) -> None:
     """Writes the step of a rank's optimizer.
 
@@ -38,8 +34,6 @@ def step_optimizer(
         states: Of the rank.
         writer: Takes the operations.
         release: What the update lets go of.
-        in_one: One operation, not one for each layer, where states are on the host.
-        host_waits: As of ``Lowering``.
     """
     mapping = stages.mapping
     place = mapping.place(writer.rank)
@@ -51,11 +45,8 @@ def step_optimizer(
     clip_gradients(action, stages, states, writer)
     norms_of_parameters(action, stages, states, writer)
     effects = (*release, *_temporaries(stages, states))
-    if stages.plan.offload_optimizer:
-        updated = _streamed(action, stages, states, writer, effects, in_one=in_one, host_waits=host_waits)
-    else:
-        work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
-        updated = writer.compute(action, "{action}", work, effects, SpanKind.OPTIMIZER)
+    work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
+    updated = writer.compute(action, "{action}", work, effects, SpanKind.OPTIMIZER)
     group = mapping.shard_group(writer.rank) if stages.plan.shards_optimizer_only else ()
     broadcasts = states.broadcasts()
     if broadcasts:
@@ -67,31 +58,10 @@ def step_optimizer(
 
 
 def _temporaries(stages: Stages, states: RankStates) -> tuple[MemoryEffect, ...]:
-    """Copies in other precisions, and what the optimizer's own kernels need."""
+    """Copies in other precisions, and what the optimizer's own kernels need; gradients on the host go."""
     copied = states.trained_elements * stages.state.widened_bytes + states.temporary_bytes
     if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
         copied += states.gradient_elements * stages.state.narrowed_bytes
+    if stages.plan.offload_optimizer:
+        return (MemoryEffect(MemoryCategory.HOST, copied, -states.gradient_elements * stages.state.gradient),)
     return (MemoryEffect(MemoryCategory.WORKSPACE, copied, 0),) if copied else ()
-
-
-def _streamed(
-    action: Action,
-    stages: Stages,
-    states: RankStates,
-    writer: RankWriter,
-    effects: Sequence[MemoryEffect],
-    *,
-    in_one: bool,
-    host_waits: bool,
-) -> int:
-    """Layer by layer, with states that are on the host; gives the index of the last operation."""
-    width = stages.state.optimizer_bytes(stages.training.optimizer)
-    updates = [
-        LayerUpdate(stages.layer_name(stage, position), (work,), elements * width)
-        for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
-        for position, work, elements in states.layer_updates(stage)
-    ]
-    if in_one:
-        whole = tuple(work for update in updates for work in update.work)
-        updates = [LayerUpdate(str(action), whole, sum(update.state_bytes for update in updates))]
-    return stream_updates(action, updates, writer, effects, wait=host_waits)

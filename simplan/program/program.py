@@ -80,6 +80,7 @@ class Phase(StrEnum):
     BACKWARD_WEIGHT = "backward_weight"
     GATHER_COPY = "gather_copy"
     REDUCE_COPY = "reduce_copy"
+    ACCUMULATE = "accumulate"
     SCALE = "scale"
     NORM = "norm"
     OPTIMIZER = "optimizer"
@@ -91,13 +92,15 @@ class LayerWork(NamedTuple):
     Attributes:
         layer: The layer, as one rank has it.
         phase: Forward, forward again, backward or one of its parts (gradients of activations, gradients of weights),
-            what FSDP does around gathering its parameters or around reducing its gradients (copies, mostly), dividing
-            its gradients, summing up their squares, or updating its parameters.
+            what FSDP does around gathering its parameters or around reducing its gradients (copies, mostly), adding
+            its gradients to those of microbatches before, dividing them, summing up their squares, or updating its
+            parameters.
         microbatch_size: Sequences (no matter to what is done to parameters and gradients only).
         num_parameters: Elements that phases of parameters and gradients touch; a tied weight that another layer of the
             rank owns is not among them.
         kernels: Indices into ``layer.kernels`` of those that run; None for all. Exchanges among them take no part.
         cuts: Exchanges for which they are cut into parts, to run beside them.
+        on_host: The CPU does it, in memory of the host; of phases of parameters and gradients.
     """
 
     layer: LayerSpec
@@ -106,6 +109,7 @@ class LayerWork(NamedTuple):
     num_parameters: int
     kernels: tuple[int, ...] | None = None
     cuts: int = 0
+    on_host: bool = False
 
 
 class Message(NamedTuple):

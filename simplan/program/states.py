@@ -144,18 +144,12 @@ class RankStates:
         works = self._works(stage, Phase.OPTIMIZER, self._updated[stage])
         return tuple(work for work in works if work.num_parameters) if self._deals else works
 
-    def layer_updates(self, stage: int) -> list[tuple[int, LayerWork, int]]:
-        """The same by layer: its position, the work, and of how many parameters the rank has states, no padding."""
-        works = self._works(stage, Phase.OPTIMIZER, self._updated[stage])
-        exact = self._updated[stage]
-        if self._shards[0] > 1:
-            exact = [each.trained for each in self._layers(stage, exact=True)]
-        found = zip(range(len(works)), works, exact, strict=True)
-        return [each for each in found if each[1].num_parameters or not self._deals]
-
     def _works(self, stage: int, phase: Phase, numbers: Sequence[int]) -> tuple[LayerWork, ...]:
-        b, layers = self._stages.plan.microbatch_size, self._stages.layers[stage]
-        return tuple(LayerWork(layer, phase, b, number) for layer, number in zip(layers, numbers, strict=True))
+        plan, layers = self._stages.plan, self._stages.layers[stage]
+        return tuple(
+            LayerWork(layer, phase, plan.microbatch_size, number, on_host=plan.offload_optimizer)
+            for layer, number in zip(layers, numbers, strict=True)
+        )
 
     @property
     def num_updated_tensors(self) -> int:

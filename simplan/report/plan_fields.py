@@ -31,7 +31,7 @@ _MEANINGS: dict[str, str] = {
     "grad_sync": "when sharded gradients are reduced: once a step, or often, so that whole ones take no room",
     "grad_dtype": "of gradients when they are reduced; else the software's own",
     "bucket_bytes": "gradients that are reduced together; else the software's own",
-    "offload_optimizer": "optimizer states are in memory of the host",
+    "offload_optimizer": "FSDP's CPUOffloadPolicy: its shards, their gradients and the optimizer are on the host",
     "offload_activations": "what blocks keep for backward is in memory of the host",
     "offload_layers": "of how many blocks, the first ones; else all",
 }

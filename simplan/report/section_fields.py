@@ -36,6 +36,10 @@ _CLUSTER = {
     ),
     "inter_link": ("in its place a link by name, e.g. efa-400gbit, or a mapping", "name, or mapping"),
     "host_memory_bytes": ("memory of a node, for what is offloaded", "1 and more"),
+    "host_memory_bandwidth_bytes_per_s": (
+        "its bandwidth, of all sockets together, for updates on the CPU; else 409.6e9",
+        "more than 0",
+    ),
 }
 _OF_NO_FILE = ("name", "family", "packs", "sources")
 _PROPER = ("Hugging Face",)

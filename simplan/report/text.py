@@ -228,7 +228,7 @@ def plan_words(plan: ParallelPlan) -> str:
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")
     if plan.offload_optimizer:
-        parts.append("optimizer states on the host")
+        parts.append("parameters and optimizer on the host")
     if plan.offload_activations:
         of = "" if plan.offload_layers is None else f" of {plan.offload_layers} blocks"
         parts.append(f"activations{of} on the host")

@@ -1,4 +1,4 @@
-"""Rules about optimizer states and activations in memory of the host."""
+"""Rules about parameters, optimizer states and activations in memory of the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,44 @@ from simplan.spec.models import FAMILIES
 from simplan.spec.schedules import is_own_schedule, splits_backward
 
 _FAMILIES = ("gpt", "llama")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers")
 
 
-@rule("offload_optimizer moves optimizer states, and sgd has none", reads="offload_optimizer")
-def offload_needs_states(job: Job) -> Iterator[Problem]:
-    if job.plan.offload_optimizer and job.training.optimizer == "sgd":
-        rule = "moves optimizer states, and sgd has none"
-        yield Problem(field="plan.offload_optimizer", value="true", rule=rule, fix="remove it, or use adamw")
+@rule(
+    "offload_optimizer is CPUOffloadPolicy of FSDP, and needs parameters that FSDP shards",
+    reads="offload_optimizer shards_parameters",
+    outside_torch="offload_optimizer needs sharded parameters",
+)
+def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if not plan.offload_optimizer or plan.shards_parameters:
+        return
+    if plan.dp_shard * plan.cp > 1:
+        fix = "use zero_stage = 3"
+    else:
+        fix = f"use dp_shard = {plan.dp} in place of dp_replicate" if plan.dp > 1 else "use dp_shard = 2 or more"
+    rule = "is CPUOffloadPolicy of FSDP, and this plan has no parameters that FSDP shards"
+    yield Problem(field="plan.offload_optimizer", value="true", rule=rule, fix=fix)
+
+
+@rule(
+    "an optimizer on the host is modelled of torch's FSDP2 only, without tensor parallelism or 8 bits",
+    reads="offload_optimizer tp",
+    modelled=False,
+    outside_torch="an optimizer on the host is not modelled",
+)
+def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
+    """Sums over tensor-parallel ranks would be of tensors on the host, and casts to 8 bits before gathers there too."""
+    plan, software, precision = job.plan, job.software, job.training.precision
+    if not plan.offload_optimizer:
+        return
+    if software.id not in _WITH_FSDP2:
+        others = ", ".join(_WITH_FSDP2[1:])
+        yield _with_it("offload_optimizer", f"software {software.id}", f"use software: torch (or {others})")
+    if plan.tp > 1:
+        yield _with_it("offload_optimizer", f"tensor parallelism (tp = {plan.tp})", "use tp = 1")
+    if precision in software.low_precision:
+        yield _with_it("offload_optimizer", f"training.precision = {precision}", "use bf16")
 
 
 @rule("offload_layers is about offload_activations", reads="offload_layers offload_activations")

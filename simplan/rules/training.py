@@ -103,7 +103,7 @@ def _unmodelled_training(job: Job) -> Iterator[Problem]:
         yield not_modelled("training.precision", training.precision, what, f"use {either(known)}")
 
 
-@rule("fused_optimizer is about torch's optimizers, all states at once", reads="offload_optimizer", modelled=False)
+@rule("fused_optimizer is about torch's optimizers", modelled=False)
 def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
     """Refused where it says nothing, or nobody wrote out what it means."""
     training, software = job.training, job.software
@@ -114,25 +114,20 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
         rule = f"is of torch's optimizers, and {training.optimizer} is none: there is one way to compute its step"
     elif software.id not in _TORCH_OPTIMIZERS:
         rule = f"is of torch's optimizers, and {software.id} has its own"
-    elif job.plan.offload_optimizer and not training.fused_optimizer:
-        rule = "with states of one layer after the other on the device (plan.offload_optimizer) is not modelled yet"
     if rule:
         value = str(training.fused_optimizer).lower()
         yield Problem(field="training.fused_optimizer", value=value, rule=rule, fix="leave it out")
 
 
 @rule(
-    "an optimizer with norms of layers is not modelled with states on the host, or beside experts that ranks share out",
-    reads="offload_optimizer experts_apart",
+    "an optimizer with norms of layers is not modelled beside experts that ranks share out",
+    reads="experts_apart",
     modelled=False,
 )
 def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
     name, plan = job.training.optimizer, job.plan
     if name not in LAYERWISE:
         return
-    if plan.offload_optimizer:
-        rule = "with states of one layer after the other on the device (plan.offload_optimizer) is not modelled yet"
-        yield Problem(field="training.optimizer", value=name, rule=rule, fix="use adamw")
     if job.model.num_experts and plan.ep == 1 and experts_apart(plan):
         rule = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
         yield Problem(field="training.optimizer", value=name, rule=rule, fix="use adamw")

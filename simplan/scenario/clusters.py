@@ -42,6 +42,7 @@ class _Cluster(Spec):
     inter_link: Any = None
     inter_link_gbit_per_device: Positive | None = None
     host_memory_bytes: HostBytes | None = None
+    host_memory_bandwidth_bytes_per_s: Positive | None = None
     num_nodes: Count | None = None
     num_devices: Count | None = None
 
@@ -88,6 +89,8 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         inter_link=inter_link,
         source=entry.source if entry else "the scenario",
         host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
+        host_memory_bandwidth_bytes_per_s=section.host_memory_bandwidth_bytes_per_s
+        or (entry.host_memory_bandwidth_bytes_per_s if entry else None),
     )
     return catalogue.make_cluster(node, num_devices)
 
@@ -95,7 +98,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
 def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
-    of_one = ("devices_per_node", "host_memory_bytes")
+    of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
     for key in of_one if num_nodes > 1 else (*of_one, "inter_link", "inter_link_gbit_per_device"):
         if getattr(section, key) is not None:
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")

@@ -163,8 +163,9 @@ class LayerSumsCache:
             rows.append(known[key])
         balance_s, *fields = np.array(rows).T
         summed = np.concatenate([np.zeros((7, 1)), np.cumsum(fields[:7], axis=1)], axis=1)
-        update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, plan.microbatch_size, _MANY)
-        counts = job.training.optimizer not in LAYERWISE and not plan.offload_optimizer and prices.sends
+        on_host = plan.offload_optimizer
+        update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=on_host)
+        counts = job.training.optimizer not in LAYERWISE and prices.sends
         update_s = prices.work_s(update) / _MANY if counts else 0.0
         input_bytes, output_bytes, backward_bytes = fields[7:]
         return LayerSums(summed, input_bytes, output_bytes, backward_bytes, update_s, balance_s.tolist())

@@ -102,9 +102,9 @@ class MemoryBound:
         def divided(shares: NDArray[np.bool_], divisor: Column) -> Floats:
             return np.where(shares, divisor, 1).astype(np.float64)[:, None]
 
+        if rows.base.offload_optimizer:  # on the host, which a device that is a CPU shares: a bound all the same
+            return np.zeros_like(trained)
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
-        if rows.base.offload_optimizer:
-            optimizer_bytes = 0
         weight_bytes = state.parameter + state.gradient
         held = trained * (
             weight_bytes / divided(sharded, rows.num_shards) + optimizer_bytes / divided(shares_states, rows.num_shards)

@@ -59,6 +59,7 @@ class NodeEntry:
         inter_link: Joins nodes; None when unknown.
         source: Where the composition comes from.
         host_memory_bytes: Memory of its host; None when unknown.
+        host_memory_bandwidth_bytes_per_s: Of that memory; None when unknown.
     """
 
     id: str
@@ -68,6 +69,7 @@ class NodeEntry:
     inter_link: LinkSpec | None
     source: str = field(default="", compare=False)
     host_memory_bytes: int | None = None
+    host_memory_bandwidth_bytes_per_s: float | None = None
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -210,6 +212,7 @@ def node(name: str) -> NodeEntry:
         inter_link=network_link(entry["inter_link_gbit_per_device"]),
         source=_sources("clusters", {"": entry["source"]})[""],
         host_memory_bytes=entry["host_memory_bytes"],
+        host_memory_bandwidth_bytes_per_s=entry["host_memory_bandwidth_bytes_per_s"],
     )
 
 
@@ -240,6 +243,7 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
         inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
         host_link=None if entry.device.host_link is None else link(entry.device.host_link),
         host_memory_bytes=entry.host_memory_bytes,
+        host_memory_bandwidth_bytes_per_s=entry.host_memory_bandwidth_bytes_per_s,
         source=entry.source,
     )
 

@@ -125,6 +125,7 @@ class ClusterSpec(Spec):
         inter_link: Joins nodes, as bandwidth per device; None for a single node.
         host_link: Joins each device with memory of its host; None for unknown, or a CPU.
         host_memory_bytes: Memory of the host of one node; None for unknown, or a CPU.
+        host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of that memory, all sockets together; None for unknown.
         cores_per_node: CPU cores the ranks of one node share, when the device is a CPU; else None.
         source: Where the composition comes from.
     """
@@ -137,6 +138,7 @@ class ClusterSpec(Spec):
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
     host_memory_bytes: HostBytes | None = None
+    host_memory_bandwidth_bytes_per_s: Positive | None = None
     cores_per_node: Count | None = None
     source: str = ""
 

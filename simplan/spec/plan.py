@@ -32,9 +32,9 @@ class ParallelPlan(Spec):
     ``stage_layers``, a balanced split; its first and last may be 0, for stages that have the embedding or the head
     alone. ``recompute_modules`` says which modules of a block ``selective`` runs again, ``None`` the attention core,
     and ``recompute_layers`` of how many blocks of every stage backward runs anything again, the first ones, ``None`` of
-    all. ``offload_optimizer`` keeps optimizer states in memory of the host, from where they stream through the device
-    when it updates, and ``offload_activations`` what blocks keep from forward to backward; ``offload_layers`` says of
-    how many blocks, the first ones, ``None`` of all.
+    all. ``offload_optimizer`` is FSDP2's CPUOffloadPolicy: shards of parameters, their gradients and optimizer states
+    are in memory of the host, whose CPU updates them. ``offload_activations`` keeps there what blocks keep from forward
+    to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
 
     Experts have a mesh of their own over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel
     folding): ``etp`` ranks split every expert's matrices, ``ep`` of these groups have different experts, and the rest

@@ -86,9 +86,10 @@ def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int
         job: What was run.
         program: Its Program, where it is at hand; it is lowered here unless it is all written out.
     """
-    if program is None or not program.all_written_out:
+    if program is None or not program.all_written_out or job.plan.offload_optimizer:
         any_cluster = catalogue.cluster("dgx-h100", job.plan.num_devices)  # a run does not say which; it is the same
-        asked = Job(job.model, any_cluster, job.training, job.plan, job.software)
+        plan = job.plan.model_copy(update={"offload_optimizer": False})  # copies that torch makes are not recorded
+        asked = Job(job.model, any_cluster, job.training, plan, job.software)
         program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:

@@ -292,6 +292,22 @@ CASES: dict[str, Callable[[], RunSpec]] = {
         plan={"virtual_stages": 2, "recompute": "selective", "offload_activations": True},
         dtype="fp64",
     ),
+    "zero3-2-optimizer-on-host-gpt-tied": lambda: _job(plan={"dp_shard": 2, "offload_optimizer": True}, dtype="fp64"),
+    "zero2-2-every-microbatch-optimizer-on-host-llama": lambda: _job(
+        model=_model("llama"),
+        plan={"dp_shard": 2, "zero_stage": 2, "grad_sync": "microbatch", "offload_optimizer": True},
+        dtype="fp64",
+    ),
+    "hsdp-2x2-optimizer-on-host-llama": lambda: _job(
+        model=_model("llama"), plan={"dp_replicate": 2, "dp_shard": 2, "offload_optimizer": True}, dtype="fp64"
+    ),
+    "1f1b-pp2-zero3-2-optimizer-on-host-llama": lambda: _job(
+        "1f1b",
+        pp=2,
+        model=_model("llama"),
+        plan={"dp_shard": 2, "offload_optimizer": True},
+        dtype="fp64",
+    ),
     "tp2-offload-llama": lambda: _job(
         model=_model("llama", vocab_size=96),
         plan={"tp": 2, "offload_activations": True},
@@ -311,6 +327,8 @@ QUICK = (
     "zb-v-pp2-gpt-tied",
     "zero3-2-offload-llama",
     "1f1b-pp2-offload-gpt-tied",
+    "zero3-2-optimizer-on-host-gpt-tied",
+    "zero2-2-every-microbatch-optimizer-on-host-llama",
 )
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
 

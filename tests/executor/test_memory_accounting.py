@@ -49,6 +49,7 @@ HSDP = {"dp_shard": 2, "dp_replicate": 2}
 GATHER, ALL_TO_ALL = {"cp": 2, "cp_comm": "all_gather"}, {"cp": 2, "cp_comm": "a2a"}
 PP = {"pp": 2}
 OFFLOAD = {"offload_activations": True}
+ON_HOST = {"offload_optimizer": True}
 INTERLEAVED = {"pp": 2, "virtual_stages": 2}
 
 # plan, microbatches, pipeline rank
@@ -108,6 +109,10 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "offload-1f1b-first": ({**OFFLOAD, **PP, "microbatch_size": 4}, 4, 0),
     "offload-1f1b-last": ({**OFFLOAD, **PP, "microbatch_size": 4}, 4, 1),
     "offload-interleaved": ({**OFFLOAD, **INTERLEAVED, "microbatch_size": 4}, 4, 0),
+    "zero3-optimizer-on-host": ({**FSDP, **ON_HOST}, 1, 0),
+    "zero2-accumulation-optimizer-on-host": ({**FSDP, **ON_HOST, "zero_stage": 2}, 3, 0),
+    "zero3-every-microbatch-optimizer-on-host": ({**FSDP, **ON_HOST, "grad_sync": "microbatch"}, 2, 0),
+    "1f1b-zero3-optimizer-on-host": ({**PP, **ON_HOST, "dp_shard": 2}, 4, 0),
     "dualpipe-v-first": ({**PP, "schedule": "dualpipe-v", "virtual_stages": 2}, 4, 0),
 }
 QUICK = {
@@ -119,6 +124,7 @@ QUICK = {
     ("interleaved-zero3", "llama", "fp32"),
     ("zb-h1-last", "llama", "fp32"),
     ("offload-zero3", "llama", "fp32"),
+    ("zero3-optimizer-on-host", "gpt-untied", "bf16"),
 }
 
 
@@ -232,6 +238,10 @@ def test_peak_is_that_of_torchs_mem_tracker(make_job: MakeJob, strategy: str, na
         pytest.param("tiny-llama", INTERLEAVED, 4, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**ALL_TO_ALL, "zero_stage": 3}, 2, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**OFFLOAD, "dp_shard": 2, "microbatch_size": 4}, 2, "fp32", marks=pytest.mark.slow),
+        ("tiny-llama", {**ON_HOST, "dp_shard": 2}, 2, "bf16"),
+        pytest.param("tiny-llama", {**ON_HOST, "dp_shard": 2, "zero_stage": 2}, 2, "fp32", marks=pytest.mark.slow),
+        pytest.param("tiny-gpt", {**ON_HOST, **HSDP}, 1, "fp32", marks=pytest.mark.slow),
+        pytest.param("tiny-llama", {**ON_HOST, **PP, "dp_shard": 2}, 4, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**PP, "schedule": "zb-h1"}, 4, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**PP, "schedule": "zb-v", "virtual_stages": 2}, 4, "fp32", marks=pytest.mark.slow),
     ],

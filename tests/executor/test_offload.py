@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from executor.distributed.activation_offload import ActivationOffload, HostLink
+from executor.dry_run.account import _parameter_groups
 from executor.models.model import Stage, build_stage
 from executor.train.loss import cross_entropy
 from simplan.program.action import Action, ActionKind
-from tests.executor.accounting import SilentRecorder
+from tests.executor.accounting import SilentRecorder, fake_trainer
+from tests.executor.conftest import MakeJob, MakeModel
 
 CPU = torch.device("cpu")
 ROW = [Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.OPTIM)]
@@ -49,3 +52,23 @@ def test_gradients_are_the_same_to_the_bit(make_model: Any, family: str, recompu
     issued = [c.kind for c in recorder.record(0.0, 1.0, []).collectives]
     # without the last block, or with it: then the last one's copy, and no other, is in vain
     assert issued == ["to_host"] * (3 if at_once else 4) + ["from_host"] * 3
+
+
+@pytest.mark.parametrize("schedule", ["none", "1f1b"])
+def test_fsdp_is_told_to_keep_its_shards_on_the_host(schedule: str, make_job: MakeJob, make_model: MakeModel) -> None:
+    """Of every parameter; gradients are there from a reduction to the update."""
+    plan = {"dp_shard": 2, "offload_optimizer": True}
+    job = make_job(schedule, pp=2 if schedule == "1f1b" else 1, model=make_model("llama"), plan=plan)
+    with fake_trainer(job, 0, SilentRecorder) as built:
+        built.step(*built.batch(0))
+        held = [
+            parameter
+            for stage in built.stages.values()
+            for module in stage.modules()
+            if isinstance(module, FSDPModule)
+            for group in _parameter_groups(module)
+            for parameter in group.fsdp_params
+        ]
+        assert len(held) == sum(len(list(stage.parameters())) for stage in built.stages.values()) > 0
+        assert all(parameter.offload_to_cpu and not parameter.pin_memory for parameter in held)
+        assert all(parameter.sharded_param.grad is None for parameter in held)

@@ -22,6 +22,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("none", {"dp_replicate": 2, "bucket_bytes": 40_000}),
     "zero-1": ("none", {"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
     "fsdp": ("none", {"dp_shard": 2}),
+    "fsdp on host": ("none", {"dp_shard": 2, "offload_optimizer": True}),
     "hsdp": ("none", {"dp_shard": 2, "dp_replicate": 2}),
     "tp": ("none", {"tp": 2}),
     "tp x zero-1": ("none", {"tp": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
@@ -31,6 +32,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zb-v": ("zb-v", {"pp": 2}),
     "1f1b x zero-1": ("1f1b", {"pp": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
     "1f1b x fsdp": ("1f1b", {"pp": 2, "dp_shard": 2}),
+    "1f1b x fsdp on host": ("1f1b", {"pp": 2, "dp_shard": 2, "offload_optimizer": True}),
     "1f1b x tp": ("1f1b", {"pp": 2, "tp": 2}),
 }
 CLIP = 0.3  # below the norm in every step, so that gradients are scaled
@@ -48,6 +50,7 @@ QUICK = {
     ("1f1b", "lars"),
     ("fsdp", "sgd_momentum"),
     ("fsdp", "adamw foreach"),
+    ("fsdp on host", "lamb"),
 }
 
 

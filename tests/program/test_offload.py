@@ -7,21 +7,24 @@ from typing import Any
 
 import pytest
 
+from simplan.cost.host_link import host_memory_rate
 from simplan.job import Job
+from simplan.predict import predict
 from simplan.predict.build import cost_model
 from simplan.predict.simulated import simulate_program
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.lower import Lowering, lower
 from simplan.program.offload import backward_follows
 from simplan.program.partition import assign_stage_layers
-from simplan.program.program import HostCopy, MemoryCategory, Op, Program, Stream
+from simplan.program.program import HostCopy, LayerWork, MemoryCategory, Message, Op, Program, Stream
 from simplan.program.table import plan_table
-from simplan.sim.engine import simulate
+from simplan.sim.engine import Times, simulate
 from simplan.sim.memory import host_peak_bytes, memory_peak
 from simplan.spec import catalogue
+from simplan.spec.layer import CollectiveKind
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.spec.training import Precision, TrainingSpec
 from tests.jobs import job_to_lower
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=6, hidden_size=64, num_attention_heads=4, vocab_size=512, seq_len=32)
@@ -31,15 +34,22 @@ BLOCK_ELEMENTS = 12 * 64 * 64 + 13 * 64
 KEPT_BYTES = 4 * (16 * 32 * 64 + 4 * 32 + 4 * 32)
 
 
-def program(microbatches: int = 1, level: int = 2, **plan: Any) -> Program:
+def program(
+    microbatches: int = 1,
+    *,
+    how: Lowering | None = None,
+    precision: Precision = "fp32",
+    fused_optimizer: bool | None = None,
+    untied: bool = False,
+    **plan: Any,
+) -> Program:
     spec = ParallelPlan(**plan)
-    training = TrainingSpec(global_batch_size=microbatches * spec.dp, precision="fp32")
-    layers = {1: (6,), 2: (3, 3)}[spec.num_stages]
-    how = Lowering(level=level)
-    table = plan_table(spec, microbatches)
-    return lower(
-        job_to_lower(GPT, training, spec, catalogue.software("torch")), assign_stage_layers(layers), table, how
-    )
+    batch = microbatches * spec.dp
+    training = TrainingSpec(global_batch_size=batch, precision=precision, fused_optimizer=fused_optimizer)
+    model = GPT.model_copy(update={"tied_embeddings": False}) if untied else GPT
+    assignment = assign_stage_layers({1: (6,), 2: (3, 3)}[spec.num_stages])
+    job = job_to_lower(model, training, spec, catalogue.software("torch"))
+    return lower(job, assignment, plan_table(spec, microbatches), how or Lowering())
 
 
 def copies(found: Program, rank: int = 0) -> list[Op]:
@@ -133,67 +143,192 @@ def test_where_backward_follows_at_once(row: str, expected: str) -> None:
     assert backward_follows(actions) == {Action.parse(text) for text in expected.split()}
 
 
-def test_states_of_every_parameter_come_and_go() -> None:
-    found = copies(program(offload_optimizer=True))
-    embedding = 8 * (512 + 32) * 64
-    layers = [embedding, *[8 * BLOCK_ELEMENTS] * 6, 8 * 2 * 64]  # the head is tied: its norm is all it brings
-    for to_host in (False, True):
-        stream = Stream.TO_HOST if to_host else Stream.FROM_HOST
-        assert [num_bytes for _, num_bytes in moved([op for op in found if op.stream is stream])] == layers
-    resting = program(offload_optimizer=True).resting_bytes[0]
-    assert (resting[MemoryCategory.OPTIMIZER], resting[MemoryCategory.HOST]) == (0, 8 * GPT.num_parameters)
+def shard_bytes(elements: int) -> int:
+    """Of fp32 on one of four ranks, between which all tensors divide evenly."""
+    return 4 * elements // 4
 
 
-def test_states_of_two_layers_are_on_the_device() -> None:
-    found = program(offload_optimizer=True)
-    held = most = 0
-    for op in (found.ops[i] for i in found.by_rank[0]):
-        for effect in op.memory:
-            if effect.category is MemoryCategory.OPTIMIZER:
-                most = max(most, held + effect.during_bytes)
-                held += effect.after_bytes
-    assert (held, most) == (0, 2 * 8 * BLOCK_ELEMENTS)
+BLOCKS = [shard_bytes(BLOCK_ELEMENTS)] * 6
+ROOT = shard_bytes((512 + 32 + 2) * 64)  # the tied embedding, positions and the last norm
+FORWARD, BACKWARD = [ROOT, *BLOCKS], BLOCKS  # the unit with which backward begins stays gathered
+SHARDED: dict[str, Any] = {"dp_shard": 4, "offload_optimizer": True}
 
 
-@pytest.mark.parametrize("update_s", [0.0, 0.5, 1.0])
-def test_time_of_a_streamed_update(update_s: float) -> None:
-    """Two buffers, each of which is filled, updated and emptied in turn: for n even, n/2 (2 t + u) + t with copies of t
-    at least as long as updates of u."""
-    found = program(offload_optimizer=True)
-    durations_s = []
-    for op in found.ops:
-        copying = op.stream in (Stream.TO_HOST, Stream.FROM_HOST)
-        durations_s.append(1.0 if copying else update_s if op.name.startswith("update ") else 0.0)
-    num_layers = 8
-    assert simulate(found, durations_s).step_time_s == pytest.approx(num_layers / 2 * (2 + update_s) + 1)
+def in_direction(found: Program, stream: Stream) -> list[int]:
+    return [num_bytes for _, num_bytes in moved([op for op in copies(found) if op.stream is stream])]
 
 
-def test_shards_move_their_own_states_only() -> None:
-    whole, sharded = (
-        sum(num_bytes for _, num_bytes in moved(copies(program(offload_optimizer=True, **plan))))
-        for plan in ({}, {"dp_shard": 4})
+def gathers(found: Program) -> list[Message]:
+    """Of rank 0."""
+    messages = (op.message for op in found.ops if op.rank == 0)
+    return [message for message in messages if message is not None and message.kind is CollectiveKind.ALL_GATHER]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "plan", "fetched", "offloaded"),
+    [
+        (1, {}, FORWARD + BACKWARD, [*BLOCKS, ROOT]),
+        (2, {}, 2 * (FORWARD + BACKWARD), [*BLOCKS, ROOT]),
+        (2, {"zero_stage": 2}, 2 * FORWARD, [*BLOCKS, ROOT]),
+        (2, {"grad_sync": "microbatch"}, 2 * (FORWARD + BACKWARD), 2 * [*BLOCKS, ROOT]),
+        (1, {"dp_replicate": 2}, FORWARD + BACKWARD, [*BLOCKS, ROOT]),
+    ],
+)
+def test_shards_come_before_gathers_and_gradients_go_after_reductions(
+    microbatches: int, plan: dict[str, Any], fetched: list[int], offloaded: list[int]
+) -> None:
+    found = program(microbatches, **SHARDED, **plan)
+    assert in_direction(found, Stream.FROM_HOST) == fetched
+    assert in_direction(found, Stream.TO_HOST) == offloaded
+    gathered = [message.num_bytes for message in gathers(found)]
+    assert gathered == [4 * num_bytes for num_bytes in fetched]
+
+
+def test_shards_are_copied_as_wide_as_they_are_kept() -> None:
+    """torch casts on the device (_fsdp_param.py, all_gather_inputs), so gathers have half the bytes."""
+    found = program(precision="bf16", **SHARDED)
+    assert in_direction(found, Stream.FROM_HOST) == FORWARD + BACKWARD
+    assert in_direction(found, Stream.TO_HOST) == [*BLOCKS, ROOT]
+    assert [message.num_bytes for message in gathers(found)] == [2 * num_bytes for num_bytes in FORWARD + BACKWARD]
+
+
+def test_the_host_has_all_that_is_sharded() -> None:
+    """Weights and two moments at rest, gradients from the first reduction to the update."""
+    found, elements = program(**SHARDED), GPT.num_parameters // 4
+    resting = found.resting_bytes[0]
+    assert resting[MemoryCategory.HOST] == 12 * elements
+    on_device = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
+    assert [resting[category] for category in on_device] == [0, 0, 0]
+    assert host_peak_bytes(found, 0) == 16 * elements
+    often = program(2, grad_sync="microbatch", **SHARDED)  # gradients of a unit come once more, and are added
+    assert host_peak_bytes(often, 0) == 16 * elements + BLOCKS[0]
+    foreach = program(fused_optimizer=False, **SHARDED)  # Adam's step makes a tensor as large as all parameters
+    assert host_peak_bytes(foreach, 0) == 20 * elements
+
+
+def test_the_device_has_no_shards_but_for_gathers() -> None:
+    """Of a copied shard there is a second one, in the gather's buffer."""
+    on, off = program(**SHARDED), program(dp_shard=4)
+    (buffer,) = next(op for op in on.ops if op.name == "all_gather block 0").memory
+    assert (buffer.during_bytes, buffer.after_bytes) == (5 * BLOCKS[0], 4 * BLOCKS[0])
+    saved = memory_peak(off, 0).total_bytes - memory_peak(on, 0).total_bytes
+    assert saved == 16 * GPT.num_parameters // 4
+
+
+def times_of(found: Program, duration_s: Any) -> Times:
+    return simulate(found, [duration_s(op) for op in found.ops])
+
+
+def test_copies_take_turns_on_their_link() -> None:
+    """Nothing else takes time: seven shards come in forward and six in backward, and three go after the last came.
+
+    The reduction of a block is behind the gather of the one below it, on one communicator.
+    """
+    found = program(**SHARDED)
+    times = times_of(found, lambda op: 1.0 if op.stream in (Stream.TO_HOST, Stream.FROM_HOST) else 0.0)
+    assert times.step_time_s == pytest.approx(7 + 6 + 3)
+
+
+def test_the_update_waits_for_gradients_on_the_host() -> None:
+    found = program(**SHARDED)
+    times = times_of(found, lambda op: 1.0 if op.stream is Stream.TO_HOST else 0.0)
+    updates = [times.start_s[i] for i, op in enumerate(found.ops) if op.action.kind is ActionKind.OPTIM]
+    assert updates == [pytest.approx(7)] * len(updates)
+    work = [part for op in found.ops if op.action.kind is ActionKind.OPTIM for part in op.work]
+    assert all(isinstance(part, LayerWork) and part.on_host for part in work)
+
+
+@pytest.mark.parametrize(("plan", "last"), [({}, "reduce_scatter"), ({"dp_replicate": 2}, "all_reduce")])
+def test_a_reduction_is_behind_the_copy_of_the_one_before(plan: dict[str, Any], last: str) -> None:
+    """Copies are on the stream of the last collective, and longer here than all else."""
+    found = program(**SHARDED, **plan)
+    times = times_of(found, lambda op: 1.0 if op.stream is Stream.TO_HOST else 0.0)
+    begun = [times.start_s[i] for i, op in enumerate(found.ops) if op.rank == 0 and op.name.startswith(f"{last} block")]
+    assert begun == pytest.approx([0, 1, 2, 3, 4, 5])
+
+
+def test_the_device_waits_where_the_host_adds_to_gradients() -> None:
+    """Backward of a block and each copy as long: beside each other the first time, after each other the second."""
+    found = program(2, grad_sync="microbatch", **SHARDED)
+
+    def duration_s(op: Op) -> float:
+        of_block = op.name.startswith("block") and op.action.kind is ActionKind.BACKWARD and bool(op.work)
+        return 1.0 if of_block or op.stream is Stream.TO_HOST else 0.0
+
+    assert times_of(found, duration_s).step_time_s == pytest.approx((6 + 2) + (2 * 6 + 1))
+    added = [op for op in found.ops if op.rank == 0 and op.name.startswith("add ")]
+    elements = [part.num_parameters for op in added for part in op.work if isinstance(part, LayerWork)]
+    assert sum(elements) == GPT.num_parameters // 4
+    assert {str(op.action) for op in added} == {"0B1"}
+
+
+def test_shards_of_a_stage_come_before_it_computes() -> None:
+    """A stage's gathers were asked for, so torch copies on the stream that computes."""
+    found = program(2, pp=2, dp_shard=2, offload_optimizer=True, untied=True)
+    times = times_of(found, lambda op: 1.0 if op.stream is Stream.FROM_HOST else 0.0)
+    begun = min(
+        times.start_s[i] for i, op in enumerate(found.ops) if op.rank == 0 and str(op.action) == "0F0" and op.work
     )
-    assert sharded * 4 == whole
-    dealt = program(offload_optimizer=True, dp_shard=4, zero_stage=1)
-    assert sum(num_bytes for rank in range(4) for _, num_bytes in moved(copies(dealt, rank))) == whole
+    assert begun == pytest.approx(4)  # the embedding and three blocks
+    assert in_direction(found, Stream.TO_HOST) == in_direction(found, Stream.FROM_HOST)
+
+
+def test_nothing_is_copied_where_host_and_device_are_one() -> None:
+    """torch's tensor.to("cpu") of a tensor on the CPU is the tensor itself."""
+    found = program(how=Lowering(host_waits=True), **SHARDED)
+    assert copies(found) == []
+    assert memory_peak(found, 0).by_category[MemoryCategory.HOST] >= 12 * GPT.num_parameters // 4
+
+
+def test_a_reduced_gradient_is_counted_once_where_host_and_device_are_one() -> None:
+    """With replicas torch keeps what it reduced to the end of backward: of the same storage as the gradient."""
+    plan: dict[str, Any] = {"dp_shard": 4, "dp_replicate": 2}
+    how = Lowering(host_waits=True)
+    for offloads, held in ((False, sum(FORWARD)), (True, 0)):
+        found = program(how=how, offload_optimizer=offloads, **plan)
+        scatters = [op for op in found.ops if op.rank == 0 and op.name.startswith("reduce_scatter")]
+        effects = [effect for op in scatters for effect in op.memory]
+        assert sum(e.after_bytes for e in effects if e.category is MemoryCategory.BUFFERS) == held
+        assert sum(e.after_bytes for e in effects if e.category is MemoryCategory.HOST) == sum(FORWARD) - held
 
 
 def test_level_1_moves_the_same_bytes_in_one_piece() -> None:
-    plan = {"offload_optimizer": True, "offload_activations": True}
-    fine, coarse = (moved(copies(program(2, level, **plan))) for level in (2, 1))
-    assert sum(num_bytes for _, num_bytes in fine) == sum(num_bytes for _, num_bytes in coarse)
-    assert len(coarse) == 2 * 2 + 2
+    """But that it does not know which unit stays gathered."""
+    fine, coarse = (program(2, how=Lowering(level=level), **SHARDED) for level in (2, 1))
+    assert in_direction(coarse, Stream.FROM_HOST) == 4 * [sum(FORWARD)]
+    assert in_direction(coarse, Stream.TO_HOST) == [sum(in_direction(fine, Stream.TO_HOST))]
 
 
 def test_copies_are_priced_by_the_host_link() -> None:
-    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=1)
-    plan = ParallelPlan(offload_optimizer=True)
-    training = TrainingSpec(global_batch_size=1, precision="fp32")
-    cost = cost_model(Job(GPT, cluster, training, plan, catalogue.software("torch")), None)
+    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=4)
+    training = TrainingSpec(global_batch_size=4, precision="fp32")
+    cost = cost_model(Job(GPT, cluster, training, ParallelPlan(**SHARDED), catalogue.software("torch")), None)
     assert cluster.host_link is not None
     # PCIe 4 at four fifths of 31 GB/s, each way
     assert cost.host_copy(HostCopy(31 * 10**9, to_host=True)).seconds == pytest.approx(1.25, rel=1e-4)
-    found = program(offload_optimizer=True)
-    simulated = simulate_program(found, cost, cluster)
+    simulated = simulate_program(program(**SHARDED), cost, cluster)
     priced = {term.name: term.count for term in simulated.pricing.terms if term.name.startswith("copy")}
     assert set(priced) == {"copy to host", "copy from host"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "bandwidth", "sharing"), [(8, None, 8), (4, None, 4), (8, 100e9, 8), (16, None, 8)]
+)
+def test_the_update_moves_its_bytes_at_the_bandwidth_of_the_host(
+    devices: int, bandwidth: float | None, sharing: int
+) -> None:
+    """AdamW: 32 bytes of each fp32 parameter; two Xeon 8480C have 614.4 GB/s, of which three quarters are reached."""
+    cluster = catalogue.cluster("dgx-h100", num_devices=devices)
+    if bandwidth is not None:
+        cluster = cluster.model_copy(update={"host_memory_bandwidth_bytes_per_s": bandwidth})
+    training = TrainingSpec(global_batch_size=devices, precision="bf16")
+    plan = ParallelPlan(dp_shard=devices, offload_optimizer=True)
+    one = predict(Job(GPT, cluster, training, plan, catalogue.software("torch")))
+    rate = 0.75 * (bandwidth or 614.4e9) / sharing
+    assert one.splits[0].optimizer_s == pytest.approx(32 * GPT.num_parameters / devices / rate, rel=1e-6)
+
+
+def test_the_update_of_a_cpu_is_that_of_its_calibration() -> None:
+    assert host_memory_rate(catalogue.cluster("this-machine", 1)) is None
+    unknown = catalogue.cluster("dgx-a100-80gb", 2).model_copy(update={"host_memory_bandwidth_bytes_per_s": None})
+    assert host_memory_rate(unknown) == pytest.approx(0.75 * 409.6e9 / 2)

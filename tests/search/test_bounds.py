@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from simplan.job import Job
 from simplan.predict import predict
+from simplan.rules import violations
 from simplan.search import SearchSpace
 from simplan.search.bounds import Bounds
 from simplan.search.candidates import FIELDS, Candidates, categories
@@ -44,7 +45,9 @@ def jobs(draw: st.DrawFn) -> Job:
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
     plans = plans_of(job, that_it_has(job.software, space))
-    return job.with_plan(draw(st.sampled_from(plans)))
+    job = job.with_plan(draw(st.sampled_from(plans)))
+    offloads = job.with_plan(job.plan.model_copy(update={"offload_optimizer": True}))
+    return offloads if not any(violations(offloads)) and draw(st.booleans()) else job
 
 
 def table_of(plan: ParallelPlan) -> Candidates:

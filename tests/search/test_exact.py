@@ -12,6 +12,7 @@ from simplan.job import Job
 from simplan.search import Progress, SearchResult, SearchSpace, search
 from simplan.search.evaluate import Evaluator
 from simplan.spec import catalogue
+from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
@@ -82,6 +83,22 @@ def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> No
         assert (plan.plan, plan.device_bytes, plan.step_time_s) in inside
     assert counts_add_up(result)
     assert result.space.timed < len(inside)
+
+
+def test_so_they_are_with_the_optimizer_on_the_host() -> None:
+    """Of plans that shard parameters, others are rejected; some fit and some do not, the fastest of all among these."""
+    job = asked_for(4, capacity=1069 * MIB).with_plan(ParallelPlan(offload_optimizer=True))
+    space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b", "gpipe"), "top": 6})
+    inside = fitting(job, space)
+    assert 6 < len(inside) < len(every_plan(job, space)) - 6
+    assert min(every_plan(job, space), key=lambda row: row[2]) not in inside
+    result = search(job, space, explain=False)
+    wanted = shown(sorted(inside, key=lambda row: row[2]))[:6]
+    assert [plan.step_time_s for plan in result.ranked] == [seconds for _, _, seconds, _ in wanted]
+    assert all(plan.plan.offload_optimizer and plan.plan.shards_parameters for plan in result.ranked)
+    assert result.space.rejected["offload_of_sharded_parameters"] > 0
+    assert counts_add_up(result)
+    assert result.space.bounded > 0
 
 
 def test_so_they_are_on_nodes_that_are_not_full() -> None:

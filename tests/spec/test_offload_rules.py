@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
+from simplan.rules import check_job
 from simplan.spec import catalogue
 from simplan.spec.hardware import ClusterSpec
 from simplan.spec.model import ModelSpec
 from simplan.spec.plan import ParallelPlan
+from simplan.spec.training import TrainingSpec
 from tests import jobs
 
 ACTIVATIONS = {"offload_activations": True}
-STATES = {"offload_optimizer": True}
+STATES = {"offload_optimizer": True, "dp_shard": 2}
 
 
 def check(
@@ -30,7 +33,8 @@ def check(
     [
         {**STATES, **ACTIVATIONS},
         {**STATES, **ACTIVATIONS, "dp_shard": 4, "recompute": "full"},
-        {**STATES, "pp": 4, "schedule": "zb-h1"},
+        {**STATES, "zero_stage": 2, "dp_replicate": 2},
+        {**STATES, "dp_shard": 1, "cp": 2, "cp_comm": "a2a", "zero_stage": 3},
         {**ACTIVATIONS, "pp": 2, "virtual_stages": 2, "recompute": "selective"},
         {**ACTIVATIONS, "dp_replicate": 2},
         {**ACTIVATIONS, "offload_layers": 3},
@@ -43,7 +47,15 @@ def test_what_is_modelled_passes(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "kwargs", "sentence"),
     [
-        (STATES, {"optimizer": "sgd"}, "plan.offload_optimizer = true: moves optimizer states, and sgd has none"),
+        ({**STATES, "dp_shard": 1}, {}, "no parameters that FSDP shards; use dp_shard = 2 or more"),
+        ({**STATES, "dp_shard": 1, "dp_replicate": 4}, {}, "shards; use dp_shard = 4 in place of dp_replicate"),
+        ({**STATES, "zero_stage": 1}, {}, "this plan has no parameters that FSDP shards; use zero_stage = 3"),
+        (
+            {**STATES, "tp": 2},
+            {"model": "llama3-8b"},
+            "tensor parallelism (tp = 2) is not modelled yet with it; use tp = 1",
+        ),
+        (STATES, {"precision": "fp8"}, "training.precision = fp8 is not modelled yet with it; use bf16"),
         (
             {**STATES, "ep": 2, "dp_replicate": 2},
             {"model": "mixtral-8x7b"},
@@ -82,3 +94,11 @@ def test_host_links_have_the_bandwidth_of_their_generation(device: str, bytes_pe
     name = catalogue.device(device).host_link
     assert name is not None
     assert catalogue.link(name).bytes_per_s == pytest.approx(bytes_per_s, rel=0.02)
+
+
+def test_another_framework_is_refused_by_name() -> None:
+    cluster = catalogue.cluster("dgx-a100-80gb", num_devices=2)
+    training = TrainingSpec(global_batch_size=16, precision="bf16")
+    plan = ParallelPlan.model_validate(STATES)
+    with pytest.raises(NotModelledError, match=r"software llm-foundry is not modelled yet with it; use .* torch \(or"):
+        check_job(Job(catalogue.model("gpt2-124m"), cluster, training, plan, catalogue.software("llm-foundry")))
